@@ -1,0 +1,29 @@
+"""gpt_fast: a small native-PyTorch engine that decodes a transformer as fast as memory allows."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpt_fast.llm import LLM
+    from gpt_fast.outputs import Completion, Delta
+    from gpt_fast.params import RequestError, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "Delta", "RequestError", "SamplingParams"]
+
+_HOME = {
+    "LLM": "gpt_fast.llm",
+    "Completion": "gpt_fast.outputs",
+    "Delta": "gpt_fast.outputs",
+    "RequestError": "gpt_fast.params",
+    "SamplingParams": "gpt_fast.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: torch takes seconds, and protocol or client code does without it.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,165 @@
+"""The one attention seam: every query of every layer goes through :func:`attend`.
+
+A *step* computes some new tokens of some sequences: one each (decode), many of one (prefill), a few each of
+which a prefix may be kept (verify), or any mixture. All new tokens of a step stand in one flat row of
+``num_tokens``; :class:`StepLayout` says which sequence each belongs to and where its keys and values live.
+Because verify and prefill are the same shape of work as decode, there is one operation and no modes.
+
+Legend: N new tokens of the step, S sequence slots (fixed; unused ones have no queries), P pages a sequence may
+have, G page size, H query heads, K key-value heads, D head dimension.
+
+The cache is paged: page p of a layer is ``cache[p]`` of shape [G, K, D]; position t of slot s is at
+``cache[page_table[s, t // G], t % G]``. Page 0 is never allocated: rows that only pad a step write there.
+
+The operation is opaque to the compiler (one custom op a layer), so ragged lengths never cause recompilation.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class StepLayout(NamedTuple):
+    """Where the new tokens of one step belong. Fixed shapes except ``write_slots``.
+
+    query_start: [S + 1] int32, tokens ``query_start[s]:query_start[s + 1]`` belong to slot s.
+    context_len: [S] int32, tokens of slot s after this step (cached before it plus new).
+    page_table:  [S, P] int32, pages of slot s in order; entries past the context are ignored.
+    write_slots: [N] int64, flat cache slot (page * G + offset) that receives each new token's key and value.
+    """
+
+    query_start: Tensor
+    context_len: Tensor
+    page_table: Tensor
+    write_slots: Tensor
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, layout: StepLayout, window: int) -> Tensor:
+    """Write ``k``/``v`` [N, K, D] into the cache, then attend ``q`` [N, H, D] causally to each one's own sequence.
+
+    Returns [N, H, D]. ``window`` > 0 limits each query to the last ``window`` positions, itself included.
+    """
+    out: Tensor = torch.ops.gpt_fast.paged_attention(
+        q, k, v, k_cache, v_cache, layout.query_start, layout.context_len, layout.page_table, layout.write_slots, window
+    )
+    return out
+
+
+def attend_plain(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """The same mathematics without cache or pages, for training and as the reference: [B, T, H or K, D] -> [B, T, H, D]."""
+    num_tokens = q.shape[1]
+    mask = None
+    if window and window < num_tokens:
+        mask = causal_mask(num_tokens, num_tokens, window, q.device)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+    """[num_queries, num_keys] bool: True where the query, the last ones of the keys' positions, may look."""
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    key = torch.arange(num_keys, device=device)[None, :]
+    mask = key <= query
+    return mask & (key > query - window) if window else mask
+
+
+def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, write_slots: Tensor) -> None:
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, write_slots, k.to(k_cache.dtype))
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, write_slots, v.to(v_cache.dtype))
+
+
+def _gather(cache: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Pages [..., p] of ``cache`` as contiguous [..., p * G, K, D]."""
+    out = cache.index_select(0, pages.reshape(-1).long()).to(dtype)
+    return out.view(*pages.shape[:-1], pages.shape[-1] * cache.shape[1], *cache.shape[2:])
+
+
+def paged_attention_eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    page_table: Tensor,
+    write_slots: Tensor,
+    window: int,
+) -> Tensor:
+    """The seam in plain torch for lengths that the host can read: one product per sequence, nothing padded."""
+    _write(k, v, k_cache, v_cache, write_slots)
+    out = torch.zeros_like(q)
+    starts, lengths = query_start.tolist(), context_len.tolist()
+    page_size = k_cache.shape[1]
+    for s, length in enumerate(lengths):
+        begin, end = starts[s], starts[s + 1]
+        if begin == end:
+            continue
+        num_queries = end - begin
+        first = max(0, length - num_queries - window + 1) // page_size * page_size if window else 0
+        pages = page_table[s, first // page_size : (length + page_size - 1) // page_size]
+        keys = _gather(k_cache, pages, q.dtype)[: length - first].transpose(0, 1)  # [K, T, D]
+        values = _gather(v_cache, pages, q.dtype)[: length - first].transpose(0, 1)
+        mask = None
+        if num_queries > 1 or (window and length - first > window):
+            mask = causal_mask(num_queries, length - first, window, q.device)
+        heads = F.scaled_dot_product_attention(
+            q[begin:end].transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
+        )
+        out[begin:end] = heads[0].transpose(0, 1)
+    return out
+
+
+def paged_attention_static(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    page_table: Tensor,
+    write_slots: Tensor,
+    window: int,
+) -> Tensor:
+    """The seam in plain torch without reading lengths on the host: every shape fixed, so a CUDA graph can hold it.
+
+    Each token gathers all pages its sequence may have; what lies outside its context is masked.
+    """
+    _write(k, v, k_cache, v_cache, write_slots)
+    num_tokens = q.shape[0]
+    token = torch.arange(num_tokens, device=q.device, dtype=query_start.dtype)
+    slot = (torch.searchsorted(query_start, token, right=True) - 1).clamp_(max=context_len.shape[0] - 1)
+    position = context_len[slot] - (query_start[slot + 1] - token)  # [N]; negative on rows that only pad
+    keys = _gather(k_cache, page_table[slot], q.dtype).transpose(1, 2)  # [N, K, T, D]
+    values = _gather(v_cache, page_table[slot], q.dtype).transpose(1, 2)
+    key = torch.arange(keys.shape[2], device=q.device)[None, :]
+    mask = key <= position[:, None].clamp(min=0)
+    if window:
+        mask &= key > position[:, None] - window
+    heads = F.scaled_dot_product_attention(
+        q[:, :, None], keys, values, attn_mask=mask[:, None, None], enable_gqa=True
+    )  # [N, H, 1, D]
+    return heads[:, :, 0]
+
+
+_SCHEMA = (
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor query_start, "
+    "Tensor context_len, Tensor page_table, Tensor write_slots, int window) -> Tensor"
+)
+# The low-level library API: its call costs a few microseconds, the decorator's some tens.
+_library = torch.library.Library("gpt_fast", "FRAGMENT")
+_library.define(_SCHEMA)
+_library.impl("paged_attention", paged_attention_eager, "CPU")
+_library.impl("paged_attention", paged_attention_static, "CUDA")
+
+
+@torch.library.register_fake("gpt_fast::paged_attention")
+def _(q: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(q)

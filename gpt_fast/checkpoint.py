@@ -1,0 +1,288 @@
+"""Checkpoints on disk to a ready Transformer, and back.
+
+Reads Hugging Face directories as they are: ``model.safetensors`` or ``pytorch_model.bin``, whole or sharded with an
+index. The model is built on the ``meta`` device and each parameter is then allocated once, in its final dtype on
+its final device, and filled from the mapped file piece by piece (stored.py): a load peaks at the weights it leaves
+behind plus some megabytes. Other formats go through importers.py first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from gpt_fast.config import ModelConfig
+from gpt_fast.families import (
+    FAMILIES,
+    CheckpointError,
+    Part,
+    parts,
+    read_config,
+    read_json,
+    to_hf_config,
+)
+from gpt_fast.model import Transformer
+from gpt_fast.safetensors_file import read_safetensors, write_safetensors
+from gpt_fast.stored import Slice, StoredTensor, read_torch_file, stored_tensors
+
+__all__ = [
+    "CheckpointError",
+    "Slice",
+    "build",
+    "load_model",
+    "open_weights",
+    "random_model",
+    "save_checkpoint",
+    "stored_dtype",
+    "write_safetensors",
+]
+
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_SHOWN = 5  # names listed in an error
+_REPEATED = 4_194_301  # elements, a prime: rows of a filled matrix are not copies of each other
+
+
+def load_model(
+    directory: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: bool = False,
+    *,
+    local: ModelConfig | None = None,
+    take: Callable[[Part], Slice | None] | None = None,
+) -> Transformer:
+    """The model in a Hugging Face directory, every weight in ``dtype`` on ``device``, without gradients.
+
+    ``progress``: a bar by bytes, when stderr is a terminal. A tensor-parallel rank gives ``local``, the shape of
+    what it holds, and ``take``, which slice of each stored tensor fills the same part of it (None: all of it).
+
+    Raises CheckpointError, naming files and tensors, for whatever is missing, unexpected, mis-shaped or damaged.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    config, weights = resolve_tying(config, open_weights(directory))
+    model = build(replace(local, tie_embeddings=config.tie_embeddings) if local else config, dtype, device)
+    fill(model, config, weights, str(directory), progress=progress, take=take)
+    return model
+
+
+def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """A Transformer whose weights are allocated and not yet written."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            data = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(data, requires_grad=False))
+    if config.tie_embeddings:
+        model.output.weight = model.tok_embeddings.weight
+    model.rope.to(device)  # float32 in every model; made on the CPU, meta or not
+    return model.eval()
+
+
+def fill(
+    model: Transformer,
+    config: ModelConfig,
+    weights: Mapping[str, StoredTensor],
+    where: str,
+    *,
+    progress: bool = False,
+    take: Callable[[Part], Slice | None] | None = None,
+) -> None:
+    """Write ``weights``, a whole checkpoint of ``config``, into the allocated ``model``. See :func:`load_model`."""
+    wanted = parts(config)
+    check_weights(wanted, weights, where)
+    parameters = dict(model.named_parameters())
+    total = sum(weights[part.source].num_bytes for part in wanted)
+    with _progress(total, progress) as report, torch.no_grad():
+        for part, own in zip(wanted, parts(model.config), strict=True):
+            target = parameters[own.target][own.start : own.start + own.shape[0]]
+            weights[part.source].copy_to(target, take(part) if take else None, report)
+
+
+def resolve_tying(
+    config: ModelConfig, weights: Mapping[str, StoredTensor]
+) -> tuple[ModelConfig, dict[str, StoredTensor]]:
+    """``config`` and ``weights`` agreeing on whether the head is the embedding table; a tied head is left out.
+
+    The file has the last word, as in transformers: a missing head is tied, two tables that differ are not.
+    """
+    names = FAMILIES[config.family].names
+    table, head = names["tok_embeddings"] + ".weight", names["output"] + ".weight"
+    weights = dict(weights)
+    tied = config.tie_embeddings
+    if head not in weights:
+        tied = True
+    elif tied and table not in weights:
+        weights[table] = weights.pop(head)
+    elif tied and weights[head].equals(weights[table]):
+        del weights[head]
+    else:
+        tied = False
+    return replace(config, tie_embeddings=tied), weights
+
+
+def check_weights(wanted: Sequence[Part], weights: Mapping[str, StoredTensor], where: str) -> None:
+    """Raise CheckpointError unless ``weights`` are exactly ``wanted``."""
+    sources = {part.source: part.shape for part in wanted}
+    problems = [
+        ("missing", [name for name in sources if name not in weights]),
+        ("unexpected", [name for name in weights if name not in sources]),
+        (
+            "of the wrong shape",
+            [
+                f"{name} {list(weights[name].shape)}, not {list(shape)}"
+                for name, shape in sources.items()
+                if name in weights and weights[name].shape != shape
+            ],
+        ),
+        (
+            "not floating-point",
+            [
+                f"{name} ({str(weights[name].dtype).removeprefix('torch.')})"
+                for name in sources
+                if name in weights and not weights[name].dtype.is_floating_point
+            ],
+        ),
+    ]
+    found = [f"{len(names)} tensors {what}: {_some(names)}" for what, names in problems if names]
+    if found:
+        raise CheckpointError(f"{where} does not fit its configuration: " + "; ".join(found))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def open_weights(directory: str | Path) -> dict[str, StoredTensor]:
+    """Every weight of a Hugging Face directory by name, mapped and not yet read.
+
+    Buffers that old versions saved (rotary frequencies) are left out. Raises CheckpointError.
+    """
+    directory = Path(directory)
+    weights: dict[str, StoredTensor] = {}
+    for path in weight_files(directory):
+        for name, tensor in _read_file(path).items():
+            if name in weights:
+                raise CheckpointError(f"{path}: tensor {name!r} is in another file of {directory} as well")
+            weights[name] = tensor
+    return {name: t for name, t in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files holding the weights of ``directory``; safetensors come before torch's format."""
+    for single in _SINGLE:
+        index = directory / f"{single}.index.json"
+        if (directory / single).is_file():
+            return [directory / single]
+        if index.is_file():
+            mapping = read_json(index).get("weight_map")
+            if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
+                raise CheckpointError(f"{index} has no weight_map of tensor names to file names")
+            files = [directory / name for name in sorted(set(mapping.values()))]
+            for file in files:
+                if file.parent != directory:
+                    raise CheckpointError(f"{index} names {file.name!r} outside its own directory")
+                if not file.is_file():
+                    raise CheckpointError(f"{file} is missing; {index.name} needs it")
+            return files
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory")
+    raise CheckpointError(f"{directory} has no weights: none of {', '.join(_SINGLE)}, whole or with an index")
+
+
+def _read_file(path: Path) -> dict[str, StoredTensor]:
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    return stored_tensors(read_torch_file(path), path)
+
+
+def stored_dtype(directory: str | Path) -> torch.dtype:
+    """The floating-point dtype most bytes of a Hugging Face directory's weights have."""
+    num_bytes: dict[torch.dtype, int] = {}
+    for tensor in open_weights(directory).values():
+        if tensor.dtype.is_floating_point:
+            num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.num_bytes
+    if not num_bytes:
+        raise CheckpointError(f"{directory} holds no floating-point weights")
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype])
+
+
+def random_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+) -> Transformer:
+    """A model of the shape ``config`` with random weights (normal, standard deviation 0.02), for benchmarks.
+
+    Matrices repeat one block of random numbers, because drawing billions takes minutes. The same seed gives the
+    same weights on every device.
+    """
+    model = build(config, dtype, device)
+    generator = torch.Generator().manual_seed(seed)
+    largest = max(p.numel() for p in model.parameters())
+    block = (torch.randn(min(_REPEATED, largest), generator=generator) * 0.02).to(device, dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:  # a norm
+                parameter.fill_(1.0)
+            else:
+                for piece in torch.split(parameter.view(-1), block.numel()):
+                    piece.copy_(block[: piece.numel()])
+    return model
+
+
+def save_checkpoint(
+    model: Transformer,
+    directory: str | Path,
+    dtype: torch.dtype | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write ``model`` as a Hugging Face directory: ``config.json`` and ``model.safetensors``, in ``dtype`` or as held.
+
+    ``extra`` goes into ``config.json`` as well, such as ``eos_token_id``. Raises CheckpointError for weights that are
+    not plain (quantized), OSError when a file cannot be written.
+    """
+    parameters = dict(model.named_parameters())
+    tensors: dict[str, StoredTensor] = {}
+    for part in parts(model.config):
+        if part.target not in parameters:
+            raise CheckpointError(f"{part.target} is not a plain weight; only unquantized models can be saved so")
+        whole = StoredTensor.of(parameters[part.target], mapped=False)
+        tensors[part.source] = whole.part(part.start, part.shape[0])
+    write_directory(Path(directory), model.config, tensors, dtype, extra)
+
+
+def write_directory(
+    directory: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """``config.json`` and ``model.safetensors`` of ``tensors``, named as their family names them."""
+    kind = dtype or next(iter(tensors.values())).dtype
+    raw = to_hf_config(config, str(kind).removeprefix("torch.")) | dict(extra or {})
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / "model.safetensors", tensors, dtype)
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _progress(total: int, wanted: bool) -> Iterator[Callable[[int], object] | None]:
+    """A function to report bytes to, or None when nobody would see the bar."""
+    if not wanted or not sys.stderr.isatty():
+        yield None
+        return
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="loading weights") as bar:
+        yield bar.update

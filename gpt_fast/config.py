@@ -1,0 +1,173 @@
+"""Frozen dataclasses for everything that is configured, and the one way to build them from outside.
+
+``ModelConfig`` describes a model's mathematics and is read from a checkpoint (families.py), never typed by
+hand. ``EngineConfig`` describes how a model is run; the command line, ``LLM(...)`` and model_config.yaml all
+build it through :func:`from_mapping`, which refuses keys it does not know by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A configuration value or key is wrong; the message names the key and what would be accepted."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary-embedding scaling, as in a checkpoint's ``rope_scaling`` (``rope_parameters`` since transformers 5).
+
+    ``linear``: positions divided by ``factor`` (kaiokendev 2023). ``dynamic``: NTK-aware base that grows with the
+    sequence once it is longer than ``original_max_seq_len``. ``llama3``: per-frequency interpolation of
+    Llama 3.1 (``low_freq_factor``, ``high_freq_factor``).
+    """
+
+    type: Literal["linear", "dynamic", "llama3"]
+    factor: float
+    original_max_seq_len: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape and mathematics of one decoder-only transformer."""
+
+    family: str  # a row of families.FAMILIES
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    max_seq_len: int  # positions the model was made for, in tokens
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()  # per layer: keys a query sees, itself included; 0 or missing: all of them
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads ({self.num_heads}) is not a multiple of num_key_value_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim ({self.head_dim}) is odd; rotary embeddings need an even one")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ConfigError(f"windows has {len(self.windows)} entries for {self.num_layers} layers")
+
+    def window(self, layer: int) -> int:
+        """Sliding window of ``layer`` in tokens; 0 means full attention."""
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def q_dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model, embeddings included (tied ones counted once)."""
+        block = self.dim * (self.q_dim + 2 * self.kv_dim) + self.q_dim * self.dim + 3 * self.dim * self.ffn_dim
+        block += 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
+        block += (self.q_dim + 2 * self.kv_dim) if self.qkv_bias else 0
+        block += self.dim if self.out_bias else 0
+        block += (2 * self.ffn_dim + self.dim) if self.mlp_bias else 0
+        embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+        return self.num_layers * block + embeddings + self.dim
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes that one token occupies in the KV cache, over all layers."""
+        return 2 * self.num_layers * self.kv_dim * itemsize
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is run. Field names are the keyword arguments of ``LLM`` and the keys of model_config.yaml."""
+
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    quantize: str | None = None
+    compile: bool = True
+    max_seq_len: int | None = None  # tokens, prompt and completion together; None: what the model was made for
+    max_batch: int = 8  # sequences decoded together
+    prefill_chunk: int = 512  # prompt tokens computed per step
+    page_size: int = 16  # tokens per KV-cache page
+    num_pages: int | None = None  # None: room for max_batch sequences of max_seq_len
+    prefix_cache: bool = True
+    threads: int | None = None  # CPU threads of torch; None: leave as it is
+
+    def __post_init__(self) -> None:
+        choices("device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
+        choices("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        for name in ("max_batch", "prefill_chunk", "page_size"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("max_seq_len", "num_pages", "threads"):
+            if getattr(self, name) is not None:
+                at_least(name, getattr(self, name), 1)
+
+
+def choices(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, allowed))}")
+
+
+def at_least(name: str, value: int, minimum: int) -> None:
+    """Raise ConfigError unless ``value`` >= ``minimum``."""
+    if value < minimum:
+        raise ConfigError(f"{name}: {value} is too small, the least is {minimum}")
+
+
+def unknown_key(key: str, known: list[str], where: str) -> str:
+    """The message for a key nobody reads: names it, the closest known one, and all known ones."""
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"unknown key {key!r} in {where}{hint}; known keys: {', '.join(sorted(known))}"
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Build the dataclass ``cls`` from ``values``.
+
+    ``where`` names the source in errors. Raises ConfigError for an unknown key or a value of the wrong type;
+    ints are accepted for floats, nothing else is converted.
+    """
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(unknown_key(key, known, where))
+        _check_type(key, value, hints[key], where)
+    return cls(**values)
+
+
+def _check_type(key: str, value: object, hint: object, where: str) -> None:
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    plain = tuple(type(None) if a is type(None) else a for a in allowed)
+    if bool not in plain and isinstance(value, bool):
+        ok = False
+    elif float in plain and isinstance(value, int):
+        ok = True
+    else:
+        ok = isinstance(value, tuple(a for a in plain if isinstance(a, type)))
+    if not ok:
+        names = " or ".join("null" if a is type(None) else getattr(a, "__name__", str(a)) for a in plain)
+        raise ConfigError(f"{key} in {where} must be {names}, not {value!r}")

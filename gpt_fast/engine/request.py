@@ -1,0 +1,99 @@
+"""One request's life in the engine: waiting, running, finished; its tokens, pages and text.
+
+State is owned by the engine thread. No torch here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from gpt_fast.engine.text import TextStream
+from gpt_fast.outputs import Completion, FinishReason, Timings
+from gpt_fast.params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"  # holds no pages
+    RUNNING = "running"  # holds pages; prefilling while num_computed < num_tokens - 1, then decoding
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """``token_ids`` is the prompt and then what was generated; the cache holds the first ``num_computed`` of them."""
+
+    id: str
+    token_ids: list[int]
+    params: SamplingParams  # resolved
+    seed: int
+    max_tokens: int  # params.max_tokens, limited by the context
+    end_ids: frozenset[int]  # tokens that end the completion
+    text: TextStream
+    num_prompt: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+    status: Status = Status.WAITING
+    pages: list[int] = field(default_factory=list)
+    digest: bytes = b""  # of the last remembered page
+    num_remembered: int = 0  # pages made findable
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_preemptions: int = 0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    def append(self, token: int, now: float) -> str:
+        """Take one generated token; returns the text that became certain. Sets ``finish_reason`` at the end."""
+        self.token_ids.append(token)
+        self.first_token = self.first_token or now
+        self.last_token = now
+        may_end = self.num_output >= self.params.min_tokens
+        if may_end and token in self.end_ids:
+            return self._finish("stop")
+        text = self.text.push(token, may_stop=may_end)
+        if self.text.stopped:
+            self.finish_reason = "stop"
+            return text
+        return text + self._finish("length") if self.num_output >= self.max_tokens else text
+
+    def _finish(self, reason: FinishReason) -> str:
+        self.finish_reason = reason
+        return self.text.flush()
+
+    def completion(self) -> Completion:
+        """The finished request as its caller sees it."""
+        assert self.finish_reason is not None
+        now = time.monotonic()
+        first = self.first_token or now
+        last = self.last_token or now
+        return Completion(
+            text=self.text.text,
+            token_ids=tuple(self.output_ids),
+            finish_reason=self.finish_reason,
+            num_prompt_tokens=self.num_prompt,
+            num_cached_tokens=self.num_cached,
+            timings=Timings(
+                queue_s=(self.first_scheduled or now) - self.arrival,
+                first_token_s=first - self.arrival,
+                total_s=now - self.arrival,
+                decode_s=last - first,
+            ),
+        )

@@ -1,0 +1,135 @@
+"""Runs step plans on one device: builds tensors, calls the model, owns the KV cache and the compiled shapes.
+
+The runner decides nothing. Compilation is by block, once for one token and once for any larger number, so a model of
+any depth compiles in the time of one block and no later step compiles anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gpt_fast.attention import StepLayout
+from gpt_fast.engine.scheduler import SequencePlan, StepPlan
+from gpt_fast.model import Transformer
+
+log = logging.getLogger(__name__)
+
+
+class Runner:
+    """Executes plans of at most ``max_batch`` sequences, each of at most ``max_seq_len`` tokens.
+
+    The cache of ``num_pages`` pages of ``page_size`` tokens is allocated here, once.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        max_batch: int,
+        max_seq_len: int,
+        num_pages: int,
+        page_size: int,
+        prefill_chunk: int,
+        compile: bool,
+    ) -> None:
+        self.model = model
+        self.device = model.tok_embeddings.weight.device
+        self.dtype = model.norm.weight.dtype
+        self.max_batch = max_batch
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.prefill_chunk = prefill_chunk
+        self.pages_per_sequence = -(-max_seq_len // page_size)
+        self.compiled = compile
+        c = model.config
+        shape = (num_pages, page_size, c.num_kv_heads, c.head_dim)
+        self.cache = [
+            (torch.zeros(shape, dtype=self.dtype, device=self.device), torch.zeros(shape, dtype=self.dtype, device=self.device))
+            for _ in range(c.num_layers)
+        ]
+        # Layout tensors have one shape for ever; only their contents change.
+        self._query_start = torch.zeros(max_batch + 1, dtype=torch.int32)
+        self._context_len = torch.zeros(max_batch, dtype=torch.int32)
+        self._page_table = torch.zeros(max_batch, self.pages_per_sequence, dtype=torch.int32)
+        if compile:
+            for layer in model.layers:
+                layer.compile(fullgraph=True, dynamic=True)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache over all layers."""
+        return sum(t.numel() * t.element_size() for pair in self.cache for t in pair)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> Tensor:
+        """Run one step; returns logits [plan.num_logits, vocab_size] in the plan's order, on the device."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        lengths: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        self._query_start.zero_()
+        self._context_len.zero_()
+        for s, sequence in enumerate(plan.sequences):
+            self._place(sequence, s, positions, lengths, slots)
+            tokens += sequence.tokens
+            rows += range(len(tokens) - sequence.num_logits, len(tokens))
+            self._query_start[s + 1 :] = len(tokens)
+        layout = StepLayout(
+            self._to_device(self._query_start),
+            self._to_device(self._context_len),
+            self._to_device(self._page_table),
+            self._tensor(slots),
+        )
+        return self.model.step(
+            self._tensor(tokens), self._tensor(positions), self._tensor(lengths), self.cache, layout, self._tensor(rows)
+        )
+
+    def _place(
+        self, sequence: SequencePlan, s: int, positions: list[int], lengths: list[int], slots: list[int]
+    ) -> None:
+        """Append where the new tokens of slot ``s`` stand, and fill its row of the page table."""
+        end = sequence.start + len(sequence.tokens)
+        self._context_len[s] = end
+        pages = sequence.pages
+        self._page_table[s, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        size = self.page_size
+        for position in range(sequence.start, end):
+            positions.append(position)
+            lengths.append(max(sequence.prompt_len, position + 1))
+            slots.append(pages[position // size] * size + position % size)
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return self._to_device(torch.tensor(values, dtype=torch.int64))
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+    def warm_up(self, report: Callable[[str], None] = log.info) -> None:
+        """Run every shape that service will see, so that nothing compiles or allocates later.
+
+        Without a working C++ compiler the blocks run uncompiled, after one warning.
+        """
+        try:
+            self._run_shapes(report)
+        except Exception as error:  # the compiler raises many types, none of them public
+            if not self.compiled:
+                raise
+            log.warning("torch.compile failed, running uncompiled and slower: %s", str(error).strip().splitlines()[0])
+            self.compiled = False
+            for layer in self.model.layers:
+                layer._compiled_call_impl = None
+            torch._dynamo.reset()
+            self._run_shapes(report)
+
+    def _run_shapes(self, report: Callable[[str], None]) -> None:
+        longest = min(self.prefill_chunk, (self.num_pages - 1) * self.page_size, self.pages_per_sequence * self.page_size)
+        # Twice each: the second run must find everything compiled.
+        for count in (1, 1, min(2, longest), longest, min(3, longest)):
+            report(f"warm-up: {count} token{'s' * (count > 1)} per step")
+            pages = tuple(range(1, 2 + (count - 1) // self.page_size))
+            self.execute(StepPlan((SequencePlan((0,) * count, 0, pages, 1, count),)))

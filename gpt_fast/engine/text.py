@@ -1,0 +1,68 @@
+"""Tokens to text as it is generated: whole characters only, and nothing that may turn out to be a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """What is needed of tokenizer.IncrementalDetokenizer."""
+
+    def push(self, token: int) -> str: ...
+    def flush(self) -> str: ...
+
+
+class TextStream:
+    """Emits a request's text piece by piece, ends it at the first stop string.
+
+    ``text`` is all text so far, ``stopped`` says that a stop string was met. Text is held back while it is the
+    beginning of a stop string, so a stop string is never emitted, not even in part.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._stop = tuple(stop)
+        self._held = ""
+        self._parts: list[str] = []
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def push(self, token: int, may_stop: bool = True) -> str:
+        """Add one token; returns the text that is now certain."""
+        self._held += self._detokenizer.push(token)
+        return self._release(may_stop, final=False)
+
+    def flush(self) -> str:
+        """End of the completion: returns what was held back, unless it holds a stop string."""
+        self._held += self._detokenizer.flush()
+        return self._release(may_stop=True, final=True)
+
+    def _release(self, may_stop: bool, final: bool) -> str:
+        held = self._held
+        keep = 0
+        if self._stop and may_stop:
+            found = [i for i in (held.find(s) for s in self._stop) if i >= 0]
+            if found:
+                self.stopped = True
+                return self._emit(held[: min(found)], "")
+            keep = 0 if final else max(_overlap(held, s) for s in self._stop)
+        cut = len(held) - keep
+        return self._emit(held[:cut], held[cut:])
+
+    def _emit(self, text: str, held: str) -> str:
+        self._held = held
+        if text:
+            self._parts.append(text)
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0

@@ -1,0 +1,232 @@
+"""``LLM``: a checkpoint, ready to generate. The front door for Python programs, the command line and the handler."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast, overload
+
+import torch
+
+from gpt_fast.checkpoint import load_model
+from gpt_fast.config import ConfigError, EngineConfig, ModelConfig, from_mapping
+from gpt_fast.engine.engine import Engine, Handle
+from gpt_fast.engine.pages import PageAllocator
+from gpt_fast.engine.request import Request
+from gpt_fast.engine.runner import Runner
+from gpt_fast.engine.scheduler import Scheduler
+from gpt_fast.engine.text import TextStream
+from gpt_fast.families import read_config, read_generation_defaults
+from gpt_fast.outputs import Completion, Delta
+from gpt_fast.params import RequestError, SamplingParams
+from gpt_fast.roofline import Roofline, read_bandwidth
+from gpt_fast.tokenizer import IncrementalDetokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """Loads ``checkpoint`` (a Hugging Face directory), compiles, warms up; then generates.
+
+    Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`; an unknown one is refused by name.
+    ``progress`` shows bars on a terminal. Raises ConfigError, CheckpointError or TokenizerError (all ValueError) when
+    something is wrong with what was asked for.
+
+    ``generate`` and ``stream`` may be called from several threads: all requests share one batch.
+    """
+
+    def __init__(self, checkpoint: str | Path, *, progress: bool = False, **options: Any) -> None:
+        self.checkpoint = Path(checkpoint)
+        self.engine_config = from_mapping(EngineConfig, options, "LLM()")
+        options_ = self.engine_config
+        if options_.quantize is not None:
+            raise ConfigError(f"quantize: {options_.quantize!r} is not supported yet; leave it out")
+        if options_.threads is not None:
+            torch.set_num_threads(options_.threads)
+        begin = time.perf_counter()
+        self.config: ModelConfig = read_config(self.checkpoint)
+        self.defaults = read_generation_defaults(self.checkpoint)
+        self.tokenizer = load_tokenizer(self.checkpoint)
+        self.device = pick_device(options_.device)
+        self.dtype = pick_dtype(options_.dtype, self.device, self.config)
+        self.max_seq_len = options_.max_seq_len or self.config.max_seq_len
+        self.model = load_model(self.checkpoint, dtype=self.dtype, device=self.device, progress=progress)
+        self.model.eval()
+        loaded = time.perf_counter()
+        self._engine = self._build_engine()
+        self._ids = itertools.count()
+        self._engine.start(self._warm_up)
+        self.load_s = loaded - begin
+        self.warm_up_s = time.perf_counter() - loaded
+        log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
+
+    def _build_engine(self) -> Engine:
+        o = self.engine_config
+        pages_per_sequence = -(-self.max_seq_len // o.page_size)
+        num_pages = 1 + (o.num_pages or o.max_batch * pages_per_sequence)
+        self.max_seq_len = min(self.max_seq_len, (num_pages - 1) * o.page_size)
+        runner = Runner(
+            self.model,
+            max_batch=o.max_batch,
+            max_seq_len=self.max_seq_len,
+            num_pages=num_pages,
+            page_size=o.page_size,
+            prefill_chunk=o.prefill_chunk,
+            compile=o.compile,
+        )
+        scaling = self.config.rope_scaling
+        dynamic_from = scaling.original_max_seq_len if scaling is not None and scaling.type == "dynamic" else 0
+        pages = PageAllocator(num_pages, o.page_size, o.prefix_cache)
+        scheduler = Scheduler(pages, o.max_batch, o.prefill_chunk, salt_by_length=dynamic_from)
+        return Engine(runner, scheduler, threads=o.threads)
+
+    def _warm_up(self) -> None:
+        self._engine.runner.warm_up()
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[str] | Sequence[int] | Sequence[Sequence[int]], params: SamplingParams | None = None
+    ) -> Completion | list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+    ) -> Completion | list[Completion]:
+        """Complete one prompt (a string or token ids) or a list of them; returns one completion or a list in order.
+
+        Raises RequestError for a prompt or parameters that cannot be served, before anything runs.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
+        requests = [self.prepare(prompt, params) for prompt in several]
+        handles = [self._engine.add(request) for request in requests]
+        try:
+            completions = [_completion(handle) for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return completions[0] if single else completions
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Complete ``prompt`` piece by piece. Raises RequestError at once; leaving the iterator cancels the request."""
+        return iter(self.submit(prompt, params))
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
+        """Queue ``prompt`` and return its handle: poll, wait, cancel."""
+        return self._engine.add(self.prepare(prompt, params))
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Check and encode one request. Raises RequestError naming the field that is wrong."""
+        resolved = (params or SamplingParams()).resolved(self.defaults.sampling)
+        token_ids = self.encode(prompt)
+        room = self.max_seq_len - len(token_ids)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; at most {self.max_seq_len - 1} leave room for an answer "
+                f"in a context of {self.max_seq_len}",
+                "prompt",
+                "context_length_exceeded",
+            )
+        eos_ids = () if resolved.ignore_eos else self.eos_token_ids
+        bad = [t for t in resolved.stop_token_ids if t >= self.config.vocab_size]
+        if bad:
+            raise RequestError(f"token id {bad[0]} is not below the vocabulary size {self.config.vocab_size}", "stop_token_ids")
+        seed = secrets.randbits(63) if resolved.seed is None else resolved.seed
+        return Request(
+            id=f"{os.getpid()}-{next(self._ids)}",
+            token_ids=token_ids,
+            params=resolved,
+            seed=seed,
+            max_tokens=min(room, resolved.max_tokens or room),
+            end_ids=frozenset((*eos_ids, *resolved.stop_token_ids)),
+            text=TextStream(IncrementalDetokenizer(self.tokenizer, token_ids), resolved.stop),
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of ``prompt``, with the beginning-of-sequence token where the checkpoint wants one.
+
+        Token ids are taken as they are. Raises RequestError for an id out of range or an empty prompt.
+        """
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = list(prompt)
+            for token in ids:
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise RequestError(f"prompt must be a string or a list of token ids, not {token!r}", "prompt", "invalid_type")
+        if not ids:
+            raise RequestError("prompt is empty, and this tokenizer has no beginning-of-sequence token", "prompt")
+        for token in ids:
+            if not 0 <= token < self.config.vocab_size:
+                raise RequestError(
+                    f"token id {token} in prompt is not between 0 and {self.config.vocab_size - 1}", "prompt"
+                )
+        return ids
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a completion: generation_config.json's, else the tokenizer's."""
+        return self.defaults.eos_token_ids or self.tokenizer.eos_token_ids
+
+    def roofline(self, context_len: int = 0) -> Roofline:
+        """The ceiling of decoding one sequence here, by this machine's measured bandwidth."""
+        bandwidth = read_bandwidth(self.device.type, torch.get_num_threads())
+        return Roofline(self.model.bytes_per_token(context_len, self.dtype.itemsize), bandwidth)
+
+    def close(self) -> None:
+        """Abort what runs and end the engine's thread."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _completion(handle: Handle) -> Completion:
+    for delta in handle:
+        if delta.completion is not None:
+            return delta.completion
+    raise AssertionError("a request ended without a completion")
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the first CUDA device (ROCm included) where there is one, else the CPU. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device: {name!r} is not one of auto, cpu, cuda, cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device: {name!r} is asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dtype:
+    """``auto``: bfloat16 on CUDA and on CPUs with bfloat16 instructions; else float32 where it fits half the memory.
+
+    On a CPU without them torch's bfloat16 products are emulated: here 5 times slower than float32 in prefill.
+    """
+    if name != "auto":
+        return cast(torch.dtype, getattr(torch, name))
+    if device.type != "cpu" or _cpu_has_bfloat16():
+        return torch.bfloat16
+    fits = config.num_parameters * 4 < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    return torch.float32 if fits else torch.bfloat16
+
+
+def _cpu_has_bfloat16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

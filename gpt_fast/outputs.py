@@ -1,0 +1,45 @@
+"""What comes back from a request: pieces while it runs, one completion at its end. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds on the monotonic clock's scale, all measured from the request's arrival except ``decode_s``."""
+
+    queue_s: float = 0.0  # until first scheduled
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+    decode_s: float = 0.0  # from the first token to the last
+
+    def tokens_per_second(self, num_tokens: int) -> float:
+        """Decode rate: tokens after the first over the time they took; 0 when there is none."""
+        return (num_tokens - 1) / self.decode_s if num_tokens > 1 and self.decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    timings: Timings = field(default_factory=Timings)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new since the last delta. The last one has a ``finish_reason`` and the whole ``completion``."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    completion: Completion | None = None

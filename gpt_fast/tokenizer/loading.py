@@ -1,0 +1,132 @@
+"""Finds a checkpoint's tokenizer. Files are known by what is in them; their names only say where to look."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from gpt_fast.tokenizer.protocol import Tokenizer, TokenizerError
+from gpt_fast.tokenizer.settings import AddedToken, Settings, read_json_object, read_settings
+
+Format = Literal["sentencepiece", "tiktoken", "json"]
+
+_RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")
+_GPT2_END = "<|endoftext|>"
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint directory, or of one tokenizer file with what lies beside it.
+
+    Of several in a directory, the first of these is taken:
+
+    1. tokenizer.model, if it is a SentencePiece model. It is what the model was trained with; a tokenizer.json beside
+       it is a conversion, and some conversions in circulation tokenize differently. The tokenizer.json is still read
+       for its added tokens and for where text gets the dummy prefix, since chat templates are written against it.
+    2. tokenizer.json
+    3. tokenizer.model or a ``*.tiktoken`` file with tiktoken ranks
+    4. vocab.json with merges.txt
+
+    If the library of one is not installed, the next is tried. Nothing is downloaded, unpickled or executed.
+    Raises TokenizerError if there is none, or if the file is corrupt: naming it, and what to do.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _load_file(path, read_settings(path.parent))
+    if not path.is_dir():
+        raise TokenizerError(f"{path} does not exist; give a checkpoint directory or a tokenizer file")
+    missing: ImportError | None = None
+    for load in _candidates(path):
+        try:
+            return load()
+        except ImportError as error:
+            missing = error
+    if missing is not None:
+        raise TokenizerError(f"the tokenizer in {path} needs a package: pip install {missing.name}") from missing
+    raise TokenizerError(
+        f"{path} has no tokenizer: none of tokenizer.model, tokenizer.json, *.tiktoken, or vocab.json with merges.txt "
+        "is there; copy the model's tokenizer files into it"
+    )
+
+
+def sniff(data: bytes, source: str) -> Format:
+    """The format of a tokenizer file from its first bytes. Raises TokenizerError, saying what is wrong, for others."""
+    start = data[:4096]
+    if not data:
+        raise TokenizerError(f"{source} is empty; fetch the file again")
+    if start.startswith(b"version https://git-lfs"):
+        raise TokenizerError(
+            f"{source} is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository"
+        )
+    if start.startswith((b"\x80", b"PK\x03\x04")):
+        raise TokenizerError(f"{source} is a pickle or an archive, which is never opened as a tokenizer")
+    if start.lstrip().startswith(b"{"):
+        return "json"
+    if _RANK_LINE.match(start):
+        return "tiktoken"
+    if start.startswith(b"\n"):  # the key of a SentencePiece model's first field, its pieces
+        return "sentencepiece"
+    raise TokenizerError(
+        f"{source} is neither a SentencePiece model, nor tiktoken ranks, nor a tokenizer.json; it starts with "
+        f"{start[:16]!r}; fetch the file again"
+    )
+
+
+def _candidates(directory: Path) -> list[Callable[[], Tokenizer]]:
+    settings = read_settings(directory)
+    files = [directory / "tokenizer.model", directory / "tokenizer.json", *sorted(directory.glob("*.tiktoken"))]
+    formats = {file: sniff(_head(file), str(file)) for file in files if file.is_file()}
+    rank: list[Format] = ["sentencepiece", "json", "tiktoken"]
+    ordered = sorted(formats, key=lambda file: rank.index(formats[file]))
+    candidates: list[Callable[[], Tokenizer]] = [partial(_load_file, file, settings) for file in ordered]
+    if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+        candidates.append(partial(_load_vocab_and_merges, directory, settings))
+    return candidates
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(4096)
+
+
+def _load_file(path: Path, settings: Settings) -> Tokenizer:
+    data = path.read_bytes()
+    format = sniff(data, str(path))
+    if format == "json":
+        from gpt_fast.tokenizer.hf_json import HfJsonTokenizer
+
+        return HfJsonTokenizer(read_json_object(path), settings, source=str(path))
+    if format == "tiktoken":
+        from gpt_fast.tokenizer.tiktoken_ranks import TiktokenTokenizer
+
+        return TiktokenTokenizer(data, settings, source=str(path))
+    return _load_sentencepiece(path, data, settings)
+
+
+def _load_sentencepiece(path: Path, data: bytes, settings: Settings) -> Tokenizer:
+    from gpt_fast.tokenizer.hf_json import prefixes_every_segment
+    from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
+
+    converted = read_json_object(path.parent / "tokenizer.json")
+    added = {entry["id"]: AddedToken.from_json(entry["id"], entry) for entry in converted.get("added_tokens", ())}
+    added |= {token.id: token for token in settings.added}
+    return SentencePieceTokenizer(
+        data,
+        replace(settings, added=tuple(added[id] for id in sorted(added))),
+        source=str(path),
+        prefix_every_segment=prefixes_every_segment(converted) if converted else settings.legacy is not False,
+    )
+
+
+def _load_vocab_and_merges(directory: Path, settings: Settings) -> Tokenizer:
+    from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, gpt2_spec
+
+    vocab = read_json_object(directory / "vocab.json")
+    if not settings.special_names and _GPT2_END in vocab:  # GPT-2's own release has no file that names it
+        settings = replace(settings, bos_token=_GPT2_END, eos_token=_GPT2_END, special_names=frozenset({_GPT2_END}))
+    source = str(directory / "vocab.json with merges.txt")
+    merges = (directory / "merges.txt").read_text(encoding="utf-8")
+    return HfJsonTokenizer(gpt2_spec(vocab, merges, settings, source), settings, source=source)

@@ -1,0 +1,124 @@
+"""What tokenizer_config.json, special_tokens_map.json and added_tokens.json say about the vocabulary beside them.
+
+The formats are those of Hugging Face's transformers. ``auto_map`` and anything else that names code is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt_fast.tokenizer.protocol import TokenizerError
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that is matched as a whole before the vocabulary's own splitting."""
+
+    id: int
+    content: str
+    special: bool  # a control token: not text, never matched in a user's text
+    lstrip: bool = False  # swallows the white space before it
+    rstrip: bool = False
+    single_word: bool = False  # only where no letter or digit touches it
+    normalized: bool = False  # matched after the text's normalization
+
+    @classmethod
+    def from_json(cls, id: int, entry: Mapping[str, Any]) -> AddedToken:
+        flags = {
+            name: bool(entry.get(name, False)) for name in ("special", "lstrip", "rstrip", "single_word", "normalized")
+        }
+        return cls(id=id, content=str(entry["content"]), **flags)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The files' facts; None or empty where they are silent."""
+
+    added: tuple[AddedToken, ...] = ()  # in the order of their ids
+    special_names: frozenset[str] = frozenset()  # every string that is named as a BOS, EOS, padding ... token
+    bos_token: str | None = None
+    eos_token: str | None = None
+    add_bos_token: bool | None = None
+    legacy: bool | None = None
+    tokenizer_class: str | None = None
+
+
+def read_settings(directory: Path) -> Settings:
+    """Reads what is there of the three files. Raises TokenizerError if one is not what it should be."""
+    config = read_json_object(directory / "tokenizer_config.json")
+    names = {**read_json_object(directory / "special_tokens_map.json"), **config}
+    try:
+        added = {
+            int(id): AddedToken.from_json(int(id), entry)
+            for id, entry in config.get("added_tokens_decoder", {}).items()
+        }
+        # added_tokens.json has no flags. What is added beyond a vocabulary is nearly always markup of chats.
+        for content, id in read_json_object(directory / "added_tokens.json").items():
+            added.setdefault(int(id), AddedToken(int(id), content, special=True))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TokenizerError(f"{directory}: the added tokens of its JSON files are malformed: {error!r}") from error
+    strings = [_content(names.get(name)) for name in _NAMED_TOKENS]
+    strings += [_content(entry) for entry in names.get("additional_special_tokens") or ()]
+    return Settings(
+        added=tuple(added[id] for id in sorted(added)),
+        special_names=frozenset(name for name in strings if name),
+        bos_token=_content(names.get("bos_token")),
+        eos_token=_content(names.get("eos_token")),
+        add_bos_token=config.get("add_bos_token"),
+        legacy=config.get("legacy"),
+        tokenizer_class=config.get("tokenizer_class"),
+    )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file's object, empty if there is no such file. Raises TokenizerError if it is not JSON or no object."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not valid JSON ({error}); fetch the file again") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} holds a JSON {type(value).__name__} where an object is expected")
+    return value
+
+
+def _content(token: Any) -> str | None:
+    # A token is written as its string, or as an object that also has the flags of an added token.
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+class AddedTokenSplitter:
+    """Cuts added tokens out of a text, the longest first where several match, with their white-space flags."""
+
+    def __init__(self, tokens: Iterable[AddedToken]) -> None:
+        self._tokens = sorted(tokens, key=lambda token: -len(token.content))
+        self._pattern = re.compile("|".join(map(_pattern, self._tokens))) if self._tokens else None
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """The text's parts in order: an id for each added token, a string that is not empty for what is between."""
+        start = 0
+        for match in self._pattern.finditer(text) if self._pattern else ():
+            if match.start() > start:
+                yield text[start : match.start()]
+            assert match.lastindex is not None  # every alternative is one group
+            yield self._tokens[match.lastindex - 1].id
+            start = match.end()
+        if start < len(text):
+            yield text[start:]
+
+
+def _pattern(token: AddedToken) -> str:
+    content = re.escape(token.content)
+    if token.single_word:
+        content = rf"(?<!\w){content}(?!\w)"
+    return (r"\s*" if token.lstrip else "") + f"({content})" + (r"\s*" if token.rstrip else "")

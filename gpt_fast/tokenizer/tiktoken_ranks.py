@@ -1,0 +1,164 @@
+"""Byte-pair encodings as tiktoken's rank files: Llama 3 and Qwen.
+
+A rank file has a line ``base64(token bytes) rank`` for each token, and nothing else: the regular expression that
+splits text before merging and the special tokens are in the code that comes with a model. ``VOCABULARIES`` is that
+code as data. https://github.com/openai/tiktoken.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpt_fast.tokenizer.protocol import BaseTokenizer, TokenizerError
+from gpt_fast.tokenizer.settings import Settings
+
+# The two differ in how many digits a token may have.
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_PATTERN = _PATTERN.replace("DIGITS", "{1,3}")
+QWEN_PATTERN = _PATTERN.replace("DIGITS", "")
+
+# The regular expression engine gives up on very long runs, so these are cut, at the length that Llama 3's code uses.
+_MAX_RUN_CHARS = 25_000
+_LONG_RUN = re.compile(rf"\s{{{_MAX_RUN_CHARS}}}|\S{{{_MAX_RUN_CHARS}}}")
+
+
+def _llama3_special_tokens() -> list[str]:
+    # llama-models, models/llama3/tokenizer.py. Llama 3 and 3.1 share the file and these slots; 3.1 gave names to some
+    # that 3 had reserved, which renumbered the reserved ones after them.
+    named = [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|reserved_special_token_0|>",
+        "<|reserved_special_token_1|>",
+        "<|finetune_right_pad_id|>",
+        "<|step_id|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eom_id|>",
+        "<|eot_id|>",
+        "<|python_tag|>",
+        "<|image|>",
+    ]
+    return named + [f"<|reserved_special_token_{2 + i}|>" for i in range(256 - len(named))]
+
+
+def _qwen_special_tokens() -> list[str]:
+    return ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
+
+
+def _nfc(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a rank file does not say."""
+
+    name: str
+    pattern: str
+    special_tokens: list[str]  # their ids follow the ranks
+    bos_token: str | None
+    eos_tokens: tuple[str, ...]
+    normalize: Callable[[str], str] = str
+
+
+# By the number of ranks, the one fact in a file that tells which it is.
+VOCABULARIES = {
+    128_000: Vocabulary(
+        name="Llama 3",
+        pattern=LLAMA3_PATTERN,
+        special_tokens=_llama3_special_tokens(),
+        bos_token="<|begin_of_text|>",
+        eos_tokens=("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"),
+    ),
+    151_643: Vocabulary(
+        name="Qwen",
+        pattern=QWEN_PATTERN,
+        special_tokens=_qwen_special_tokens(),
+        bos_token=None,
+        eos_tokens=("<|endoftext|>", "<|im_end|>"),
+        normalize=_nfc,
+    ),
+}
+
+
+class TiktokenTokenizer(BaseTokenizer):
+    """A rank file with the split and the special tokens of its row in ``VOCABULARIES``.
+
+    ``added_tokens_decoder`` of a tokenizer_config.json beside the file renames special tokens and adds to them.
+    """
+
+    def __init__(self, data: bytes, settings: Settings, *, source: str) -> None:
+        """Raises TokenizerError, naming ``source``, for malformed lines and for a vocabulary that has no row."""
+        import tiktoken
+
+        ranks = parse_ranks(data, source)
+        row = VOCABULARIES.get(len(ranks))
+        if row is None:
+            known = ", ".join(f"{row.name} ({size})" for size, row in VOCABULARIES.items())
+            raise TokenizerError(
+                f"{source} has {len(ranks)} ranks, which is no vocabulary known here ({known}): either it is "
+                "incomplete, or its split pattern is unknown; use the model's tokenizer.json instead"
+            )
+        special = {len(ranks) + i: name for i, name in enumerate(row.special_tokens)}
+        special |= {token.id: token.content for token in settings.added if token.id >= len(ranks)}
+        ids = {name: id for id, name in special.items()}
+        pieces = [b""] * (max(special) + 1)
+        for piece, rank in ranks.items():
+            pieces[rank] = piece
+        bos = ids.get(settings.bos_token or row.bos_token or "")
+        add_bos = settings.add_bos_token if settings.add_bos_token is not None else row.bos_token is not None
+        eos_names = dict.fromkeys((*row.eos_tokens, settings.eos_token or ""))
+        super().__init__(
+            pieces,
+            special,
+            bos_token_id=bos,
+            eos_token_ids=tuple(ids[name] for name in eos_names if name in ids),
+            prefix_ids=(bos,) if add_bos and bos is not None else (),
+        )
+        self._normalize = row.normalize
+        self._encoding = tiktoken.Encoding(
+            row.name, pat_str=row.pattern, mergeable_ranks=ranks, special_tokens=ids, explicit_n_vocab=None
+        )
+
+    def _encode(self, text: str, allow_special: bool) -> list[int]:
+        allowed = self._encoding.special_tokens_set if allow_special else set()
+        ids: list[int] = []
+        for part in _cut_long_runs(self._normalize(text)):
+            ids += self._encoding.encode(part, allowed_special=allowed, disallowed_special=())
+        return ids
+
+
+def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
+    """The ranks of a tiktoken file by token bytes. Raises TokenizerError naming the first line that is malformed."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise TokenizerError(
+                f"{source}, line {number}: {line[:40]!r} is not a base64 token and its rank; fetch the file again"
+            ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise TokenizerError(f"{source}: the ranks are not 0 to {len(ranks) - 1}, once each; fetch the file again")
+    if any(bytes([value]) not in ranks for value in range(256)):
+        raise TokenizerError(f"{source}: not every single byte has a rank, so some text has no tokens; fetch it again")
+    return ranks
+
+
+def _cut_long_runs(text: str) -> list[str]:
+    if len(text) <= _MAX_RUN_CHARS:
+        return [text]
+    cuts = [0, *(match.end() for match in _LONG_RUN.finditer(text)), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(cuts) if end > start]

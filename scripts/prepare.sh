@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Downloads a checkpoint from the Hugging Face hub and, if asked, quantizes it. Checkpoints load as they are: there is
+# no conversion step. Gated models need `huggingface-cli login` or HF_TOKEN first.
+#
+# usage: ./scripts/prepare.sh REPO [options]
+#   REPO               owner/name, for example TinyLlama/TinyLlama-1.1B-Chat-v1.0
+#   --quantize MODE    also write a quantized copy beside it: int8
+#   --output DIR       where checkpoints go (default checkpoints)
+#   --venv DIR         virtual environment to make or use (default .venv, or GPT_FAST_VENV)
+#   -h, --help         this text
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+REPO=""
+MODE=""
+OUTPUT="$ROOT/checkpoints"
+absolute() { case "$1" in /*) printf '%s\n' "$1" ;; *) printf '%s\n' "$PWD/$1" ;; esac; }
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --quantize | --output | --venv)
+      [ $# -ge 2 ] || usage_error "$1 needs a value"
+      case "$1" in
+        --quantize) MODE="$2" ;;
+        --output) OUTPUT="$(absolute "$2")" ;;
+        --venv) VENV="$(absolute "$2")" ;;
+      esac
+      shift ;;
+    -h | --help) usage; exit 0 ;;
+    -*) usage_error "unknown option: $1" ;;
+    *) [ -z "$REPO" ] || usage_error "one REPO at a time, not both $REPO and $1"; REPO="$1" ;;
+  esac
+  shift
+done
+[ -n "$REPO" ] || usage_error "REPO is missing"
+
+install_extras serve
+"$VENV/bin/gpt-fast" download "$REPO" --output "$OUTPUT/$REPO"
+CHECKPOINT="$OUTPUT/$REPO"
+if [ -n "$MODE" ]; then
+  CHECKPOINT="$OUTPUT/$REPO-$MODE"
+  "$VENV/bin/gpt-fast" quantize --checkpoint "$OUTPUT/$REPO" --mode "$MODE" --output "$CHECKPOINT"
+fi
+say "Serve it:  ./scripts/quickstart.sh --checkpoint '$CHECKPOINT'"

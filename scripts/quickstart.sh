@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# Installs gpt-fast and TorchServe, packs the bundled demo model, starts TorchServe on this machine's loopback
+# address and streams one completion. Run it again to ask again: what is done is not done twice.
+#
+# usage: ./scripts/quickstart.sh [options]
+#   --checkpoint DIR   serve this checkpoint instead of the demo model (default model_store/demo/target)
+#   --config FILE      the model's configuration (default model_config.yaml; see configs/ for others)
+#   --request FILE     the request to send (default request.json)
+#   --port BASE        inference port (default 8080, or GPT_FAST_PORT); the others are BASE+1, BASE+2, BASE-1010, BASE-1009
+#   --venv DIR         virtual environment to make or use (default .venv, or GPT_FAST_VENV)
+#   --install-only     stop after the installation
+#   --stop             stop the server that this script started
+#   -h, --help         this text
+#
+# Environment: PYTHON chooses the Python for a new virtual environment, GPT_FAST_TORCH="torch==2.11.0" another torch,
+# GPT_FAST_START_TIMEOUT the seconds that the model may take to load (default 900).
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+NAME=gpt-fast
+CHECKPOINT="$ROOT/model_store/demo/target"
+CONFIG="$ROOT/model_config.yaml"
+REQUEST="$ROOT/request.json"
+PORT="${GPT_FAST_PORT:-8080}"
+ACTION=serve
+
+# Paths on the command line count from where the caller stands; the scripts' own from the repository.
+absolute() { case "$1" in /*) printf '%s\n' "$1" ;; *) printf '%s\n' "$PWD/$1" ;; esac; }
+
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --checkpoint | --config | --request | --port | --venv)
+      [ $# -ge 2 ] || usage_error "$1 needs a value"
+      case "$1" in
+        --checkpoint) CHECKPOINT="$(absolute "$2")" ;;
+        --config) CONFIG="$(absolute "$2")" ;;
+        --request) REQUEST="$(absolute "$2")" ;;
+        --port) PORT="$2" ;;
+        --venv) VENV="$(absolute "$2")" ;;
+      esac
+      shift ;;
+    --install-only) ACTION=install ;;
+    --stop) ACTION=stop ;;
+    -h | --help) usage; exit 0 ;;
+    *) usage_error "unknown option: $1" ;;
+  esac
+  shift
+done
+case "$PORT" in '' | *[!0-9]*) usage_error "--port must be a number, not '$PORT'" ;; esac
+if [ "$PORT" -lt 2034 ] || [ "$PORT" -gt 65533 ]; then usage_error "--port must be from 2034 to 65533, not $PORT"; fi
+
+SERVES="$CHECKPOINT with $CONFIG"
+server() { "$VENV/bin/python" "$ROOT/scripts/server.py" --run-dir "$RUN_DIR" "$@"; }
+
+# Sends the request as anyone would; without curl through Python.
+ask() {
+  local url="http://127.0.0.1:$PORT/predictions/$NAME" headers status=0
+  if ! command -v curl >/dev/null 2>&1; then
+    say "POST $url  (no curl here, so Python sends it)"
+    server ask "$REQUEST" || return $?
+    say ""
+    return
+  fi
+  say "\$ curl -N $url -T $REQUEST"
+  headers="$RUN_DIR/answer.headers"
+  curl -N -sS --noproxy '*' -D "$headers" "$url" -T "$REQUEST" || status=$?
+  say ""
+  if [ "$status" -ne 0 ]; then return "$status"; fi
+  status="$(sed -n -E '/^HTTP/s/^HTTP[^ ]* ([0-9]+).*/\1/p' "$headers" | tail -n 1)"
+  case "$status" in 2*) ;; *) say "The server answered with status $status."; return 1 ;; esac
+}
+
+STARTED_AT=$SECONDS
+if [ "$ACTION" = stop ]; then
+  if [ ! -f "$RUN_DIR/server.json" ]; then say "No server was started from here."; exit 0; fi
+  [ -x "$VENV/bin/python" ] || die "$VENV is gone. End the process whose pid is in $RUN_DIR/server.json by hand."
+  server stop
+  exit 0
+fi
+
+for file in "$CONFIG" "$REQUEST" "$ROOT/config.properties"; do
+  [ -f "$file" ] || [ "$ACTION" = install ] || die "$file is missing"
+done
+[ -d "$CHECKPOINT" ] || [ "$ACTION" = install ] || die "$CHECKPOINT is not a checkpoint folder"
+
+say "Installing into $VENV (once)"
+mkdir -p "$RUN_DIR"
+install_extras serve
+use_java
+say "  installed; $JAVA_IS"
+if [ "$ACTION" = install ]; then exit 0; fi
+
+if running="$(server status 2>/dev/null)"; then
+  PORT="${running%% *}"
+  if [ "${running#* * }" != "$SERVES" ]; then
+    die "a server already runs on port $PORT and serves ${running#* * }. Stop it first: ./scripts/quickstart.sh --stop"
+  fi
+  say "The server already runs on port $PORT."
+else
+  say "Starting (log: $RUN_DIR/server.log)"
+  export PATH="$VENV/bin:$PATH"
+  stage "archive of $CHECKPOINT" "$RUN_DIR/archive.log" "$ROOT/scripts/archive.sh" --checkpoint "$CHECKPOINT" --name "$NAME" \
+    --format no-archive --config "$CONFIG" --output "$ROOT/model_store" || die "no archive, no server"
+  server start --model "$NAME" --archive "$NAME" --model-store "$ROOT/model_store" --config "$ROOT/config.properties" \
+    --port "$PORT" --serves "$SERVES" --cwd "$ROOT" --timeout "${GPT_FAST_START_TIMEOUT:-900}" ||
+    die "nothing is left running. Logs: $RUN_DIR/server.log and $RUN_DIR/logs; ask again with the same command when the cause is gone."
+fi
+
+say ""
+ask || die "the request failed; the server still runs. Its log: $RUN_DIR/server.log. Stop it: ./scripts/quickstart.sh --stop"
+say ""
+say "Ready after $((SECONDS - STARTED_AT)) s. Ask again:  curl -N http://127.0.0.1:$PORT/predictions/$NAME -T request.json"
+say "Stop:  ./scripts/quickstart.sh --stop"

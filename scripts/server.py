@@ -1,0 +1,397 @@
+"""Starts, watches, asks and stops one TorchServe on loopback, for scripts/quickstart.sh.
+
+Not a supervisor: one server per run directory, known by ``server.json`` there. Everything that TorchServe keeps in
+shared places (its pid file, its sockets, its logs) goes to folders of this server alone, so that it lives beside others.
+
+    python scripts/server.py --run-dir .run start --model gpt-fast --archive gpt-fast --config config.properties
+    python scripts/server.py --run-dir .run status | ask request.json | stop
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+HOST = "127.0.0.1"
+MARK = "GPT_FAST_SERVER"  # in the environment of every process of a server; its value is the server's own temp folder
+# TorchServe's log lines, as its console writes them.
+MODEL_LOG = re.compile(r"-(?:stdout|stderr) MODEL_LOG - (.*)")
+DIED = re.compile(r"-> WORKER_(?:STOPPED|ERROR)\b|worker process died|Load model failed|Worker disconnected")
+TRACEBACK_NOISE = re.compile(r"^(Connection accepted|Torch worker started|\[PID\]|Listening on|Python runtime|s_name_part)")
+
+
+class ServerError(RuntimeError):
+    """What went wrong, said to the person at the terminal."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running TorchServe. ``created`` is its process's start time: a pid alone may be someone else's by now."""
+
+    pid: int
+    created: float
+    port: int
+    model: str
+    serves: str  # what was asked for, to tell whether a second start means the same
+    tmp_dir: str
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}/predictions/{self.model}"
+
+    def is_alive(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            return abs(process.create_time() - self.created) < 2 and is_running(process)
+        except psutil.Error:
+            return False
+
+
+def load_server(run_dir: Path) -> Server | None:
+    """The server that was started from this run directory, if it still runs."""
+    try:
+        server = Server(**json.loads((run_dir / "server.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return server if server.is_alive() else None
+
+
+# ---- ports and configuration ----------------------------------------------------------------------------------------
+
+
+def ports_for(base: int) -> dict[str, int]:
+    """TorchServe's five ports; the default base 8080 gives its own defaults."""
+    return {
+        "inference_address": base,
+        "management_address": base + 1,
+        "metrics_address": base + 2,
+        "grpc_inference_port": base - 1010,
+        "grpc_management_port": base - 1009,
+    }
+
+
+def busy_ports(base: int) -> list[int]:
+    """Those of the five that something listens on."""
+    busy = []
+    for port in ports_for(base).values():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                busy.append(port)
+    return busy
+
+
+def derive_config(text: str, base: int) -> str:
+    """The given config.properties on other ports; the host of an address stays what it is."""
+    ports = ports_for(base)
+    kept, hosts = [], {}
+    for line in text.splitlines():
+        key, _, value = line.partition("=")
+        if key.strip() not in ports:
+            kept.append(line)
+        elif match := re.match(r"(https?://.*):\d+$", value.strip()):
+            hosts[key.strip()] = match[1]
+    for key, port in ports.items():
+        kept.append(f"{key}={hosts.get(key, 'http://' + HOST)}:{port}" if key.endswith("address") else f"{key}={port}")
+    return "\n".join(kept) + "\n"
+
+
+# ---- start ----------------------------------------------------------------------------------------------------------
+
+
+def start(run_dir: Path, args: argparse.Namespace) -> Server:
+    """Starts TorchServe and waits until the model answers. Leaves nothing running when that fails."""
+    if busy := busy_ports(args.port):
+        raise ServerError(
+            f"port {', '.join(map(str, busy))} on {HOST} is taken by another program. "
+            "Stop it, or choose other ports: --port 9080 (or GPT_FAST_PORT=9080) uses 9080 to 9082, 8070 and 8071."
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config = run_dir / "config.properties"
+    config.write_text(derive_config(Path(args.config).read_text(), args.port))
+    log = run_dir / "server.log"
+    # A short path: Unix sockets are made here and may have no more than about a hundred characters.
+    tmp_dir = tempfile.mkdtemp(prefix="gpt-fast-")
+    try:
+        process = launch(args, run_dir, config, log, tmp_dir)
+        server = Server(process.pid, process.create_time(), args.port, args.model, args.serves, tmp_dir)
+        (run_dir / "server.json").write_text(json.dumps(asdict(server)))
+        wait_until_ready(server, log, args.timeout)
+    except BaseException:
+        end_processes(marked_processes(MARK, tmp_dir), grace_s=5)
+        forget(run_dir, tmp_dir)
+        raise
+    return server
+
+
+def launch(args: argparse.Namespace, run_dir: Path, config: Path, log: Path, tmp_dir: str) -> psutil.Process:
+    """Runs TorchServe's launcher, which starts Java in the background and writes its pid into ``tmp_dir``."""
+    environment = {
+        **os.environ,
+        MARK: tmp_dir,
+        "TMPDIR": tmp_dir,  # where the launcher keeps its pid file
+        "TEMP": tmp_dir,  # Java's temp folder: sockets, unpacked archives
+        "LOG_LOCATION": str(run_dir / "logs"),
+        "METRICS_LOCATION": str(run_dir / "logs"),
+        # torch.compile's cache is in the temp folder by default, and should outlive this server
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        or str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"),
+    }
+    command = [sys.executable, "-m", "ts.model_server", "--start", "--ncs", "--disable-token-auth"]
+    command += ["--ts-config", str(config), "--model-store", args.model_store]
+    command += ["--models", f"{args.model}={args.archive}"]
+    with log.open("wb") as output:
+        subprocess.run(
+            command,
+            cwd=args.cwd,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in this terminal is not meant for the server
+            timeout=60,
+            check=False,
+        )
+    try:
+        return psutil.Process(int((Path(tmp_dir) / ".model_server.pid").read_text()))
+    except (OSError, ValueError, psutil.Error) as error:
+        raise ServerError("TorchServe did not start:\n" + last_lines(log)) from error
+
+
+def wait_until_ready(server: Server, log: Path, timeout_s: float) -> None:
+    """Until a worker is READY, saying what is waited for; a worker's death ends it at once."""
+    started = time.monotonic()
+    progress = Progress()
+    while True:
+        elapsed = time.monotonic() - started
+        text = log.read_text(errors="replace")
+        if is_ready(server):
+            progress.close(f"  TorchServe with the model {server.model}: {elapsed:.0f} s")
+            return
+        failure = ""
+        if not server.is_alive():
+            failure = "TorchServe ended"
+        elif DIED.search(text):
+            time.sleep(1.0)  # the rest of the traceback is on its way
+            failure = "the worker died while it loaded the model"
+        elif elapsed > timeout_s:
+            failure = f"the model was not ready after {timeout_s:.0f} s"
+        if failure:
+            progress.close("")
+            raise ServerError(f"{failure}. The last lines of its log:\n{last_lines(log)}")
+        progress.show(elapsed, phase(text))
+        time.sleep(0.3)
+
+
+def is_ready(server: Server) -> bool:
+    """Whether TorchServe reports a READY worker. /ping would say yes while the model still loads."""
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{server.port + 1}/models/{server.model}", timeout=5) as answer:
+            workers = json.load(answer)[0]["workers"]
+    except (OSError, ValueError, LookupError):
+        return False
+    return any(worker["status"] == "READY" for worker in workers)
+
+
+def phase(log_text: str) -> str:
+    """What the start is busy with, from the end of the log."""
+    lines = [line for line in MODEL_LOG.findall(log_text) if line.strip()]
+    if lines:
+        return f"loading the model: {lines[-1].strip()}"
+    return "starting a worker" if "Model server started" in log_text else "starting TorchServe"
+
+
+class Progress:
+    """One living line on a terminal; elsewhere a line whenever the phase changes or 20 seconds have passed."""
+
+    def __init__(self) -> None:
+        self.is_terminal = sys.stdout.isatty()
+        self.said_at = 0.0
+        self.ticks = 0
+
+    def show(self, elapsed: float, what: str) -> None:
+        self.ticks += 1
+        if self.is_terminal:
+            mark = "|/-\\"[self.ticks % 4]
+            line = f"{mark} TorchServe, {elapsed:.0f} s  {what}"
+            print("\r\033[K" + line[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+        elif elapsed - self.said_at >= 20:
+            self.said_at = elapsed
+            print(f"  {elapsed:.0f} s: {what}", flush=True)
+
+    def close(self, line: str) -> None:
+        if self.is_terminal:
+            print("\r\033[K", end="")
+        if line:
+            print(line, flush=True)
+
+
+def last_lines(log: Path, count: int = 15) -> str:
+    """The end of what the worker said, its traceback above all; without a worker the end of the log itself."""
+    lines = log.read_text(errors="replace").splitlines()
+    said = [match[1] for line in lines if (match := MODEL_LOG.search(line)) and not TRACEBACK_NOISE.match(match[1])]
+    # The worker is started again after it died: the first traceback is the one that tells.
+    tracebacks = [index for index, line in enumerate(said) if line.startswith("Traceback")]
+    if len(tracebacks) > 1:
+        said = said[: tracebacks[1]]
+    return "\n".join("    " + line for line in (said or lines)[-count:])
+
+
+# ---- ask and stop ---------------------------------------------------------------------------------------------------
+
+
+def ask(server: Server, request_file: Path) -> None:
+    """Sends one request and prints the answer as it comes: what ``curl -N`` does, for machines without curl."""
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=600)
+    connection.request(
+        "POST",
+        f"/predictions/{server.model}",
+        body=request_file.read_bytes(),
+        headers={"Content-Type": "application/json"},
+    )
+    answer = connection.getresponse()
+    while piece := answer.read1():
+        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+    if answer.status >= 400:
+        raise ServerError(f"\nthe server answered with status {answer.status}")
+
+
+def stop(run_dir: Path) -> str:
+    """Stops Java, its workers and what they started; says what happened."""
+    try:
+        tmp_dir = json.loads((run_dir / "server.json").read_text())["tmp_dir"]
+    except (OSError, ValueError, LookupError):
+        return "No server was started from here."
+    server = load_server(run_dir)
+    if server is not None:
+        end_processes([psutil.Process(server.pid)], grace_s=20)  # Java ends its workers in good order
+    end_processes(marked_processes(MARK, tmp_dir), grace_s=5)
+    forget(run_dir, tmp_dir)
+    return "Stopped." if server is not None else "It was not running any more."
+
+
+def marked_processes(name: str, value: str) -> list[psutil.Process]:
+    """Processes with this variable in their environment, this one and its ancestors excepted."""
+    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid not in own and process.environ().get(name) == value:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def end_processes(processes: list[psutil.Process], grace_s: float) -> None:
+    """SIGTERM, and after ``grace_s`` SIGKILL for those that are still there."""
+    for process in processes:
+        try:
+            process.send_signal(signal.SIGTERM)
+        except psutil.Error:
+            continue
+    deadline = time.monotonic() + grace_s
+    while (left := [process for process in processes if is_running(process)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in left:
+        try:
+            process.kill()
+        except psutil.Error:
+            continue
+
+
+def is_running(process: psutil.Process) -> bool:
+    """False for a zombie too: in a container nobody may be there to reap it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def forget(run_dir: Path, tmp_dir: str) -> None:
+    """Removes what the server was known by. The logs stay."""
+    (run_dir / "server.json").unlink(missing_ok=True)
+    if Path(tmp_dir).name.startswith("gpt-fast-"):
+        shutil.rmtree(tmp_dir, ignore_errors=True)
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line as a namespace."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run-dir", type=Path, required=True, help="where the server's files and logs are kept")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("start", help="start TorchServe and wait until the model is ready")
+    verb.add_argument("--model", required=True, help="name in the URL")
+    verb.add_argument("--archive", required=True, help="file or folder in the model store")
+    verb.add_argument("--model-store", required=True)
+    verb.add_argument("--config", required=True, help="config.properties to start from")
+    verb.add_argument("--port", type=int, default=8080, help="inference port; the others follow from it")
+    verb.add_argument("--timeout", type=float, default=600, help="seconds until the model must be ready")
+    verb.add_argument("--serves", default="", help="what is served, in words; shown by status")
+    verb.add_argument("--cwd", default=".", help="TorchServe's working directory")
+    verbs.add_parser("status", help="exit 0 and one line about the running server, else exit 3")
+    verbs.add_parser("ask", help="send a request file").add_argument("request", type=Path)
+    verbs.add_parser("stop", help="stop the server")
+    verb = verbs.add_parser("sweep", help="end every process that has NAME=VALUE in its environment")
+    verb.add_argument("name")
+    verb.add_argument("value")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs one verb; returns the exit status."""
+    args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that start cleans up
+    if args.verb == "stop":
+        print(stop(args.run_dir))
+        return 0
+    if args.verb == "sweep":
+        end_processes(marked_processes(args.name, args.value), grace_s=10)
+        return 0
+    server = load_server(args.run_dir)
+    try:
+        if args.verb == "start":
+            if server is None:
+                stop(args.run_dir)  # what a server that died has left
+                server = start(args.run_dir, args)
+            return 0
+        if server is None:
+            print("not running", file=sys.stderr)
+            return 3
+        if args.verb == "ask":
+            ask(server, args.request)
+        else:
+            print(f"{server.port} {server.model} {server.serves}")
+    except ServerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

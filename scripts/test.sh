@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Installs what the tests need, then runs ruff, mypy and pytest (unit, parity and end-to-end against a real TorchServe).
+# Exit status 0 only if all three pass.
+#
+# usage: ./scripts/test.sh [options] [pytest arguments]
+#   --fast       skip what is marked e2e or slow
+#   --lint       ruff and mypy only
+#   --venv DIR   virtual environment to make or use (default .venv, or GPT_FAST_VENV)
+#   -h, --help   this text
+# Everything else goes to pytest: ./scripts/test.sh --fast tests/test_structure.py -k imports
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+FAST=""
+LINT_ONLY=""
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --fast) FAST=yes ;;
+    --lint) LINT_ONLY=yes ;;
+    --venv)
+      [ $# -ge 2 ] || usage_error "$1 needs a value"
+      case "$2" in /*) VENV="$2" ;; *) VENV="$PWD/$2" ;; esac
+      shift ;;
+    -h | --help) usage; exit 0 ;;
+    *) break ;;
+  esac
+  shift
+done
+
+# Whatever a test starts inherits this, and is ended with this script, torchrun's detached ranks included.
+export GPT_FAST_TEST_RUN="$$-$(date +%s)"
+on_exit() {
+  if [ -x "$VENV/bin/python" ]; then
+    "$VENV/bin/python" "$ROOT/scripts/server.py" --run-dir "$RUN_DIR" sweep GPT_FAST_TEST_RUN "$GPT_FAST_TEST_RUN" 2>/dev/null || true
+  fi
+}
+
+cd "$ROOT"
+say "Installing into $VENV (once)"
+install_extras serve test
+if [ -z "$FAST$LINT_ONLY" ]; then use_java; say "  installed; $JAVA_IS"; fi
+
+export PATH="$VENV/bin:$PATH"
+cores="$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
+# The models of the tests are tiny: more threads only wait for each other, and several tests run servers.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores < 4 ? cores : 4))}"
+export TOKENIZERS_PARALLELISM=false # no warning about forks
+export HF_HUB_OFFLINE=1             # a test that downloads is a mistake
+
+FAILED=""
+TIMES=""
+check() { # check NAME COMMAND...: goes on after a failure, so that one run tells all
+  local name=$1 started=$SECONDS status=0
+  shift
+  say ""
+  say "$name"
+  "$@" </dev/null || status=$?
+  if [ "$status" -ne 0 ]; then FAILED="$FAILED $name"; fi
+  TIMES="$TIMES, $name $([ "$status" -eq 0 ] && echo passed || echo FAILED) in $((SECONDS - started)) s"
+}
+
+check ruff ruff check .
+check mypy mypy
+if [ -z "$LINT_ONLY" ]; then
+  if [ -n "$FAST" ]; then set -- -m "not e2e and not slow" "$@"; fi
+  check pytest python -m pytest "$@"
+fi
+
+say ""
+say "test.sh: ${TIMES#, }"
+[ -z "$FAILED" ]
