@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from gpt_fast.config import ModelConfig
@@ -75,9 +76,20 @@ def load_model(
     return model
 
 
+class _NoDraws(TorchFunctionMode):
+    """Leaves out random initialisation: meta tensors have no values, and their ``normal_`` imports for two seconds."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Transformer:
     """A Transformer whose weights are allocated and not yet written."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NoDraws():
         model = Transformer(config)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -103,7 +115,7 @@ def fill(
     check_weights(wanted, weights, where)
     parameters = dict(model.named_parameters())
     total = sum(weights[part.source].num_bytes for part in wanted)
-    with _progress(total, progress) as report, torch.no_grad():
+    with progress_bar(total, progress, "loading weights") as report, torch.no_grad():
         for part, own in zip(wanted, parts(model.config), strict=True):
             target = parameters[own.target][own.start : own.start + own.shape[0]]
             weights[part.source].copy_to(target, take(part) if take else None, report)
@@ -279,10 +291,10 @@ def write_directory(
 
 
 @contextlib.contextmanager
-def _progress(total: int, wanted: bool) -> Iterator[Callable[[int], object] | None]:
+def progress_bar(total: int, wanted: bool, what: str) -> Iterator[Callable[[int], object] | None]:
     """A function to report bytes to, or None when nobody would see the bar."""
     if not wanted or not sys.stderr.isatty():
         yield None
         return
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="loading weights") as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=what) as bar:
         yield bar.update

@@ -25,7 +25,7 @@ from gpt_fast.families import read_config, read_generation_defaults
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import RequestError, SamplingParams
 from gpt_fast.roofline import Roofline, read_bandwidth
-from gpt_fast.tokenizer import IncrementalDetokenizer, load_tokenizer
+from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerMissing, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class LLM:
         begin = time.perf_counter()
         self.config: ModelConfig = read_config(self.checkpoint)
         self.defaults = read_generation_defaults(self.checkpoint)
-        self.tokenizer = load_tokenizer(self.checkpoint)
+        self.tokenizer = self._load_tokenizer()
         self.device = pick_device(options_.device)
         self.dtype = pick_dtype(options_.dtype, self.device, self.config)
         self.max_seq_len = options_.max_seq_len or self.config.max_seq_len
@@ -66,6 +66,13 @@ class LLM:
         self.load_s = loaded - begin
         self.warm_up_s = time.perf_counter() - loaded
         log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        try:
+            return load_tokenizer(self.checkpoint)
+        except TokenizerMissing as error:
+            log.warning("%s; until then prompts must be token ids, and completions have no text", error)
+            return None
 
     def _build_engine(self) -> Engine:
         o = self.engine_config
@@ -150,7 +157,7 @@ class LLM:
             seed=seed,
             max_tokens=min(room, resolved.max_tokens or room),
             end_ids=frozenset((*eos_ids, *resolved.stop_token_ids)),
-            text=TextStream(IncrementalDetokenizer(self.tokenizer, token_ids), resolved.stop),
+            text=TextStream(Detokenizer(self.tokenizer, token_ids), resolved.stop),
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -159,6 +166,8 @@ class LLM:
         Token ids are taken as they are. Raises RequestError for an id out of range or an empty prompt.
         """
         if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this checkpoint has no tokenizer: prompt must be a list of token ids", "prompt")
             ids = self.tokenizer.encode(prompt)
         else:
             ids = list(prompt)
@@ -177,7 +186,7 @@ class LLM:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a completion: generation_config.json's, else the tokenizer's."""
-        return self.defaults.eos_token_ids or self.tokenizer.eos_token_ids
+        return self.defaults.eos_token_ids or (self.tokenizer.eos_token_ids if self.tokenizer is not None else ())
 
     def roofline(self, context_len: int = 0) -> Roofline:
         """The ceiling of decoding one sequence here, by this machine's measured bandwidth."""
@@ -193,6 +202,27 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Detokenizer:
+    """Token ids to text for ids of the model, which may go beyond the tokenizer's: those have no text.
+
+    Models pad their vocabulary, and an untrained or broken one may choose such a token; that must not end a stream.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> None:
+        self._num_known = tokenizer.vocab_size if tokenizer is not None else 0
+        self._stream = None
+        if tokenizer is not None:
+            self._stream = IncrementalDetokenizer(tokenizer, [t for t in prompt_ids if t < self._num_known])
+
+    def push(self, token: int) -> str:
+        """The text that became certain with ``token``."""
+        return self._stream.push(token) if self._stream is not None and token < self._num_known else ""
+
+    def flush(self) -> str:
+        """The rest at the end."""
+        return self._stream.flush() if self._stream is not None else ""
 
 
 def _completion(handle: Handle) -> Completion:

@@ -9,7 +9,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,15 @@ def _sizes(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None = None) -> None:
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype | None = None,
+    report: Callable[[int], object] | None = None,
+) -> None:
     """Write ``tensors`` in their order, converted to ``dtype`` if given, a piece at a time.
+
+    ``report`` is called with the number of bytes read for each piece.
 
     The file appears under its name when it is whole. Raises OSError when it cannot be written.
     """
@@ -134,6 +141,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, StoredTensor], dtype: to
                     size = piece.numel() * piece.element_size()
                     file.write((ctypes.c_char * size).from_address(piece.data_ptr()))
                     tensor.release(first, last)
+                    if report:
+                        report((last - first) * tensor.row_bytes)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gpt_fast.family_table import CheckpointError
 
-_CHUNK = 16 << 20  # bytes read between two releases
+_CHUNK = 4 << 20  # bytes read between two releases
 _MADV_DONTNEED = 4  # <sys/mman.h>
 
 
@@ -36,7 +36,8 @@ class Slice(NamedTuple):
 
     def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that is left of ``shape``."""
-        assert 0 <= self.start and self.start + self.length <= shape[self.axis], (self, shape)
+        assert self.start >= 0, self
+        assert self.start + self.length <= shape[self.axis], (self, shape)
         return (*shape[: self.axis], self.length, *shape[self.axis + 1 :])
 
 
@@ -50,7 +51,8 @@ class StoredTensor:
     def __init__(
         self, raw: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, mapped: bool, interleaved: int = 0
     ) -> None:
-        assert raw.dtype == torch.uint8 and raw.numel() == math.prod(shape) * dtype.itemsize
+        assert raw.dtype == torch.uint8
+        assert raw.numel() == math.prod(shape) * dtype.itemsize
         self.raw, self.dtype, self.shape = raw, dtype, shape
         self.mapped = mapped  # pages can be dropped and come back from the file
         self.interleaved = interleaved
@@ -81,14 +83,18 @@ class StoredTensor:
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), as a view where alignment and order allow; do not write to it."""
-        chunk = self.raw[begin * self.row_bytes : end * self.row_bytes]
-        if chunk.data_ptr() % self.dtype.itemsize:
-            chunk = chunk.clone()  # a header of odd length leaves every tensor behind it misaligned
-        out = chunk.view(self.dtype).view(end - begin, *self.shape[1:]) if self.shape else chunk.view(self.dtype)
+        out = self._read(begin, end)
         if self.interleaved:
             heads = out.view(-1, self.interleaved // 2, 2, *out.shape[1:])
             out = heads.transpose(1, 2).reshape(out.shape)
         return out
+
+    def _read(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) in the file's own order."""
+        chunk = self.raw[begin * self.row_bytes : end * self.row_bytes]
+        if chunk.data_ptr() % self.dtype.itemsize:
+            chunk = chunk.clone()  # a header of odd length leaves every tensor behind it misaligned
+        return chunk.view(self.dtype).view(end - begin, *self.shape[1:])
 
     def release(self, begin: int, end: int) -> None:
         """Let the pages of rows [begin, end) leave memory; reading them again is allowed."""

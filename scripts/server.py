@@ -1,7 +1,7 @@
 """Starts, watches, asks and stops one TorchServe on loopback, for scripts/quickstart.sh.
 
-Not a supervisor: one server per run directory, known by ``server.json`` there. Everything that TorchServe keeps in
-shared places (its pid file, its sockets, its logs) goes to folders of this server alone, so that it lives beside others.
+Not a supervisor: one server per run directory, known by ``server.json`` there. What TorchServe keeps in shared places
+(its pid file, its sockets, its logs) goes to folders of this server alone, so that several live side by side.
 
     python scripts/server.py --run-dir .run start --model gpt-fast --archive gpt-fast --config config.properties
     python scripts/server.py --run-dir .run status | ask request.json | stop
@@ -34,7 +34,7 @@ MARK = "GPT_FAST_SERVER"  # in the environment of every process of a server; its
 # TorchServe's log lines, as its console writes them.
 MODEL_LOG = re.compile(r"-(?:stdout|stderr) MODEL_LOG - (.*)")
 DIED = re.compile(r"-> WORKER_(?:STOPPED|ERROR)\b|worker process died|Load model failed|Worker disconnected")
-TRACEBACK_NOISE = re.compile(r"^(Connection accepted|Torch worker started|\[PID\]|Listening on|Python runtime|s_name_part)")
+GREETING = re.compile(r"^(Connection accepted|Torch worker started|\[PID\]|Listening on|Python runtime|s_name_part)")
 
 
 class ServerError(RuntimeError):
@@ -197,7 +197,10 @@ def wait_until_ready(server: Server, log: Path, timeout_s: float) -> None:
             failure = f"the model was not ready after {timeout_s:.0f} s"
         if failure:
             progress.close("")
-            raise ServerError(f"{failure}. The last lines of its log:\n{last_lines(log)}")
+            raise ServerError(
+                f"{failure}. The last lines of its log:\n{last_lines(log)}\n"
+                f"Nothing is left running. All of it: {log}, {log.parent / 'logs'}"
+            )
         progress.show(elapsed, phase(text))
         time.sleep(0.3)
 
@@ -248,11 +251,14 @@ class Progress:
 def last_lines(log: Path, count: int = 15) -> str:
     """The end of what the worker said, its traceback above all; without a worker the end of the log itself."""
     lines = log.read_text(errors="replace").splitlines()
-    said = [match[1] for line in lines if (match := MODEL_LOG.search(line)) and not TRACEBACK_NOISE.match(match[1])]
-    # The worker is started again after it died: the first traceback is the one that tells.
-    tracebacks = [index for index, line in enumerate(said) if line.startswith("Traceback")]
-    if len(tracebacks) > 1:
-        said = said[: tracebacks[1]]
+    said = [match[1] for line in lines if (match := MODEL_LOG.search(line))]
+    # The worker is started again after it died: its first life is the one that tells.
+    births = [index for index, line in enumerate(said) if line.startswith("Torch worker started")]
+    if len(births) > 1:
+        said = said[: births[1]]
+    if "Backend worker process died." in said:  # what follows is TorchServe on its own account
+        said = said[: said.index("Backend worker process died.")]
+    said = [line for line in said if line.strip(" ^~") and not GREETING.match(line)]
     return "\n".join("    " + line for line in (said or lines)[-count:])
 
 
@@ -389,6 +395,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("\nInterrupted; nothing is left running.", file=sys.stderr)
         return 130
     return 0
 

@@ -37,8 +37,12 @@ on_exit() {
 
 cd "$ROOT"
 say "Installing into $VENV (once)"
-install_extras serve test
-if [ -z "$FAST$LINT_ONLY" ]; then use_java; say "  installed; $JAVA_IS"; fi
+if [ -z "$FAST$LINT_ONLY" ]; then
+  install_with_java serve test
+  say "  installed; $JAVA_IS"
+else
+  install_extras serve test
+fi
 
 export PATH="$VENV/bin:$PATH"
 cores="$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"

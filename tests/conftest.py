@@ -9,7 +9,7 @@ import pytest
 
 
 def test_data_dir() -> Path:
-    """The folder of real checkpoints, vocabularies and texts: $GPT_FAST_TEST_DATA, else ../shared/data from the root."""
+    """Real checkpoints, vocabularies and texts: $GPT_FAST_TEST_DATA, else ../shared/data from the root."""
     default = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
     return Path(os.environ.get("GPT_FAST_TEST_DATA", default))
 

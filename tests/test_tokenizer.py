@@ -1,33 +1,37 @@
-"""Tokenizers against published ids, against each other and against their libraries; streaming against decoding at once."""
+"""Tokenizers against published ids, each other and their libraries; streaming against decoding at once."""
 
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import pickle
 import shutil
 import sys
-import threading
+import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gpt_fast.tokenizer import BaseTokenizer, IncrementalDetokenizer, Tokenizer, TokenizerError, load_tokenizer
-from tests.conftest import test_data_dir
+from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, gpt2_spec
+from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
+from gpt_fast.tokenizer.settings import Settings
+from gpt_fast.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
-DATA = test_data_dir() / "tokenizers"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"needs the public test data, and {DATA} is absent")
-fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+Load = Callable[[str], Tokenizer]
+
+fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 # ---------------------------------------------------------------- the tokenizers under test
 
-# name -> (golden encodings, whether decode gives back every text). Qwen normalizes to NFC, as its authors' code does.
+# The name of each, and of the published encodings that it must reproduce.
 BACKENDS = {
     "llama2-sentencepiece": "llama-spm",
     "llama2-json": "llama-spm",
@@ -38,19 +42,30 @@ BACKENDS = {
 }
 
 
+FOLDERS = {
+    "llama2-sentencepiece": "llama2",
+    "phi3-json": "phi3_llama_spm_json",
+    "llama3-tiktoken": "llama3",
+    "qwen-tiktoken": "qwen",
+    "gpt2-vocab-merges": "gpt2",
+}
+
+
 @pytest.fixture(scope="session")
-def repaired_llama2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _repaired_llama2(tmp_path_factory.mktemp("llama2-json"))
+def vocabularies(data_dir: Path) -> Path:
+    return data_dir / "tokenizers"
 
 
-def _repaired_llama2(directory: Path) -> Path:
-    """Llama 2's tokenizer.json as it was published, in ``directory``.
+@pytest.fixture(scope="session")
+def llama2_json(vocabularies: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with Llama 2's tokenizer.json as it was published.
 
     In the copy that the test data has, every no-break space (U+00A0) has become a space: four vocabulary entries and
-    three merges. The tokenizers library refuses it (see test_corrupt_tokenizer_json). The ids in tokenizer.model and
-    in Phi-3's file, which has the same base vocabulary, show what the entries were.
+    three merges. The tokenizers library refuses it (see test_corrupt_files). The ids in tokenizer.model and in Phi-3's
+    file, which has the same base vocabulary, show what the entries were.
     """
-    spec = json.loads((DATA / "llama2" / "tokenizer.json").read_text())
+    directory = tmp_path_factory.mktemp("llama2-json")
+    spec = json.loads((vocabularies / "llama2" / "tokenizer.json").read_text())
     vocab = spec["model"]["vocab"]
     for broken in [piece for piece in vocab if " " in piece]:
         vocab[broken.replace(" ", "\u00a0")] = vocab.pop(broken)
@@ -60,28 +75,18 @@ def _repaired_llama2(directory: Path) -> Path:
             half = len(merge) // 2
             merges[i] = merge[:half].replace(" ", "\u00a0") + " " + merge[half + 1 :].replace(" ", "\u00a0")
     (directory / "tokenizer.json").write_text(json.dumps(spec))
-    shutil.copy(DATA / "llama2" / "tokenizer_config.json", directory)
+    shutil.copy(vocabularies / "llama2" / "tokenizer_config.json", directory)
     return directory
 
 
-@cache
-def load(name: str) -> Tokenizer:
-    if name == "llama2-json":
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as directory:
-            return load_tokenizer(_repaired_llama2(Path(directory)))
-    folders = {
-        "llama2-sentencepiece": "llama2",
-        "phi3-json": "phi3_llama_spm_json",
-        "llama3-tiktoken": "llama3",
-        "qwen-tiktoken": "qwen",
-        "gpt2-vocab-merges": "gpt2",
-    }
-    return load_tokenizer(DATA / folders[name])
+@pytest.fixture(scope="session")
+def load(vocabularies: Path, llama2_json: Path) -> Load:
+    return cache(lambda name: load_tokenizer(llama2_json if name == "llama2-json" else vocabularies / FOLDERS[name]))
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, skip_special: bool = True) -> list[str]:
+def stream(
+    tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, skip_special: bool = True
+) -> list[str]:
     """The pieces of the pushes, the flush last."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt or (), skip_special)
     return [*map(detokenizer.push, ids), detokenizer.flush()]
@@ -107,10 +112,69 @@ class ByteTokenizer(BaseTokenizer):
 # ---------------------------------------------------------------- texts
 
 PIECES = [
-    *("<s>", "</s>", "<unk>", "<|eot_id|>", "<|begin_of_text|>", "<|endoftext|>", "<|im_start|>", "<|user|>", "[INST]", "<0x41>"),
-    *("  ", "   ", " ", "\t", "\n\n", "\r\n", "\x00", "\x7f", "\u00a0", "\u00a0\u00a0", "\u200b", "\u3000", "\ufeff", "▁", "▁▁"),
-    *("👩‍👩‍👧‍👦", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "🇨🇭", "🇺🇦", "👍🏽", "❤️", "e\u0301", "ñ", "한국어", "日本語", "漢字", "नमस्ते", "ไทย", "שלום", "مرحبا"),
-    *("𝔘𝔫𝔦", "ﬁ", "\u0300", "Z͑ͫ̓", "don't", "I'LL", "12345", "3.14", "x=1;", "Hello", " world", "\ufffd", "\ud83d", "¿", "ß"),
+    *(
+        "<s>",
+        "</s>",
+        "<unk>",
+        "<|eot_id|>",
+        "<|begin_of_text|>",
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|user|>",
+        "[INST]",
+        "<0x41>",
+    ),
+    *(
+        "  ",
+        "   ",
+        " ",
+        "\t",
+        "\n\n",
+        "\r\n",
+        "\x00",
+        "\x7f",
+        "\u00a0",
+        "\u00a0\u00a0",
+        "\u200b",
+        "\u3000",
+        "\ufeff",
+        "▁",
+        "▁▁",
+    ),
+    *(
+        "👩‍👩‍👧‍👦",
+        "🏴󠁧󠁢󠁥󠁮󠁧󠁿",
+        "🇨🇭",
+        "🇺🇦",
+        "👍🏽",
+        "❤️",
+        "e\u0301",
+        "ñ",
+        "한국어",
+        "日本語",
+        "漢字",
+        "नमस्ते",
+        "ไทย",
+        "שלום",
+        "مرحبا",
+    ),
+    *(
+        "𝔘𝔫𝔦",
+        "ﬁ",
+        "\u0300",
+        "Z͑ͫ̓",
+        "don't",
+        "I'LL",
+        "12345",
+        "3.14",
+        "x=1;",
+        "Hello",
+        " world",
+        "\ufffd",
+        "\ud83d",
+        "¿",
+        "ß",
+    ),
 ]
 texts = st.one_of(
     st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=6)), max_size=12).map("".join),
@@ -145,34 +209,31 @@ def as_decoded(name: str, text: str) -> str:
 # ---------------------------------------------------------------- published ids
 
 
-def golden_cases(golden: str) -> Iterator[tuple[str, list[int]]]:
-    folder = DATA / "golden_encodings"
+def golden_cases(folder: Path, golden: str) -> Iterator[tuple[str, list[int]]]:
     inputs = (folder / f"ggml-vocab-{golden}.gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
     outputs = (folder / f"ggml-vocab-{golden}.gguf.out").read_text().split("\n")
     assert len(inputs) == len(outputs) == 47
     yield from ((text, [int(id) for id in line.split()]) for text, line in zip(inputs, outputs, strict=True))
 
 
-@needs_data
 @pytest.mark.parametrize("name", BACKENDS)
-def test_golden_encodings(name: str) -> None:
+def test_golden_encodings(load: Load, vocabularies: Path, name: str) -> None:
     tokenizer = load(name)
-    for text, ids in golden_cases(BACKENDS[name]):
+    for text, ids in golden_cases(vocabularies / "golden_encodings", BACKENDS[name]):
         assert tokenizer.encode(text, bos=False) == ids, text
         assert tokenizer.decode(ids) == text
         assert "".join(stream(tokenizer, ids)) == text
 
 
-# ---------------------------------------------------------------- back-ends agree
+# ---------------------------------------------------------------- back-ends agree with each other and their libraries
 
 
-@needs_data
 @fuzz
-@given(texts, st.booleans(), st.booleans())
-@example("<s>a</s> b<s>", False, True)
-@example("</s>", True, True)
-@example(" <s> <unk>", False, False)
-def test_llama2_backends_agree(text: str, bos: bool, allow_special: bool) -> None:
+@given(text=texts, bos=st.booleans(), allow_special=st.booleans())
+@example(text="<s>a</s> b<s>", bos=False, allow_special=True)
+@example(text="</s>", bos=True, allow_special=True)
+@example(text=" <s> <unk>", bos=False, allow_special=False)
+def test_llama2_backends_agree(load: Load, text: str, bos: bool, allow_special: bool) -> None:
     from_model, from_json = load("llama2-sentencepiece"), load("llama2-json")
     ids = from_model.encode(text, bos, allow_special)
     assert from_json.encode(text, bos, allow_special) == ids
@@ -180,46 +241,73 @@ def test_llama2_backends_agree(text: str, bos: bool, allow_special: bool) -> Non
         assert from_json.decode(ids, skip_special) == from_model.decode(ids, skip_special)
 
 
-@needs_data
 @fuzz
-@given(st.lists(st.integers(0, 31_999), max_size=12))
-@example([35, 263])  # the byte token of a space, which encoding never makes, at the start
-@example([29871, 29871, 263])
-def test_llama2_backends_decode_any_ids_alike(ids: list[int]) -> None:
+@given(ids=st.lists(st.integers(0, 31_999), max_size=12))
+@example(ids=[35, 263])  # at the start, the byte token of a space, which encoding never makes
+@example(ids=[29871, 29871, 263])
+def test_llama2_backends_decode_any_ids_alike(load: Load, ids: list[int]) -> None:
     from_model, from_json = load("llama2-sentencepiece"), load("llama2-json")
     assert from_json.decode(ids) == from_model.decode(ids)
     assert [from_json.token_bytes(id) for id in ids] == [from_model.token_bytes(id) for id in ids]
 
 
-@needs_data
 @fuzz
-@given(texts)
-def test_decode_is_the_libraries_decode_for_valid_text(text: str) -> None:
+@given(text=texts)
+def test_decode_is_the_libraries_decode(load: Load, vocabularies: Path, text: str) -> None:
+    # Only for what encode makes: for invalid byte sequences SentencePiece writes one U+FFFD a byte, Python and we one
+    # for each broken character.
+    sentencepiece, tokenizers, gpt2 = libraries(vocabularies)
+    ids = load("llama2-sentencepiece").encode(text, bos=False)
+    assert load("llama2-sentencepiece").decode(ids) == sentencepiece.decode(ids)
+    ids = load("phi3-json").encode(text, bos=False)
+    assert load("phi3-json").decode(ids) == tokenizers.decode(ids, skip_special_tokens=True)
+    ids = load("gpt2-vocab-merges").encode(text, bos=False)
+    assert load("gpt2-vocab-merges").decode(ids) == gpt2.decode(ids)
+
+
+@cache
+def libraries(vocabularies: Path):  # type: ignore[no-untyped-def]
     import sentencepiece
     import tokenizers
 
-    text = valid(text)
-    ids = load("llama2-sentencepiece").encode(text, bos=False)
-    assert load("llama2-sentencepiece").decode(ids) == _sentencepiece(sentencepiece).decode(ids)
-    ids = load("phi3-json").encode(text, bos=False)
-    assert load("phi3-json").decode(ids) == _phi3(tokenizers).decode(ids, skip_special_tokens=True)
+    gpt2 = tokenizers.ByteLevelBPETokenizer(
+        *(str(vocabularies / "gpt2" / name) for name in ("vocab.json", "merges.txt"))
+    )
+    return (
+        sentencepiece.SentencePieceProcessor(model_file=str(vocabularies / "llama2" / "tokenizer.model")),
+        tokenizers.Tokenizer.from_file(str(vocabularies / "phi3_llama_spm_json" / "tokenizer.json")),
+        gpt2,
+    )
 
 
-@cache
-def _sentencepiece(module):  # type: ignore[no-untyped-def]
-    return module.SentencePieceProcessor(model_file=str(DATA / "llama2" / "tokenizer.model"))
+@pytest.mark.parametrize("version", ["tokenizer.model.v1", *(f"mistral_instruct_tokenizer_{v}" for v in
+                         ("240216.model.v2", "240323.model.v3", "241114.model.v7"))])  # fmt: skip
+def test_mistral(vocabularies: Path, version: str) -> None:
+    tokenizer = load_tokenizer(vocabularies / "mistral" / version)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
+    assert tokenizer.vocab_size == (32_000 if version.endswith("v1") else 32_768)
+    for text in HARD_TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids[0] == 1
+        assert tokenizer.decode(ids) == text
+        assert "".join(stream(tokenizer, ids)) == text
+    inst = tokenizer.token_to_id("[INST]")
+    assert (inst is None) == version.endswith("v1")
+    if inst is not None:
+        # mistral-common encodes "Hi" by itself, so the word has its dummy prefix behind the control token too.
+        assert tokenizer.encode("[INST]Hi[/INST]", bos=False, allow_special=True) == [
+            inst, *tokenizer.encode("Hi", bos=False), tokenizer.token_to_id("[/INST]")
+        ]  # fmt: skip
+        assert inst not in tokenizer.encode("[INST]Hi[/INST]")
 
 
-@cache
-def _phi3(module):  # type: ignore[no-untyped-def]
-    return module.Tokenizer.from_file(str(DATA / "phi3_llama_spm_json" / "tokenizer.json"))
+# ---------------------------------------------------------------- streaming
 
 
-@needs_data
 @pytest.mark.parametrize("name", BACKENDS)
 @fuzz
 @given(text=texts)
-def test_roundtrip_and_stream(name: str, text: str) -> None:
+def test_roundtrip_and_stream(load: Load, name: str, text: str) -> None:
     tokenizer = load(name)
     ids = tokenizer.encode(text)
     expected = as_decoded(name, text)
@@ -230,3 +318,452 @@ def test_roundtrip_and_stream(name: str, text: str) -> None:
     pieces = stream(tokenizer, ids)
     assert "".join(pieces) == expected
     assert "".join(pieces).count("\ufffd") == expected.count("\ufffd")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("text", HARD_TEXTS)
+def test_hard_text_streams_without_replacement_characters(load: Load, name: str, text: str) -> None:
+    tokenizer = load(name)
+    for prompt in ("", "A prompt:"):
+        prompt_ids = tokenizer.encode(prompt)
+        ids = tokenizer.encode(prompt + text)
+        ids = ids[len(prompt_ids) :] if ids[: len(prompt_ids)] == prompt_ids else tokenizer.encode(text, bos=False)
+        pieces = stream(tokenizer, ids, prompt_ids)
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert "".join(pieces) == tokenizer.decode(prompt_ids + ids)[len(tokenizer.decode(prompt_ids)) :]
+        assert pieces[-1] == ""  # nothing was held back for longer than a character
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@fuzz
+@given(data=st.data())
+def test_any_ids_stream_as_they_decode(load: Load, name: str, data: st.DataObject) -> None:
+    # Models sample anything: halves of characters, byte tokens, control tokens in the middle.
+    tokenizer = load(name)
+    some_id = st.one_of(
+        st.integers(0, tokenizer.vocab_size - 1),
+        st.integers(0, 260),  # where the byte tokens and the control tokens of most vocabularies are
+        st.sampled_from([tokenizer.bos_token_id or 0, *tokenizer.eos_token_ids]),
+    )
+    check_stream(tokenizer, data.draw(st.lists(some_id, max_size=6)), data.draw(st.lists(some_id, max_size=12)))
+
+
+@fuzz
+@given(
+    dropped=st.sampled_from([0, 1, 2, sys.maxsize]),
+    prompt=st.lists(st.one_of(st.sampled_from([32, 256, 257, 0xF0, 0x9F]), st.integers(0, 257)), max_size=6),
+    ids=st.lists(st.one_of(st.sampled_from([32, 256, 0xF0, 0x9F, 0x98, 0x80, 0xE4]), st.integers(0, 257)), max_size=12),
+)
+def test_any_bytes_stream_as_they_decode(dropped: int, prompt: list[int], ids: list[int]) -> None:
+    check_stream(ByteTokenizer(dropped), prompt, ids)
+
+
+def check_stream(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> None:
+    for skip_special in (True, False):
+        assert "".join(stream(tokenizer, ids, skip_special=skip_special)) == tokenizer.decode(ids, skip_special)
+        before = tokenizer.decode(prompt, skip_special)
+        if not before.endswith("\ufffd"):
+            expected = tokenizer.decode(prompt + ids, skip_special)[len(before) :]
+            assert "".join(stream(tokenizer, ids, prompt, skip_special)) == expected
+
+
+def test_first_space_is_the_texts_only_after_a_prompt(load: Load) -> None:
+    for name in ("llama2-sentencepiece", "llama2-json", "phi3-json"):
+        tokenizer = load(name)
+        prompt, word = tokenizer.encode("Once upon a"), tokenizer.encode("time", bos=False)
+        assert len(word) == 1
+        assert stream(tokenizer, word, prompt) == [" time", ""]
+        assert stream(tokenizer, word) == ["time", ""]
+        assert stream(tokenizer, word, [1]) == ["time", ""]  # BOS alone: still the start
+
+
+def test_character_across_prompt_and_answer() -> None:
+    face = list("😀".encode())
+    for cut in (1, 2, 3):
+        assert "".join(stream(ByteTokenizer(), face[cut:], [65, *face[:cut]])) == "😀"
+
+
+def test_unfinished_character_is_held_back_then_replaced() -> None:
+    assert stream(ByteTokenizer(), [72, *"😀".encode()[:3]]) == ["H", "", "", "", "\ufffd"]
+    assert stream(ByteTokenizer(), [*"😀".encode()[:3], 72]) == ["", "", "", "\ufffdH", ""]
+
+
+def test_cost_of_a_push_does_not_grow() -> None:
+    class Counting(ByteTokenizer):
+        calls = 0
+
+        def token_bytes(self, id: int, skip_special: bool = True) -> bytes:
+            self.calls += 1
+            return super().token_bytes(id, skip_special)
+
+        def decode(self, ids, skip_special=True):  # type: ignore[no-untyped-def]
+            raise AssertionError("a byte-wise stream decodes no text a second time")
+
+    tokenizer = Counting()
+    detokenizer = IncrementalDetokenizer(tokenizer, [65] * 10_000)
+    after_prompt = tokenizer.calls
+    assert after_prompt < 10
+    for _ in range(1_000):
+        detokenizer.push(65)
+    assert tokenizer.calls == after_prompt + 1_000
+
+
+@fuzz
+@given(words=st.lists(st.sampled_from(["hello", "helloing", "world", ",", "日", "[SEP]", "zzz"]), max_size=20))
+def test_decoders_that_join_words_stream_by_a_window(words: list[str]) -> None:
+    tokenizer = wordpiece()
+    assert not tokenizer.bytewise
+    ids = tokenizer.encode(" ".join(words), bos=False, allow_special=True)
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+    prompt = tokenizer.encode("hello world", bos=False)
+    prompt += tokenizer.encode("[SEP]" * 10, bos=False, allow_special=True)  # no context for what follows
+    assert "".join(stream(tokenizer, ids, prompt)) == tokenizer.decode(prompt + ids)[len("hello world") :]
+
+
+def test_window_holds_back_half_characters(vocabularies: Path) -> None:
+    vocab = json.loads((vocabularies / "gpt2" / "vocab.json").read_text())
+    spec = gpt2_spec(vocab, (vocabularies / "gpt2" / "merges.txt").read_text(), Settings(), "gpt2")
+    rewrite = {"type": "Replace", "pattern": {"Regex": "_{9}"}, "content": "_"}  # not a table of bytes
+    spec["decoder"] = {"type": "Sequence", "decoders": [spec["decoder"], rewrite]}
+    tokenizer = HfJsonTokenizer(spec, Settings(), source="gpt2")
+    assert not tokenizer.bytewise
+    for text in HARD_TEXTS:
+        ids = tokenizer.encode(text)
+        pieces = stream(tokenizer, ids)
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert "".join(pieces) == tokenizer.decode(ids) == text
+        assert all(pieces[i] == "" for i in range(len(ids)) if tokenizer.decode(ids[: i + 1]).endswith("\ufffd"))
+
+
+@cache
+def wordpiece() -> Tokenizer:
+    vocab = ["[UNK]", "[SEP]", "hello", "world", "##ing", ",", "日"]
+    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+             "max_input_chars_per_word": 100, "vocab": {piece: id for id, piece in enumerate(vocab)}}  # fmt: skip
+    spec = {
+        "version": "1.0", "normalizer": None, "pre_tokenizer": {"type": "BertPreTokenizer"}, "post_processor": None,
+        "added_tokens": [{"id": 1, "content": "[SEP]", "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": True}],
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False}, "model": model,
+    }  # fmt: skip
+    return HfJsonTokenizer(spec, Settings(), source="wordpiece")
+
+
+# ---------------------------------------------------------------- special tokens
+
+SPECIAL = {
+    "llama2-sentencepiece": {"<s>": 1, "</s>": 2, "<unk>": 0},
+    "llama2-json": {"<s>": 1, "</s>": 2, "<unk>": 0},
+    "phi3-json": {"<s>": 1, "<|endoftext|>": 32000, "<|assistant|>": 32001, "<|end|>": 32007, "<|user|>": 32010},
+    "llama3-tiktoken": {
+        "<|begin_of_text|>": 128000,
+        "<|end_of_text|>": 128001,
+        "<|finetune_right_pad_id|>": 128004,
+        "<|start_header_id|>": 128006,
+        "<|end_header_id|>": 128007,
+        "<|eom_id|>": 128008,
+        "<|eot_id|>": 128009,
+        "<|python_tag|>": 128010,
+    },
+    "qwen-tiktoken": {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645},
+    "gpt2-vocab-merges": {"<|endoftext|>": 50256},
+}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_special_tokens_in_text_are_text(load: Load, name: str) -> None:
+    tokenizer = load(name)
+    for token, id in SPECIAL[name].items():
+        assert tokenizer.token_to_id(token) == id
+        assert tokenizer.is_special(id)
+        assert tokenizer.token_bytes(id) == b""
+        assert tokenizer.token_bytes(id, skip_special=False) == token.encode()
+        text = f"{token}a {token} b{token}{token}"
+        ids = tokenizer.encode(text, bos=False)
+        assert not any(map(tokenizer.is_special, ids)), token
+        assert tokenizer.decode(ids) == text
+        allowed = tokenizer.encode(text, bos=False, allow_special=True)
+        assert allowed.count(id) == 4
+        assert token not in tokenizer.decode(allowed)
+        assert tokenizer.decode(allowed, skip_special=False).startswith(token)
+
+
+@pytest.mark.parametrize(
+    ("name", "bos", "prefix", "eos"),
+    [
+        ("llama2-sentencepiece", 1, [1], (2,)),
+        ("llama2-json", 1, [1], (2,)),
+        ("phi3-json", 1, [], (32000,)),
+        ("llama3-tiktoken", 128000, [128000], (128001, 128009, 128008)),
+        ("qwen-tiktoken", None, [], (151643, 151645)),
+        ("gpt2-vocab-merges", 50256, [], (50256,)),
+    ],
+)
+def test_bos_and_eos(load: Load, name: str, bos: int | None, prefix: list[int], eos: tuple[int, ...]) -> None:
+    tokenizer = load(name)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (bos, eos)
+    assert tokenizer.encode("") == prefix
+    assert tokenizer.encode("", bos=False) == []
+    assert tokenizer.encode("Hi") == prefix + tokenizer.encode("Hi", bos=False)
+
+
+def test_switch_for_special_tokens_is_each_calls_own(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tokenizers library keeps the switch in the tokenizer, which the threads of a server share.
+    tokenizer = load("phi3-json")
+    expected = {allow: tokenizer.encode("<|user|>", allow_special=allow) for allow in (False, True)}
+    assert expected[False] != expected[True]
+
+    class SlowLibrary:
+        """Lets other threads run between the setting of the switch and its use."""
+
+        def __init__(self, library: Any) -> None:
+            self.__dict__["library"] = library
+
+        def __setattr__(self, name: str, value: bool) -> None:
+            setattr(self.library, name, value)
+
+        def encode(self, *args: Any, **options: Any) -> Any:
+            time.sleep(0.005)
+            return self.library.encode(*args, **options)
+
+    monkeypatch.setattr(tokenizer, "_library", SlowLibrary(tokenizer._library))  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(4) as pool:
+        for allow, ids in pool.map(lambda i: (i % 2 == 0, tokenizer.encode("<|user|>", True, i % 2 == 0)), range(20)):
+            assert ids == expected[allow]
+
+
+def train_sentencepiece(**options: object) -> bytes:
+    import sentencepiece
+
+    model = io.BytesIO()
+    text = ["hello world", "the quick brown fox jumps over the lazy dog", "turn turns <turn> in turn"] * 5
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text), model_writer=model, vocab_size=320, model_type="bpe", byte_fallback=True,
+        hard_vocab_limit=False, minloglevel=2, normalization_rule_name="identity", **options,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+def test_sentencepiece_added_tokens_of_the_json_files(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(user_defined_symbols=["<turn>"]))
+    bare = load_tokenizer(tmp_path)
+    size, turn = bare.vocab_size, bare.encode("<turn>", bos=False)[-1]
+    assert not bare.is_special(turn)  # as far as the model knows, it is text
+    config = {
+        "added_tokens_decoder": {
+            str(turn): {"content": "<turn>", "special": True},
+            str(size + 2): {"content": "<|end|>", "special": True, "rstrip": True},
+        },
+        "eos_token": "<|end|>",
+        "add_bos_token": False,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.eos_token_ids) == (size + 3, (2, size + 2))
+    assert tokenizer.is_special(turn)
+    assert tokenizer.is_special(size + 1)  # in no file
+    for text in ("<turn>", "in<turn> turn<turn><turn>", "<|end|><pad>"):
+        ids = tokenizer.encode(text)
+        assert not any(map(tokenizer.is_special, ids))
+        assert tokenizer.decode(ids) == text
+    hello = bare.encode("hello", bos=False)
+    assert tokenizer.encode("<turn>hello<|end|>\n<pad>", allow_special=True) == [turn, *hello, size + 2, size]
+    assert tokenizer.decode([turn, *hello, size + 2], skip_special=False) == "<turn> hello<|end|>"
+
+    # transformers' `legacy: false`: no dummy prefix behind an added token.
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"legacy": False}))
+    ids = load_tokenizer(tmp_path).encode("hello<turn>hello", allow_special=True)
+    assert ids[: len(hello)] == hello
+    assert load_tokenizer(tmp_path).decode(ids, skip_special=False) == "hello<turn>hello"
+
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"hello": size}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": {str(size): {"content": "<s>"}}})
+    )
+    with pytest.raises(TokenizerError, match="do not belong together"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("options", "dropped"), [
+    ({"add_dummy_prefix": False, "remove_extra_whitespaces": False}, 0),
+    ({"add_dummy_prefix": True, "remove_extra_whitespaces": False}, 1),
+    ({"add_dummy_prefix": True, "remove_extra_whitespaces": True}, sys.maxsize),
+])  # fmt: skip
+def test_sentencepiece_white_space_rules(tmp_path: Path, options: dict[str, bool], dropped: int) -> None:
+    import sentencepiece
+
+    model = train_sentencepiece(**options)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    tokenizer, library = load_tokenizer(tmp_path), sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert tokenizer.leading_spaces_dropped == dropped
+    space = library.piece_to_id("▁")
+    for ids in ([space] * 3, [1, space, space], library.encode("  hello   world ")):
+        assert tokenizer.decode(ids) == library.decode(ids)
+        check_stream(tokenizer, ids[:1], ids[1:])
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_order_of_preference(tmp_path: Path, vocabularies: Path, llama2_json: Path) -> None:
+    shutil.copy(vocabularies / "llama3" / "tokenizer.model", tmp_path)
+    assert isinstance(load_tokenizer(tmp_path), TiktokenTokenizer)
+    shutil.copy(llama2_json / "tokenizer.json", tmp_path)
+    assert isinstance(load_tokenizer(tmp_path), HfJsonTokenizer)
+    shutil.copy(vocabularies / "llama2" / "tokenizer.model", tmp_path)
+    assert isinstance(load_tokenizer(tmp_path), SentencePieceTokenizer)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "size"),
+    [
+        ("llama2/tokenizer.model", "tokenizer.json", 32_000),
+        ("llama2/tokenizer.model", "a.tiktoken", 32_000),
+        ("llama3/tokenizer.model", "tokenizer.json", 128_256),
+        ("phi3_llama_spm_json/tokenizer.json", "tokenizer.model", 32_011),
+    ],
+)
+def test_format_is_read_from_the_content(tmp_path: Path, vocabularies: Path, source: str, name: str, size: int) -> None:
+    shutil.copyfile(vocabularies / source, tmp_path / name)
+    assert load_tokenizer(tmp_path).vocab_size == size
+
+
+def test_missing_back_end_leaves_the_others(
+    tmp_path: Path, vocabularies: Path, llama2_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    shutil.copy(vocabularies / "llama2" / "tokenizer.model", tmp_path)
+    with pytest.raises(TokenizerError, match="pip install sentencepiece"):
+        load_tokenizer(tmp_path)
+    shutil.copy(llama2_json / "tokenizer.json", tmp_path)
+    assert load_tokenizer(tmp_path).vocab_size == 32_000
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("tokenizer.model", b"", "is empty"),
+        ("tokenizer.model", b"\nnot a model", "not a readable SentencePiece model"),
+        ("tokenizer.model", pickle.dumps({"a": 1}), "pickle"),
+        ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git lfs pull"),
+        ("tokenizer.model", b"<html>Not found</html>", "neither a SentencePiece model"),
+        ("tokenizer.model", b"IQ== 0\nIg==\n", "line 2: b'Ig=='"),
+        ("tokenizer.model", b"IQ== 0\nI!== 1\n", "line 2"),
+        ("tokenizer.model", b"IQ== 0\nIg== 2\n", "not 0 to 1"),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "single byte"),
+        ("tokenizer.json", b'{"model": ', "not valid JSON"),
+        ("tokenizer.json", b'{"model": {"type": "BPE"}}', "not a tokenizer.json"),
+        ("tokenizer.json", b'{"model": {"type": "Other", "vocab": {}}}', "refused by the tokenizers library"),
+        ("tokenizer_config.json", b"[1]", "a JSON list where an object is expected"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {}}}', "malformed"),
+    ],
+)
+def test_corrupt_files(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(TokenizerError, match=message) as raised:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_truncated_files(tmp_path: Path, vocabularies: Path) -> None:
+    for source in ("llama2/tokenizer.model", "llama3/tokenizer.model", "phi3_llama_spm_json/tokenizer.json"):
+        data = (vocabularies / source).read_bytes()
+        path = tmp_path / Path(source).name
+        path.write_bytes(data[: len(data) // 2])
+        with pytest.raises(TokenizerError, match=path.name):
+            load_tokenizer(path)
+    with pytest.raises(TokenizerError, match="Merges text file invalid"):  # see llama2_json
+        load_tokenizer(vocabularies / "llama2" / "tokenizer.json")
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(TokenizerError, match="has no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_unknown_splitting_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CodeGenTokenizer"}')
+    with pytest.raises(TokenizerError, match="CodeGenTokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_truncation_in_a_file_does_not_cut_prompts(tmp_path: Path, vocabularies: Path) -> None:
+    spec = json.loads((vocabularies / "phi3_llama_spm_json" / "tokenizer.json").read_text())
+    spec["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    spec["padding"] = {"strategy": {"Fixed": 16}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+                       "pad_type_id": 0, "pad_token": "<unk>"}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("one two three four five six")) == "one two three four five six"
+    assert len(tokenizer.encode("one")) == 1
+
+
+def test_bos_of_a_json_file_follows_its_post_processor(tmp_path: Path, llama2_json: Path) -> None:
+    spec = json.loads((llama2_json / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    assert load_tokenizer(tmp_path).encode("Hi")[0] == load_tokenizer(tmp_path).bos_token_id == 1
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')
+    assert load_tokenizer(tmp_path).encode("") == []
+    spec["post_processor"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": true}')
+    assert load_tokenizer(tmp_path).encode("") == [1]
+
+
+@pytest.mark.parametrize("id", [-1, 10**9])
+def test_ids_outside_the_vocabulary(id: int) -> None:
+    tokenizer = ByteTokenizer()
+    for use in (
+        lambda: tokenizer.decode([65, id]),
+        lambda: tokenizer.token_bytes(id),
+        lambda: tokenizer.is_special(id),
+        lambda: IncrementalDetokenizer(tokenizer).push(id),
+        lambda: wordpiece().decode([id]),
+        lambda: IncrementalDetokenizer(wordpiece()).push(id),
+    ):
+        with pytest.raises(TokenizerError, match=f"token id {id} is outside the vocabulary"):
+            use()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("run", "times"), [(" ", 1_000_000), ("a", 100_000), ("é", 100_000), ("\n", 100_000), ("! ", 50_000)]
+)
+def test_very_long_runs(load: Load, name: str, run: str, times: int) -> None:
+    tokenizer = load(name)
+    text = run * times
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("step", "every"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]}}, True),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}}, True),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"}}, False),
+        ({"normalizer": None, "pre_tokenizer": None}, False),
+    ],
+)
+def test_dummy_prefix_behind_added_tokens_is_the_json_files(
+    tmp_path: Path, vocabularies: Path, step: dict[str, Any], every: bool
+) -> None:
+    shutil.copy(vocabularies / "llama2" / "tokenizer.model", tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(step | {"added_tokens": [{"id": 32_000, "content": "<turn>"}]}))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("Hi<turn>Hi", bos=False, allow_special=True)
+    assert tokenizer.decode(ids) == ("Hi<turn> Hi" if every else "Hi<turn>Hi")
+    assert 32_000 in tokenizer.encode("Hi<turn>Hi")  # declared to be text, so it is found in any
+
+
+def test_needs_no_torch() -> None:
+    import subprocess
+
+    heavy = {"torch", "sentencepiece", "tiktoken", "tokenizers"}
+    code = f"import sys, gpt_fast.tokenizer; print(sorted({heavy} & set(sys.modules)))"
+    root = Path(__file__).resolve().parent.parent
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "[]\n"

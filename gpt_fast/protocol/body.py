@@ -7,7 +7,7 @@ depending on its flags and on ``decode_input_request``:
 ``-T request.json``, ``--data-binary`` ...      ``{"body": bytes}``
 ``-H 'Content-Type: application/json' -d ...``  ``{"body": dict}`` if it parsed, otherwise ``{"body": bytes}``
 ``-H 'Content-Type: text/plain' -d ...``        ``{"body": str}`` if it is UTF-8, otherwise ``{"body": bytes}``
-``-d '{...}'`` (a form, says curl)              ``{JSON text up to the first "=": bytes of the rest}``
+``-d '{...}'`` (a form, says curl)              ``{}``: lost; with a "=" in it ``{text before it: rest}``
 ``-F data=@request.json``, gRPC                 ``{"data": bytes}``, or a dict if the part says application/json
 ==============================================  ==================================================================
 
@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from gpt_fast.params import RequestError
 
 EXAMPLE = '{"prompt": "Once upon a time", "max_new_tokens": 50}'
+_BETTER = "send it with -T request.json, or add -H 'Content-Type: application/json'"
 MAX_INT_DIGITS = 40  # more than any field allows; longer ones would cost quadratic time to convert and to print
 
 _BOMS = (
@@ -51,6 +52,10 @@ def read_body(entry: Mapping[str, Any], max_bytes: int, content_length: int | No
             if others:
                 _refuse(f"the form has the field {_quote(others[0])} beside {name!r}; put everything into the JSON")
             return _object(entry[name], max_bytes)
+    if not entry and content_length:
+        _refuse(
+            f"the body was sent as a form (what curl -d does), of which TorchServe keeps nothing; {_BETTER}", "form"
+        )
     if not entry:
         _refuse(f"the body is empty; send a JSON object such as {EXAMPLE}", "empty_body")
     return _object(_from_form(entry, content_length), max_bytes)
@@ -123,23 +128,21 @@ def _integer(digits: str) -> int:
 
 
 def _from_form(entry: Mapping[str, Any], content_length: int | None) -> bytes:
-    """The text that ``curl -d '{...}'`` sent and TorchServe took apart at "&" and "=" as if it were a form."""
+    """The text that ``curl -d '{...}'`` sent and TorchServe took apart at "&" and "=" as if it were a form.
+
+    What follows the last "&" is lost unless it has a "=" as well, percent escapes are decoded, and of a name that
+    comes twice one stays: all of these show in the length. Only a "+" that became a blank does not.
+    """
     if not next(iter(entry)).lstrip().startswith(("{", "[")):
         names = ", ".join(_quote(name) for name in list(entry)[:5])
-        _refuse(f"the body is a form with the fields {names}; send a JSON object such as {EXAMPLE}", "not_json")
+        _refuse(f"the body is a form with the fields {names}; send a JSON object such as {EXAMPLE}", "form")
     pieces = []
     for name, value in entry.items():
         raw = value.encode() if isinstance(value, str) else bytes(value)
         pieces.append(name.encode("utf-8", "surrogatepass") + (b"=" + raw if raw else b""))
     text = b"&".join(pieces)
-    # Percent escapes and a name that came twice change the length. What changes nothing but a "+" into a blank
-    # cannot be seen here at all.
     if content_length is not None and len(text) != content_length:
-        _refuse(
-            "the body was sent as a form (what curl -d does), which changed its text on the way; "
-            "add -H 'Content-Type: application/json', or send it with -T",
-            "not_json",
-        )
+        _refuse(f"the body was sent as a form (what curl -d does), which changed it on the way; {_BETTER}", "form")
     return text
 
 

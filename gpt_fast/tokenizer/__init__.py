@@ -17,6 +17,13 @@ It is not a chat template (chat.py), and it needs no torch.
 
 from gpt_fast.tokenizer.detokenizer import IncrementalDetokenizer
 from gpt_fast.tokenizer.loading import load_tokenizer
-from gpt_fast.tokenizer.protocol import BaseTokenizer, Tokenizer, TokenizerError
+from gpt_fast.tokenizer.protocol import BaseTokenizer, Tokenizer, TokenizerError, TokenizerMissing
 
-__all__ = ["BaseTokenizer", "IncrementalDetokenizer", "Tokenizer", "TokenizerError", "load_tokenizer"]
+__all__ = [
+    "BaseTokenizer",
+    "IncrementalDetokenizer",
+    "Tokenizer",
+    "TokenizerError",
+    "TokenizerMissing",
+    "load_tokenizer",
+]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpt_fast.tokenizer.protocol import BaseTokenizer, TokenizerError
-from gpt_fast.tokenizer.settings import AddedToken, Settings
+from gpt_fast.tokenizer.settings import AddedToken, Settings, read_added_tokens
 from gpt_fast.tokenizer.tiktoken_ranks import QWEN_PATTERN
 
 PieceToBytes = Callable[[str], bytes]
@@ -186,8 +186,8 @@ def _merge_added_tokens(spec: dict[str, Any], settings: Settings, source: str) -
     Special ones are matched before normalization: Llama 2's file asks for the opposite, and so its dummy prefix
     hides every ``<s>`` that does not follow a space.
     """
+    tokens = read_added_tokens(spec, source)
     try:
-        tokens = {entry["id"]: AddedToken.from_json(entry["id"], entry) for entry in spec.get("added_tokens") or ()}
         vocab = spec["model"]["vocab"]
     except (KeyError, TypeError) as error:
         raise TokenizerError(

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from gpt_fast.tokenizer.protocol import Tokenizer, TokenizerError
-from gpt_fast.tokenizer.settings import AddedToken, Settings, read_json_object, read_settings
+from gpt_fast.tokenizer.protocol import Tokenizer, TokenizerError, TokenizerMissing
+from gpt_fast.tokenizer.settings import Settings, read_added_tokens, read_json_object, read_settings
 
 Format = Literal["sentencepiece", "tiktoken", "json"]
 
@@ -31,7 +31,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     4. vocab.json with merges.txt
 
     If the library of one is not installed, the next is tried. Nothing is downloaded, unpickled or executed.
-    Raises TokenizerError if there is none, or if the file is corrupt: naming it, and what to do.
+    Raises TokenizerMissing if there is none, TokenizerError if the file is corrupt: naming it, and what to do.
     """
     path = Path(path)
     if path.is_file():
@@ -46,7 +46,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             missing = error
     if missing is not None:
         raise TokenizerError(f"the tokenizer in {path} needs a package: pip install {missing.name}") from missing
-    raise TokenizerError(
+    raise TokenizerMissing(
         f"{path} has no tokenizer: none of tokenizer.model, tokenizer.json, *.tiktoken, or vocab.json with merges.txt "
         "is there; copy the model's tokenizer files into it"
     )
@@ -110,8 +110,9 @@ def _load_sentencepiece(path: Path, data: bytes, settings: Settings) -> Tokenize
     from gpt_fast.tokenizer.hf_json import prefixes_every_segment
     from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
-    converted = read_json_object(path.parent / "tokenizer.json")
-    added = {entry["id"]: AddedToken.from_json(entry["id"], entry) for entry in converted.get("added_tokens", ())}
+    beside = path.parent / "tokenizer.json"
+    converted = {} if beside == path else read_json_object(beside)
+    added = read_added_tokens(converted, str(beside))
     added |= {token.id: token for token in settings.added}
     return SentencePieceTokenizer(
         data,

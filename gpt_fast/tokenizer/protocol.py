@@ -14,6 +14,10 @@ class TokenizerError(ValueError):
     """A tokenizer file or a token id is wrong; the message names it and says what to do."""
 
 
+class TokenizerMissing(TokenizerError):  # noqa: N818 - absence is a state, not always an error
+    """A checkpoint has no tokenizer at all; it can still be given token ids."""
+
+
 class Tokenizer(Protocol):
     """Text to ids and ids to text. Implementations are immutable after construction and safe to share by threads."""
 

@@ -90,6 +90,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_added_tokens(spec: Mapping[str, Any], source: str) -> dict[int, AddedToken]:
+    """The added tokens of a tokenizer.json object by id. Raises TokenizerError, naming ``source``, if malformed."""
+    try:
+        return {entry["id"]: AddedToken.from_json(entry["id"], entry) for entry in spec.get("added_tokens") or ()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise TokenizerError(f"{source}: its added_tokens are malformed: {error!r}") from error
+
+
 def _content(token: Any) -> str | None:
     # A token is written as its string, or as an object that also has the flags of an added token.
     if isinstance(token, Mapping):

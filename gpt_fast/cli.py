@@ -1,0 +1,37 @@
+"""``gpt-fast``: generate, info, download, convert, archive from a shell. Each command is a thin verb over the package."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from gpt_fast.commands import archive, convert, download, generate, info
+
+COMMANDS = (generate, info, download, convert, archive)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted."""
+    parser = argparse.ArgumentParser(prog="gpt-fast", description=__doc__.split(": ", 1)[1].splitlines()[0])
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    arguments = parser.parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        return status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0  # the reader of our output has seen enough
+    except (ValueError, OSError, RuntimeError) as error:
+        if getattr(arguments, "verbose", False):
+            raise
+        print(f"gpt-fast {arguments.command}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

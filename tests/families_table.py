@@ -1,0 +1,85 @@
+"""One tiny random transformers model for every family and every feature of it that changes the mathematics.
+
+Shared by the tests that compare with transformers: ``FAMILIES[name]()`` gives the same weights each time. Weights
+are drawn larger than transformers would, so that attention is not uniform and greedy tokens do not tie.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 261,
+    "hidden_size": 64,
+    "intermediate_size": 144,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def make(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
+    """A seeded ``<name>ForCausalLM`` in float32 with ``changes`` to SHAPE."""
+    config = getattr(transformers, f"{name}Config")(**(SHAPE | changes))
+    model: transformers.PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = "norm" in parameter_name
+            parameter.copy_(1 + 0.1 * noise if is_norm else 0.15 * noise)
+    return model.eval()
+
+
+FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "llama": functools.partial(make, "Llama"),
+    "llama-multi-head": functools.partial(make, "Llama", num_key_value_heads=4),
+    "llama-theta": functools.partial(make, "Llama", rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "llama-linear": functools.partial(
+        make, "Llama", rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    # prompts of the tests are up to 100 tokens long: beyond this one's 32 positions the base grows with the length
+    "llama-dynamic": functools.partial(
+        make,
+        "Llama",
+        max_position_embeddings=32,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0},
+    ),
+    "llama3": functools.partial(make, "Llama", rope_parameters=LLAMA3_ROPE),
+    "llama-tied": functools.partial(make, "Llama", tie_word_embeddings=True),
+    "llama-head-dim": functools.partial(make, "Llama", head_dim=24),
+    "llama-biases": functools.partial(make, "Llama", attention_bias=True, mlp_bias=True),
+    "mistral": functools.partial(make, "Mistral", sliding_window=8),
+    "mistral-full": functools.partial(make, "Mistral", sliding_window=None, head_dim=32),
+    "qwen2": functools.partial(make, "Qwen2"),
+    "qwen2-tied": functools.partial(make, "Qwen2", tie_word_embeddings=True),
+    "qwen2-windows": functools.partial(make, "Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "qwen3": functools.partial(make, "Qwen3", head_dim=32),
+    "qwen3-biases": functools.partial(make, "Qwen3", head_dim=16, attention_bias=True),
+    "qwen3-windows": functools.partial(
+        make, "Qwen3", head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=2
+    ),
+}
+
+
+def prompts(count: int = 10, longest: int = 100, seed: int = 1) -> list[list[int]]:
+    """``count`` random prompts of varied lengths, from 1 to ``longest`` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1 + round(i * (longest - 1) / (count - 1)) for i in range(count)]
+    return [torch.randint(3, SHAPE["vocab_size"], (n,), generator=generator).tolist() for n in lengths]

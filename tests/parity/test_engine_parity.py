@@ -1,0 +1,74 @@
+"""The engine against its references: transformers token by token for every family, llama2.c's golden text, and the
+engine's own answers alone, together, compiled and eager."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import families_table
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from gpt_fast import LLM, SamplingParams
+
+GREEDY_64 = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+
+
+@functools.cache
+def greedy_by_transformers(name: str) -> list[list[int]]:
+    """64 greedy tokens for each prompt, one at a time with its own cache."""
+    answers = []
+    for prompt in families_table.prompts():
+        # A fresh model each time: with dynamic rotary scaling transformers' module remembers the longest sequence
+        # that it has seen, so its answers depend on what it was asked before.
+        theirs = families_table.FAMILIES[name]()
+        tokens, past, answer = torch.tensor([prompt]), None, []
+        with torch.no_grad():
+            for _ in range(64):
+                out = theirs(tokens, past_key_values=past, use_cache=True)
+                past, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+                answer.append(int(tokens))
+        answers.append(answer)
+    return answers
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", families_table.FAMILIES)
+def test_same_greedy_tokens_as_transformers(name: str, compile: bool, tmp_path: Path) -> None:
+    families_table.FAMILIES[name]().save_pretrained(tmp_path)
+    with LLM(tmp_path, dtype="float32", compile=compile, max_seq_len=256, prefill_chunk=48, max_batch=4) as llm:
+        actual = [list(c.token_ids) for c in llm.generate(families_table.prompts(), GREEDY_64)]
+    assert actual == greedy_by_transformers(name)
+
+
+def test_golden_text(data_dir: Path) -> None:
+    golden = (data_dir / "golden" / "stories260K_greedy_200steps.txt").read_text()
+    with LLM(data_dir / "models" / "stories260K_hf", dtype="float32", compile=False) as llm:
+        completion = llm.generate("", SamplingParams(max_tokens=200, temperature=0.0))
+    assert completion.text == golden
+    assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["stories260K", "llama2xs_280K"])
+def test_numpy_reference(data_dir: Path, name: str) -> None:
+    reference = json.loads((data_dir / "golden" / "llama2c_numpy_reference.json").read_text())[name]
+    with LLM(data_dir / "models" / f"{name}_hf", dtype="float32", compile=False) as llm:
+        expected = reference["greedy_from_bos"]["tokens"][1:]
+        completion = llm.generate("", SamplingParams(max_tokens=len(expected), temperature=0.0, ignore_eos=True))
+    assert list(completion.token_ids) == expected[: len(completion.token_ids)]
+    assert len(completion.token_ids) >= 199
+
+
+def test_nothing_compiles_after_warm_up(tmp_path: Path) -> None:
+    families_table.FAMILIES["llama"]().save_pretrained(tmp_path)
+    with LLM(tmp_path, dtype="float32", max_seq_len=128, max_batch=3, prefill_chunk=32) as llm:
+        compiled = counters["stats"]["unique_graphs"]
+        assert compiled > 0
+        torch._logging.set_logs(recompiles=True)
+        for length in range(1, 100, 5):  # twenty prompt lengths, in and over the chunk, alone and in company
+            llm.generate([3] * length, SamplingParams(max_tokens=5, ignore_eos=True))
+        llm.generate([[3] * n for n in (1, 40, 17, 80, 2)], SamplingParams(max_tokens=9, ignore_eos=True, top_p=0.9))
+        assert counters["stats"]["unique_graphs"] == compiled

@@ -1,0 +1,438 @@
+"""Checkpoints: damaged ones are refused by name, whole ones come in unchanged and within the memory they need."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from gpt_fast.checkpoint import load_model, open_weights, random_model, save_checkpoint, stored_dtype
+from gpt_fast.config import ConfigError, ModelConfig
+from gpt_fast.families import CheckpointError, Part, parts, read_config, to_hf_config
+from gpt_fast.safetensors_file import read_safetensors, write_safetensors
+from gpt_fast.shapes import SHAPES, shape
+from gpt_fast.stored import Slice, StoredTensor
+
+TINY = ModelConfig("llama", 64, 32, 2, 4, 2, 8, 48, 128)
+
+
+def tiny(directory: Path, config: ModelConfig = TINY, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    save_checkpoint(random_model(config, dtype, seed=seed), directory)
+    return directory
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """Apply ``change`` to the tensors of ``directory``."""
+    path = directory / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
+    change(tensors)
+    safetensors.torch.save_file(tensors, path)
+    return directory
+
+
+# Reading and writing safetensors
+
+
+def header_file(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def entry(begin: int, end: int, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+DAMAGED: dict[str, tuple[Any, bytes, str]] = {
+    "not json": (b"{nonsense", b"", "header is damaged"),
+    "not utf-8": (b'{"a\xff": 1}', b"", "header is damaged"),
+    "nested past the stack": (b"[" * 100_000, b"", "header is damaged"),
+    "a list": ([1], b"", "not an object"),
+    "name twice": (b'{"a": 1, "a": 1}', b"", "occurs twice"),
+    "no offsets": ({"w": {"dtype": "F32", "shape": [2]}}, b"", "'w' has no dtype, shape and data_offsets"),
+    "entry is no object": ({"w": 3}, b"", "'w' has no"),
+    "unknown dtype": ({"w": entry(0, 8, dtype="F4")}, b"x" * 8, "'w' has the unsupported dtype 'F4'"),
+    "dtype is no string": ({"w": entry(0, 8, dtype=["F32"])}, b"x" * 8, "unsupported dtype"),
+    "negative size": ({"w": entry(0, 8, shape=(-1, -2))}, b"x" * 8, "'w' has the shape"),
+    "size is no integer": ({"w": entry(0, 8, shape=(2.0,))}, b"x" * 8, "'w' has the shape"),
+    "size is true": ({"w": entry(0, 4, shape=(True,))}, b"x" * 4, "'w' has the shape"),
+    "three offsets": ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}}, b"x" * 8, "'w' has the shape"),
+    "past the end": ({"w": entry(0, 8)}, b"x" * 7, "cut short"),
+    "backwards": ({"w": entry(8, 0)}, b"x" * 8, "cut short or damaged"),
+    "shape and bytes differ": ({"w": entry(0, 12)}, b"x" * 12, "has 12 bytes"),
+    "huge shape": ({"w": entry(0, 8, shape=(2**62, 2**62))}, b"x" * 8, "has 8 bytes"),
+    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, b"x" * 12, "'b' overlaps"),
+    "hole": ({"a": entry(0, 8), "b": entry(12, 20)}, b"x" * 20, "belong to none"),
+    "rest": ({"a": entry(0, 8)}, b"x" * 9, "1 bytes after the last tensor"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_safetensors_are_refused(case: str, tmp_path: Path) -> None:
+    header, data, words = DAMAGED[case]
+    path = header_file(tmp_path / "model.safetensors", header, data)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_safetensors(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567", struct.pack("<Q", 1 << 60) + b"{}", struct.pack("<Q", 3) + b"{}"])
+def test_short_files_and_absurd_headers(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="not a safetensors file, or cut short"):
+        read_safetensors(path)
+
+
+def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
+    """Whatever byte a download stopped at, no tensor of zeros comes out of it."""
+    path = tmp_path / "whole.safetensors"
+    safetensors.torch.save_file({"a": torch.randn(3, 5), "b": torch.randn(7)}, path)
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        cut = tmp_path / "cut.safetensors"
+        cut.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError):
+            read_safetensors(cut)
+
+
+@pytest.mark.parametrize("padding", range(8))
+def test_misaligned_data(padding: int, tmp_path: Path) -> None:
+    """Writers before 2022 did not pad the header, so that float32 may begin at any byte."""
+    values = torch.randn(3, 4)
+    text = json.dumps({"w": entry(0, 48, shape=(3, 4))}).encode() + b" " * padding
+    path = header_file(tmp_path / "model.safetensors", text, values.numpy().tobytes())
+    target = torch.empty(3, 4)
+    read_safetensors(path)["w"].copy_to(target)
+    assert torch.equal(target, values)
+
+
+def test_the_reference_implementation_reads_what_is_written(tmp_path: Path) -> None:
+    values = {
+        "a": torch.randn(5, 3),
+        "b": torch.randn(7).bfloat16(),
+        "scalar": torch.tensor(3.0, dtype=torch.float64),
+        "none": torch.empty(0, 4),
+        "bytes": torch.arange(5, dtype=torch.int8),
+    }
+    path = tmp_path / "x.safetensors"
+    write_safetensors(path, {name: StoredTensor.of(t, mapped=False) for name, t in values.items()})
+    theirs, ours = safetensors.torch.load_file(path), read_safetensors(path)
+    for name, value in values.items():
+        assert torch.equal(theirs[name], value)
+        assert theirs[name].dtype == value.dtype
+        target = torch.empty_like(value)
+        ours[name].copy_to(target)
+        assert torch.equal(target, value)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    class Broken(StoredTensor):
+        def rows(self, begin: int, end: int) -> torch.Tensor:
+            raise OSError(28, "No space left on device")
+
+    bad = Broken(torch.zeros(8, dtype=torch.uint8), torch.float32, (2,), mapped=False)
+    with pytest.raises(OSError, match="No space"):
+        write_safetensors(tmp_path / "x.safetensors", {"a": bad})
+    assert list(tmp_path.iterdir()) == []
+
+
+# Pieces and slices
+
+
+@pytest.mark.parametrize("interleaved", [0, 8])
+@pytest.mark.parametrize("take", [None, Slice(0, 8, 16), Slice(1, 3, 5), Slice(0, 0, 0)])
+def test_copy_in_pieces_takes_the_slice(
+    take: Slice | None, interleaved: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Pieces of a few rows give what one copy of the whole would, converted to the target's dtype."""
+    monkeypatch.setattr("gpt_fast.stored._CHUNK", 3 * 12 * 4)
+    values = torch.randn(32, 12)
+    write_safetensors(tmp_path / "x", {"w": StoredTensor.of(values, mapped=False)})
+    stored = read_safetensors(tmp_path / "x")["w"].part(0, 32, interleaved)
+    if interleaved:
+        values = torch.cat([torch.cat((h[0::2], h[1::2])) for h in values.split(interleaved)])
+    expected = values if take is None else values.narrow(take.axis, take.start, take.length)
+    target = torch.empty(expected.shape, dtype=torch.bfloat16)
+    read: list[int] = []
+    stored.copy_to(target, take, read.append)
+    assert torch.equal(target, expected.bfloat16())
+    assert sum(read) == 32 * 12 * 4
+    assert len(read) > 3
+    stored.copy_to(target, take)  # pages that were let go come back from the file
+    assert torch.equal(target, expected.bfloat16())
+
+
+def test_a_rank_loads_its_slices(tmp_path: Path) -> None:
+    """Two ranks with half the heads and half the MLP each hold the two halves of every split weight."""
+    whole = load_model(tiny(tmp_path), torch.float32)
+    local = dataclasses.replace(TINY, num_heads=2, num_kv_heads=1, ffn_dim=24)
+    own = {part.source: part.shape for part in parts(local)}
+
+    def take(part: Part, rank: int) -> Slice | None:
+        for axis, (full, mine) in enumerate(zip(part.shape, own[part.source], strict=True)):
+            if full != mine:
+                return Slice(axis, rank * mine, mine)
+        return None
+
+    ranks = [load_model(tmp_path, torch.float32, local=local, take=lambda part, r=r: take(part, r)) for r in range(2)]
+    assert ranks[0].layers[0].attention.wo.weight.shape == (32, 16)
+    for theirs, mine in zip(whole.layers, zip(*(rank.layers for rank in ranks), strict=True), strict=True):
+        q, k, v = theirs.attention.wqkv.weight.split((32, 16, 16))
+        for i, piece in enumerate((q, k, v)):
+            halves = [m.attention.wqkv.weight.split((16, 8, 8))[i] for m in mine]
+            assert torch.equal(torch.cat(halves), piece)
+        assert torch.equal(torch.cat([m.attention.wo.weight for m in mine], 1), theirs.attention.wo.weight)
+        gates = [m.feed_forward.w13.weight[:24] for m in mine]
+        assert torch.equal(torch.cat(gates), theirs.feed_forward.w13.weight[:48])
+        assert torch.equal(torch.cat([m.feed_forward.w2.weight for m in mine], 1), theirs.feed_forward.w2.weight)
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_loaded_model_is_plain_and_whole(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = load_model(tiny(tmp_path), dtype)
+    saved = random_model(TINY, torch.float32)
+    for (name, ours), theirs in zip(model.named_parameters(), saved.parameters(), strict=True):
+        assert torch.equal(ours, theirs.to(dtype)), name
+        assert (ours.dtype, ours.device.type, ours.requires_grad) == (dtype, "cpu", False)
+        assert ours.is_contiguous()
+    assert model.rope.inv_freq.dtype == torch.float32
+    assert model.rope.inv_freq.device.type == "cpu"
+    assert not model.training
+    with torch.no_grad():
+        assert torch.isfinite(model(torch.tensor([[1, 2, 3]]))).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_save_and_load_every_kind_of_weight(name: str, tmp_path: Path) -> None:
+    features: dict[str, Any] = {
+        "llama": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tie_embeddings": True},
+        "qwen2": {"qkv_bias": True},
+        "qwen3": {"qk_norm": True},
+        "mistral": {"windows": (16, 16)},
+    }[name]
+    config = dataclasses.replace(TINY, family=name, **features)
+    model = random_model(config, torch.bfloat16, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()  # biases and norms too, so that none can be swapped or left out
+    save_checkpoint(model, tmp_path, extra={"eos_token_id": [5, 6]})
+    again = load_model(tmp_path, torch.bfloat16)
+    assert again.config == config
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == [5, 6]
+    assert stored_dtype(tmp_path) == torch.bfloat16
+    for (key, ours), theirs in zip(again.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs[1]), key
+
+
+def test_missing_unexpected_and_misshaped_are_named(tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        for i in range(7):
+            tensors[f"extra.{i}"] = torch.zeros(1)
+        del tensors["model.norm.weight"]
+        tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(3, 3)
+
+    with pytest.raises(CheckpointError) as caught:
+        load_model(rewrite(tiny(tmp_path), spoil), torch.float32)
+    text = str(caught.value)
+    assert "1 tensors missing: model.norm.weight" in text
+    assert "7 tensors unexpected: extra.0, extra.1, extra.2, extra.3, extra.4 and 2 more" in text
+    assert "model.layers.1.mlp.down_proj.weight [3, 3], not [32, 48]" in text
+
+
+def test_integer_weights_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.int8)
+
+    with pytest.raises(CheckpointError, match=r"not floating-point: model.embed_tokens.weight \(int8\)"):
+        load_model(rewrite(tiny(tmp_path), quantize), torch.float32)
+
+
+def test_tied_embeddings_in_every_spelling(tmp_path: Path) -> None:
+    """One storage where the file has one table under either name or twice; two where the tables differ."""
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    tied = dataclasses.replace(TINY, tie_embeddings=True)
+    raw = to_hf_config(tied, "float32")
+
+    def load(case: str, tie: bool, change: Callable[[dict[str, torch.Tensor]], Any]) -> Any:
+        directory = rewrite(tiny(tmp_path / case, tied), change)
+        (directory / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": tie}))
+        return load_model(directory, torch.float32)
+
+    for case, tie, change in (
+        ("head missing", True, lambda t: None),
+        ("head missing, said untied", False, lambda t: None),
+        ("both", True, lambda t: t.update({head: t[embed].clone()})),
+        ("table missing", True, lambda t: t.update({head: t.pop(embed)})),
+    ):
+        model = load(case, tie, change)
+        assert model.config.tie_embeddings, case
+        assert model.output.weight.data_ptr() == model.tok_embeddings.weight.data_ptr(), case
+        assert model.output.weight.abs().sum() > 0
+    model = load("differ", True, lambda t: t.update({head: t[embed] + 1}))
+    assert not model.config.tie_embeddings
+    assert torch.equal(model.output.weight, model.tok_embeddings.weight + 1)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config.json does not exist"):
+        load_model(tmp_path / "nowhere", torch.float32)
+    tiny(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match="has no weights"):
+        load_model(tmp_path, torch.float32)
+    index = tmp_path / "model.safetensors.index.json"
+    names = dict.fromkeys(read_safetensors(tmp_path / "a.safetensors"), "a.safetensors")
+    index.write_text(json.dumps({"weight_map": names}))
+    load_model(tmp_path, torch.float32)
+    for weight_map, words in (
+        (names | {"model.norm.weight": "b.safetensors"}, r"b.safetensors is missing"),
+        (names | {"model.norm.weight": "../b.safetensors"}, "outside its own directory"),
+        (["a.safetensors"], "no weight_map"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CheckpointError, match=words):
+            load_model(tmp_path, torch.float32)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    tiny(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    (tmp_path / "model.safetensors").unlink()
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"b.safetensors: tensor .* is in another file"):
+        open_weights(tmp_path)
+
+
+class Payload:
+    """What a hostile pickle would hold: an object whose unpickling calls something."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("code in a checkpoint ran",))
+
+
+def test_pickles_do_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": Payload()}, path)
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin cannot be read"):
+        load_model(tmp_path, torch.float32)
+    assert "ran" not in capsys.readouterr().out
+    torch.save([torch.zeros(1)], path)
+    with pytest.raises(CheckpointError, match="holds list"):
+        load_model(tmp_path, torch.float32)
+    torch.save({"a": 3}, path)
+    with pytest.raises(CheckpointError, match="'a' is int, not a tensor"):
+        load_model(tmp_path, torch.float32)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_random_models_are_seeded(tmp_path: Path) -> None:
+    one, same, other = (random_model(TINY, torch.float32, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(one.output.weight, same.output.weight)
+    assert not torch.equal(one.output.weight, other.output.weight)
+    assert one.output.weight.std() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(one.norm.weight, torch.ones(32))
+    assert len(one.output.weight.unique(dim=0)) == 64
+
+
+def test_named_shapes() -> None:
+    """Parameter counts as published."""
+    counts = {
+        "tinyllama-1.1b": 1_100_048_384,
+        "llama-3.2-1b": 1_235_814_400,
+        "llama-3.2-3b": 3_212_749_824,
+        "llama-2-7b": 6_738_415_616,
+        "llama-3.1-8b": 8_030_261_248,
+        "qwen2.5-7b": 7_615_616_512,
+        "mistral-7b": 7_248_023_552,
+    }
+    assert {name: SHAPES[name].num_parameters for name in counts} == counts
+    for config in SHAPES.values():
+        assert to_hf_config(config, "bfloat16")  # every shape can be written and read back
+    with pytest.raises(ConfigError, match=r"llama-9t.*tinyllama-1.1b"):
+        shape("llama-9t")
+
+
+# Memory
+
+MEASURE = """
+import sys, torch
+from gpt_fast.checkpoint import load_model
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+warm = torch.zeros(1 << 20).to(torch.bfloat16).float()  # what the first conversion allocates for good
+before = status("VmRSS:")
+open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the imports
+model = load_model(sys.argv[1], getattr(torch, sys.argv[2]))
+held = sum(p.numel() * p.element_size() for p in model.parameters())
+print(held, status("VmHWM:") - before, float(model.output.weight[-1, -1]))
+"""
+LARGE = ModelConfig("llama", 8192, 1024, 5, 16, 16, 64, 2816, 2048)  # 81 million weights
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights in float32 and bfloat16 as safetensors, and in float32 as pytorch_model.bin."""
+    root = tmp_path_factory.mktemp("large")
+    model = random_model(LARGE, torch.float32)
+    for dtype in (torch.float32, torch.bfloat16):
+        save_checkpoint(model, root / str(dtype).removeprefix("torch."), dtype)
+    directory = root / "bin"
+    directory.mkdir()
+    (directory / "config.json").write_bytes((root / "float32" / "config.json").read_bytes())
+    torch.save(safetensors.torch.load_file(root / "float32" / "model.safetensors"), directory / "pytorch_model.bin")
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and needs madvise")
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [
+        ("float32", "float32"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("bin", "float32"),
+        ("bin", "bfloat16"),
+    ],
+)
+def test_a_load_peaks_at_the_weights_it_leaves(source: str, dtype: str, large: Path) -> None:
+    """At most 1.1 times the weights, plus what the allocator and the page tables take of any size."""
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, "-c", MEASURE, str(large / source), dtype]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    held, peak, last = (float(n) for n in done.stdout.split())
+    assert held == LARGE.num_parameters * (4 if dtype == "float32" else 2)
+    assert last != 0
+    assert held * 0.95 < peak < held * 1.1 + (4 << 20), f"{peak / held:.3f} times the weights"
+
+
+def test_config_and_weights_disagree_on_layers(tmp_path: Path) -> None:
+    tiny(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_config(tmp_path).num_layers == 3
+    with pytest.raises(CheckpointError, match=r"9 tensors missing: model.layers.2.input_layernorm.weight"):
+        load_model(tmp_path, torch.float32)

@@ -1,0 +1,246 @@
+"""Every family against transformers: the same logits from the same directory, and config.json read as it reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import families_table
+import pytest
+import torch
+import transformers
+
+from gpt_fast.checkpoint import load_model
+from gpt_fast.config import ModelConfig
+from gpt_fast.families import (
+    FAMILIES,
+    CheckpointError,
+    parse_config,
+    read_config,
+    read_generation_defaults,
+    to_hf_config,
+)
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def save(model: transformers.PreTrainedModel, directory: Path, **options: Any) -> Path:
+    model.save_pretrained(directory, **options)
+    return directory
+
+
+def assert_same_logits(ours: torch.nn.Module, theirs: transformers.PreTrainedModel) -> None:
+    for prompt in families_table.prompts():
+        tokens = torch.tensor([prompt])
+        with torch.no_grad():
+            expected = theirs(tokens, use_cache=False).logits
+            actual = ours(tokens)
+        assert expected.std() > 0.5  # logits that are all alike would agree whatever the weights
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", families_table.FAMILIES)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    theirs = families_table.FAMILIES[name]()
+    ours = load_model(save(theirs, tmp_path), torch.float32)
+    assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2-tied", "qwen3"])
+def test_sharded_safetensors(name: str, tmp_path: Path) -> None:
+    theirs = families_table.FAMILIES[name]()
+    save(theirs, tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert not (tmp_path / "model.safetensors").exists()
+    assert_same_logits(load_model(tmp_path, torch.float32), theirs)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_pytorch_model_bin(name: str, shards: int, zipped: bool, tmp_path: Path) -> None:
+    theirs = families_table.FAMILIES[name]()
+    save(theirs, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    state = dict(theirs.state_dict())
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)  # as transformers before 4.32 saved it
+    names = list(state)
+    files = ["pytorch_model.bin"] if shards == 1 else [f"pytorch_model-{i}.bin" for i in range(shards)]
+    for i, file in enumerate(files):
+        part = {n: state[n] for n in names[i::shards]}
+        torch.save(part, tmp_path / file, _use_new_zipfile_serialization=zipped)
+    if shards > 1:
+        weight_map = {n: files[i % shards] for i, n in enumerate(names)}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_same_logits(load_model(tmp_path, torch.float32), theirs)
+
+
+@pytest.mark.parametrize("name", ["llama-theta", "llama-linear", "llama-dynamic", "llama3", "qwen2-windows", "mistral"])
+def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
+    """Before transformers 5: rope_theta and rope_scaling (with "type" before 4.43), torch_dtype, no layer_types."""
+    theirs = families_table.FAMILIES[name]()
+    save(theirs, tmp_path)
+    new = read_config(tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    rope["type"] = rope.pop("rope_type")
+    raw["rope_scaling"] = None if rope["type"] == "default" else rope
+    raw["torch_dtype"] = raw.pop("dtype")
+    raw.pop("layer_types", None)
+    path.write_text(json.dumps(raw))
+    assert read_config(tmp_path) == new
+    assert_same_logits(load_model(tmp_path, torch.float32), theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda row: row.name)
+def test_defaults_are_those_of_transformers(family: Any) -> None:
+    """A config.json that names its architecture alone means what transformers' own defaults say."""
+    theirs = transformers.AutoConfig.for_model(family.model_type)
+    for key, value in family.defaults.items():
+        if key == "rope_theta":
+            assert theirs.rope_parameters["rope_theta"] == value
+        elif key == "head_dim" and value is None:
+            derived = theirs.hidden_size // theirs.num_attention_heads
+            assert getattr(theirs, key, derived) == derived
+        elif key == "num_key_value_heads" and value is None:
+            assert theirs.num_key_value_heads == theirs.num_attention_heads
+        elif key == "sliding_window" and family.windows == "upper":
+            assert type(theirs)(use_sliding_window=True).sliding_window == value
+        elif key in ("attention_bias", "mlp_bias") and not hasattr(theirs, key):
+            assert not value  # the family has no such key
+        else:
+            assert getattr(theirs, key) == value, key
+    config = parse_config({"architectures": list(family.architectures)})
+    assert (config.dim, config.num_layers, config.vocab_size) == (4096, 32, family.defaults["vocab_size"])
+
+
+@pytest.mark.parametrize("name", families_table.FAMILIES)
+def test_to_hf_config_round_trips_and_transformers_reads_it(name: str, tmp_path: Path) -> None:
+    theirs = families_table.FAMILIES[name]()
+    config = read_config(save(theirs, tmp_path))
+    raw = to_hf_config(config, "float32")
+    assert parse_config(raw) == config
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = torch.tensor([families_table.prompts()[-1]])
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_to_hf_config_refuses_what_the_family_cannot_say() -> None:
+    config = dataclasses.replace(parse_config(LLAMA), qk_norm=True)
+    with pytest.raises(CheckpointError, match="llama cannot express"):
+        to_hf_config(config, "float32")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": (
+        {"architectures": ["BambooForCausalLM"]},
+        r"BambooForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM",
+    ),
+    "model_type": ({"architectures": None, "model_type": "bamboo"}, "bamboo"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type 'yarn'"),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type 'longrope'"),
+    "rope by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+    "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+    "string size": ({"hidden_size": "64"}, "hidden_size must be int, not '64'"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
+    "heads": ({"num_attention_heads": 32, "num_key_value_heads": 5}, "num_key_value_heads"),
+    "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool"),
+    "epsilon": ({"rms_norm_eps": None}, "rms_norm_eps must be a number"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case: str) -> None:
+    changes, words = REFUSED[case]
+    with pytest.raises(CheckpointError, match=words):
+        parse_config(LLAMA | changes)
+
+
+def test_layer_types_are_checked() -> None:
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "use_sliding_window": True}
+    kinds = ["full_attention", "sliding_attention"]
+    assert parse_config(qwen | {"layer_types": kinds, "sliding_window": 16}).windows == (0, 16)
+    for wrong in (["full_attention"], ["full_attention", "chunked_attention"], "full_attention"):
+        with pytest.raises(CheckpointError, match="layer_types"):
+            parse_config(qwen | {"layer_types": wrong})
+    with pytest.raises(CheckpointError, match="no sliding_window is in use"):
+        parse_config(qwen | {"layer_types": kinds, "use_sliding_window": False})
+
+
+def test_dynamic_rope_stretches_the_context() -> None:
+    raw = LLAMA | {"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    config = parse_config(raw)
+    assert config.max_seq_len == 4096
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.original_max_seq_len == 2048
+
+
+def published(**keys: Any) -> ModelConfig:
+    return parse_config(LLAMA | keys)
+
+
+def test_published_parameter_counts() -> None:
+    """Configurations as their authors publish them count what the model cards say."""
+    llama32 = published(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    assert llama32.num_parameters == 1_235_814_400
+    assert published().num_parameters == 6_738_415_616  # Llama 2 7B is what transformers defaults to
+
+
+def write_generation(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None) -> Path:
+    (directory / "config.json").write_text(json.dumps(LLAMA | config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "eos", "bos"),
+    [
+        ({}, None, (2,), 1),  # the family's defaults
+        ({"eos_token_id": 7, "bos_token_id": 6}, None, (7,), 6),
+        ({"eos_token_id": [7, 8]}, None, (7, 8), 1),
+        ({"eos_token_id": 7}, {"eos_token_id": [9, 8]}, (9, 8), 1),
+        ({"eos_token_id": 7}, {"bos_token_id": 5}, (7,), 5),
+        ({"eos_token_id": None, "bos_token_id": None}, None, (), None),
+        ({"architectures": ["Qwen2ForCausalLM"]}, None, (), None),
+    ],
+)
+def test_special_tokens(
+    config: dict[str, Any], generation: dict[str, Any] | None, eos: tuple[int, ...], bos: int | None, tmp_path: Path
+) -> None:
+    defaults = read_generation_defaults(write_generation(tmp_path, config, generation))
+    assert defaults.eos_token_ids == eos
+    assert defaults.bos_token_id == bos
+
+
+def test_sampling_defaults(tmp_path: Path) -> None:
+    """Only with do_sample; a missing temperature is 1.0 then, and top_k counts only where it is written."""
+
+    def sampling(generation: dict[str, Any] | None, **config: Any) -> tuple[Any, ...]:
+        p = read_generation_defaults(write_generation(tmp_path, config, generation)).sampling
+        return p.temperature, p.top_k, p.top_p, p.min_p
+
+    off = (None, None, None, None)
+    assert sampling(None) == off
+    assert sampling({"temperature": 0.6, "top_p": 0.9}) == off
+    assert sampling({"do_sample": True}) == (1.0, None, None, None)
+    assert sampling({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}) == (0.6, 20, 0.9, None)
+    assert sampling({"do_sample": True, "min_p": 0.05, "top_k": None}) == (1.0, None, None, 0.05)
+    (tmp_path / "generation_config.json").unlink()
+    assert sampling(None, do_sample=True, temperature=0.7) == (0.7, None, None, None)  # as before transformers 4.26
+    with pytest.raises(CheckpointError, match=r"generation_config.json: top_p"):
+        sampling({"do_sample": True, "top_p": 7})
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        sampling({"eos_token_id": "</s>"})

@@ -1,0 +1,348 @@
+"""The handler with TorchServe's own context and wire format, but without a server and without a model."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from fake_llm import FakeLLM
+
+from gpt_fast.config import ConfigError
+from gpt_fast.engine.engine import EngineError
+
+pytest.importorskip("ts", reason="torchserve is not installed")
+
+from ts.context import Context, RequestProcessor
+from ts.service import Service
+from ts.utils.util import list_classes_from_module
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # handler.py is not part of the package
+handler: Any = importlib.import_module("handler")
+
+
+class Wire:
+    """The socket to TorchServe: decodes what it is given into (code, [(id, type, status, headers, body)])."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[int, list[tuple[str, str, int, dict[str, str], bytes]]]] = []
+
+    def sendall(self, message: bytes) -> None:
+        self._data, self._at = bytes(message), 0
+        code = self._int()
+        self._bytes()  # a text nobody shows
+        answers = []
+        while (length := self._int()) != -1:
+            request_id = self._take(length).decode()
+            content_type, status = self._bytes().decode(), self._int()
+            self._bytes()  # reason phrase
+            headers = {self._bytes().decode(): self._bytes().decode() for _ in range(self._int())}
+            answers.append((request_id, content_type, status, headers, self._bytes()))
+        self.messages.append((code, answers))
+
+    def _take(self, length: int) -> bytes:
+        self._at += length
+        return self._data[self._at - length : self._at]
+
+    def _int(self) -> int:
+        return int(struct.unpack("!i", self._take(4))[0])
+
+    def _bytes(self) -> bytes:
+        return self._take(self._int())
+
+
+class Worker:
+    """A TorchServe worker around the handler: the real service loop, one message in, messages out."""
+
+    def __init__(self, llm: FakeLLM, tmp_path: Path, **keys: Any) -> None:
+        (tmp_path / "model.safetensors").touch()
+        config = {"handler": keys}
+        self.handler = handler.GPTFastHandler()
+        self.handler.build = lambda checkpoint, options: llm
+        metrics = type("Metrics", (), {"request_ids": None, "add_time": lambda *_: None})()
+        self.service = Service("gpt-fast", str(tmp_path), None, self.handler.handle, None, 1, True, metrics)
+        self.service.context.model_yaml_config = config
+        self.handler.initialize(self.service.context)
+        self.wire = Wire()
+        self.service.set_cl_socket(self.wire)
+
+    def predict(self, *bodies: object, name: str = "body", headers: dict[str, str] | None = None) -> Any:
+        """Messages that one batch leads to; the last is the one that TorchServe takes for its end."""
+        batch = [
+            {
+                "requestId": f"id-{i}".encode(),
+                "headers": [{"name": k.encode(), "value": v.encode()} for k, v in (headers or {}).items()],
+                "parameters": [
+                    {"name": name, "contentType": "", "value": b if isinstance(b, bytes) else json.dumps(b).encode()}
+                ],
+            }
+            for i, b in enumerate(bodies)
+        ]
+        self.wire.messages.clear()
+        self.wire.sendall(self.service.predict(batch))
+        return self.wire.messages
+
+    def one(self, body: object, **kwargs: Any) -> tuple[int, str, bytes, list[str]]:
+        """(status, content type, body, ts_stream_next of each message) of a single request."""
+        messages = self.predict(body, **kwargs)
+        assert {code for code, _ in messages} == {200}
+        answers = [answer for _, [answer] in messages]
+        assert {a[0] for a in answers} == {"id-0"}
+        nexts = [a[3].get("ts_stream_next", "") for a in answers]
+        return answers[0][2], answers[0][1], b"".join(a[4] for a in answers), nexts
+
+
+@pytest.fixture
+def llm() -> FakeLLM:
+    return FakeLLM()
+
+
+@pytest.fixture
+def worker(llm: FakeLLM, tmp_path: Path) -> Worker:
+    return Worker(llm, tmp_path)
+
+
+def test_torchserve_finds_exactly_one_class() -> None:
+    assert list_classes_from_module(handler) == [handler.GPTFastHandler]
+    assert not hasattr(handler, "handle"), "TorchServe would take the function for the entry point"
+
+
+def test_every_piece_is_sent_as_it_comes(worker: Worker) -> None:
+    status, content_type, body, nexts = worker.one({"prompt": "a", "max_new_tokens": 4})
+    assert (status, content_type, body) == (200, "text/plain; charset=utf-8", b" w0 w1 w2 w3")
+    assert nexts == ["true", "true", "true", "false"]
+
+
+def test_a_stream_of_one_piece_is_a_plain_answer(worker: Worker) -> None:
+    status, content_type, body, nexts = worker.one({"prompt": "a", "max_new_tokens": 1})
+    assert (status, content_type, body, nexts) == (200, "text/plain; charset=utf-8", b" w0", [""])
+
+
+def test_pieces_without_text_are_not_sent(tmp_path: Path) -> None:
+    worker = Worker(FakeLLM(words=["", "é", "", "🙂", ""]), tmp_path)
+    status, _, body, nexts = worker.one({"prompt": "a"})
+    assert (status, body.decode(), nexts) == (200, "é🙂", ["true", "true", "false"])
+
+
+def test_without_stream_there_is_one_json_answer(worker: Worker) -> None:
+    status, content_type, body, nexts = worker.one(
+        {"prompt": "abc", "max_new_tokens": 2, "stream": False, "return_token_ids": True}
+    )
+    assert (status, content_type, nexts) == (200, "application/json", [""])
+    assert json.loads(body) == {
+        "text": " w0 w1",
+        "token_ids": [0, 1],
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "cached_tokens": 0},
+    }
+
+
+def test_the_yaml_sets_the_defaults_of_requests(llm: FakeLLM, tmp_path: Path) -> None:
+    worker = Worker(llm, tmp_path, stream=False, max_new_tokens=3, max_body_bytes=50)
+    assert json.loads(worker.one({"prompt": "a"})[2])["text"] == " w0 w1 w2"
+    assert worker.one({"prompt": "a" * 50})[0] == 413
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "code"),
+    [
+        (b"nonsense", 400, None, "invalid_json"),
+        (b"", 400, None, "empty_body"),
+        ({"prompt": 5}, 400, "prompt", "invalid_type"),
+        ({"prompt": "a", "colour": 1}, 400, "colour", "unknown_field"),
+        ({"prompt": "a" * 2000}, 400, "prompt", "context_length_exceeded"),
+    ],
+)
+def test_refusals_are_answers_of_their_own(worker: Worker, body: object, status: int, param: str, code: str) -> None:
+    got, content_type, text, nexts = worker.one(body)
+    error = json.loads(text)["error"]
+    assert (got, content_type, nexts) == (status, "application/json", [""])
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert worker.one({"prompt": "a", "max_new_tokens": 2})[2] == b" w0 w1", "the next request is served"
+
+
+def test_a_refusal_does_not_touch_its_neighbour(worker: Worker) -> None:
+    messages = worker.predict({"prompt": "a", "max_new_tokens": 1}, {"prompt": None})
+    [(code, answers)] = messages
+    assert code == 200
+    assert [(a[0], a[2]) for a in answers] == [("id-0", 200), ("id-1", 400)]
+
+
+def test_an_unknown_route_is_404(worker: Worker) -> None:
+    assert worker.one({"prompt": "a"}, headers={"url_path": "v2/unheard-of"})[0] == 404
+    assert worker.one({"prompt": "a"}, headers={"url_path": ""})[0] == 200
+
+
+def test_a_form_that_arrives_as_nothing_is_explained(worker: Worker) -> None:
+    processor = RequestProcessor({"Content-Length": "20", "url_path": ""})
+    ctx = worker.service.context
+    ctx.request_ids, ctx.request_processor = {0: "id"}, [processor]
+    [answer] = worker.handler.handle([{}], ctx)
+    assert "form" in json.loads(answer)["error"]["message"]
+
+
+# ---- when the engine fails ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The statuses with which the process would have ended, at once instead of a second later."""
+    ended: list[int] = []
+
+    class Now:
+        def __init__(self, interval: float, function: Any, args: Any) -> None:
+            assert function is os._exit
+            self.args = args
+
+        def start(self) -> None:
+            ended.extend(self.args)
+
+    monkeypatch.setattr(handler.threading, "Timer", Now)
+    return ended
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_failure_before_the_first_piece_is_a_500(stream: bool, tmp_path: Path, exits: list[int]) -> None:
+    worker = Worker(FakeLLM(fail_after=0, error=ValueError("secret")), tmp_path)
+    status, _, body, nexts = worker.one({"prompt": "a", "stream": stream})
+    assert (status, nexts) == (500, [""])
+    assert json.loads(body)["error"]["type"] == "server_error"
+    assert b"secret" not in body
+    assert exits == []
+
+
+def test_a_failure_in_mid_stream_is_told_in_the_text(tmp_path: Path, exits: list[int]) -> None:
+    worker = Worker(FakeLLM(fail_after=2), tmp_path)
+    status, _, body, nexts = worker.one({"prompt": "a"})
+    assert (status, nexts) == (200, ["true", "true", "false"])
+    text, error = body.decode().rstrip().split("\n")
+    assert text == " w0 w1"
+    assert json.loads(error)["error"]["code"] == "internal_error"
+
+
+def accelerator_error() -> Exception:
+    kind: Any = getattr(torch, "AcceleratorError", RuntimeError)
+    return Exception.__new__(kind, "device-side assert triggered")  # its constructor wants a device
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (EngineError("the engine has stopped"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (ValueError("one bad request"), False),
+    ],
+)
+def test_the_worker_ends_only_when_nothing_works_any_more(
+    error: Exception, ends: bool, tmp_path: Path, exits: list[int]
+) -> None:
+    worker = Worker(FakeLLM(fail_after=1, error=error), tmp_path)
+    assert worker.one({"prompt": "a"})[0] == 200
+    assert exits == ([1] if ends else [])
+
+
+@pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="this torch has no AcceleratorError")
+def test_a_lost_device_is_fatal() -> None:
+    assert handler.fatal(accelerator_error())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_the_engine_gave_up_is_no_success(stream: bool, tmp_path: Path, exits: list[int]) -> None:
+    worker = Worker(FakeLLM(abort_after=0), tmp_path)
+    assert worker.one({"prompt": "a", "stream": stream})[0] == 500
+    assert exits == [1]
+
+
+def test_a_lost_connection_to_torchserve_ends_the_worker(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sendall(_: bytes) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(worker.wire, "sendall", sendall)
+    ctx = worker.service.context
+    ctx.request_ids, ctx.request_processor, ctx.cl_socket = {0: "id"}, [RequestProcessor({})], worker.wire
+    with pytest.raises(BrokenPipeError):
+        worker.handler.handle([{"body": b'{"prompt": "a"}'}], ctx)
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def context(tmp_path: Path, config: dict[str, Any] | None, gpu_id: int | None = None) -> Context:
+    return Context("gpt-fast", str(tmp_path), None, 1, gpu_id, "0.12.0", model_yaml_config=config)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"handler": {"compil": True}}, "unknown key 'compil'.*did you mean 'compile'.*known keys:.*max_new_tokens"),
+        ({"handler": {"checkpoint": "nowhere"}}, "'nowhere'.*does not exist"),
+        ({"handler": {}, "continuousBatching": True}, "continuousBatching"),
+        ({"handler": {}, "asyncCommunication": True}, "asyncCommunication"),
+        ({"handler": {}, "batchSize": 4}, "batchSize"),
+        (None, "holds no checkpoint"),
+    ],
+)
+def test_a_wrong_configuration_is_a_runtime_error(config: dict[str, Any] | None, says: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=says):
+        handler.GPTFastHandler().initialize(context(tmp_path, config))
+
+
+def test_what_the_engine_refuses_is_not_taken_for_lack_of_memory(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    adapter = handler.GPTFastHandler()
+
+    def build(checkpoint: Path, options: Any) -> Any:
+        raise ConfigError("torch sees 0 CUDA devices")
+
+    adapter.build = build
+    with pytest.raises(RuntimeError, match="0 Cuda devices"):
+        adapter.initialize(context(tmp_path, {}))
+
+
+def test_engine_keys_and_device_reach_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "model.safetensors").touch()
+    seen: list[Any] = []
+    adapter = handler.GPTFastHandler()
+    adapter.build = lambda checkpoint, options: seen.extend((checkpoint, options))
+    config = {"handler": {"compile": False, "max_seq_len": 64, "draft_checkpoint_path": "x", "max_new_tokens": 5}}
+    adapter.initialize(context(tmp_path, config))
+    assert seen == [tmp_path, {"compile": False, "max_seq_len": 64, "device": "cpu"}]
+    assert "draft_checkpoint_path" in caplog.text, "an option without effect warns"
+
+
+def test_device_is_what_torchserve_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert handler.pick_device("auto", 1) == "cuda:1"
+    assert handler.pick_device("auto", None) == "cpu", "deviceType: cpu on a machine with a GPU"
+    assert handler.pick_device("cuda:0", 1) == "cuda:0"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert handler.pick_device("auto", 0) == "cpu"
+
+
+def load_handler(path: Path) -> ModuleType:
+    """handler.py of an unpacked archive, in a process's first import of it."""
+    spec = importlib.util.spec_from_file_location("archived_handler", path / "handler.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_the_package_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "handler.py").write_text(inspect.getsource(handler))
+    for name in [name for name in sys.modules if name.split(".")[0] == "gpt_fast"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p and not (Path(p) / "gpt_fast").is_dir()])
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if "editable" not in repr(f)])
+    with pytest.raises(RuntimeError, match=r"scripts/archive\.sh"):
+        load_handler(tmp_path)

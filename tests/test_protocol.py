@@ -1,0 +1,294 @@
+"""Bytes to requests: what is understood, what is refused and which field the refusal names. No server, no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+from urllib.parse import unquote_plus
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt_fast.outputs import Completion
+from gpt_fast.params import RequestError
+from gpt_fast.protocol import native
+from gpt_fast.protocol.body import parse_json, read_body
+
+LIMIT = 1000
+GOOD = {"prompt": "Once upon a time", "max_new_tokens": 5}
+
+
+def refusal(function: Any, *args: Any, **kwargs: Any) -> RequestError:
+    """The RequestError that the call raises."""
+    with pytest.raises(RequestError) as caught:
+        function(*args, **kwargs)
+    return caught.value
+
+
+def as_form(text: bytes) -> dict[str, bytearray]:
+    """What TorchServe 0.12 makes of a body that says it is a form; test_serve.py checks this against the real one."""
+    fields = {}
+    pieces = text.split(b"&")
+    for i, piece in enumerate(pieces):
+        if b"=" not in piece and i == len(pieces) - 1:
+            break  # the last piece is dropped without a "="
+        name, _, value = piece.partition(b"=")
+        fields[unquote_plus(name.decode())] = bytearray(unquote_plus(value.decode()).encode())
+    return fields
+
+
+# ---- the body -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param({"body": json.dumps(GOOD).encode()}, id="curl -T"),
+        pytest.param({"body": bytearray(json.dumps(GOOD), "utf-8")}, id="bytearray"),
+        pytest.param({"body": json.dumps(GOOD)}, id="text/plain"),
+        pytest.param({"body": GOOD}, id="application/json"),
+        pytest.param({"data": json.dumps(GOOD).encode()}, id="multipart"),
+        pytest.param({"data": GOOD}, id="multipart, application/json"),
+        pytest.param({"body": b"\n " + json.dumps(GOOD, indent=4).encode() + b"\r\n"}, id="white space"),
+    ],
+)
+def test_every_shape_of_a_body_is_understood(entry: dict[str, Any]) -> None:
+    assert read_body(entry, LIMIT) == GOOD
+
+
+@pytest.mark.parametrize("prompt", ["a=b", "a=b&c=d", "é=1", "a==b", "x&y=z", 'say "="'])
+def test_json_taken_for_a_form_is_put_together_again(prompt: str) -> None:
+    text = json.dumps({"prompt": prompt, "max_new_tokens": 5}, ensure_ascii=False).encode()
+    assert read_body(as_form(text), LIMIT, len(text))["prompt"] == prompt
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param('{"prompt": "Once"}', id="nothing arrives"),
+        pytest.param('{"prompt": "a=b&c"}', id="the end is lost"),
+        pytest.param('{"prompt": "a=b&x=1&x=2"}', id="a name twice"),
+        pytest.param('{"prompt": "100%25=b"}', id="percent escape"),
+        pytest.param("prompt=Once&max_new_tokens=5", id="a form indeed"),
+    ],
+)
+def test_a_form_that_cannot_be_restored_is_refused_with_advice(text: str) -> None:
+    error = refusal(read_body, as_form(text.encode()), LIMIT, len(text))
+    assert (error.status, error.code) == (400, "form")
+    assert "form" in error.message
+
+
+def test_a_form_field_beside_the_json_is_refused_by_name() -> None:
+    assert "'extra'" in refusal(read_body, {"data": b"{}", "extra": b"1"}, LIMIT).message
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        (b"", "empty_body", "empty"),
+        (b" \n", "empty_body", "empty"),
+        (b"hello", "invalid_json", "line 1 column 1"),
+        (b'{"prompt": "a"', "invalid_json", "line 1"),
+        (b'{"prompt": "a"} {"prompt": "b"}', "invalid_json", "Extra data"),
+        (b"{'prompt': 'a'}", "invalid_json", "double quotes"),
+        (b'{"prompt": "a\nb"}', "invalid_json", "control character"),
+        (b"[1, 2]", "invalid_type", "an array"),
+        (b'[{"prompt": "a"}]', "invalid_type", "one object a request"),
+        (b'"text"', "invalid_type", "a string"),
+        (b"3", "invalid_type", "a number"),
+        (b"true", "invalid_type", "a boolean"),
+        (b"null", "invalid_type", "null"),
+        (b'{"prompt": "a", "prompt": "b"}', "duplicate_field", "'prompt'"),
+        (b'{"x": {"seed": 1, "seed": 2}}', "duplicate_field", "'seed'"),
+        (b'\xef\xbb\xbf{"prompt": "a"}', "invalid_encoding", "byte order mark"),
+        ('{"prompt": "a"}'.encode("utf-16"), "invalid_encoding", "UTF-16"),
+        ('{"prompt": "a"}'.encode("utf-16-le"), "invalid_encoding", "UTF-16"),
+        ('{"prompt": "a"}'.encode("utf-32-be"), "invalid_encoding", "UTF-32"),
+        ('{"prompt": "a"}'.encode("utf-32"), "invalid_encoding", "UTF-32"),
+        (b'{"prompt": "\xff"}', "invalid_encoding", "byte 12"),
+        ('{"prompt": "é"}'.encode("latin-1"), "invalid_encoding", "UTF-8"),
+        (b"[" * 100_000, "invalid_json", "nested too deeply"),
+        (b'{"a":' * 100_000, "invalid_json", "nested too deeply"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes, code: str, says: str) -> None:
+    error = refusal(parse_json, body)
+    assert (error.status, error.code) == (400, code)
+    assert says in error.message
+    assert len(error.message) < 400
+
+
+def test_size_limit_counts_bytes_of_every_shape() -> None:
+    text = json.dumps({"prompt": "é" * 400}, ensure_ascii=False)
+    assert len(text) < 500 < len(text.encode()) < 900
+    for value in (text, text.encode()):
+        assert refusal(read_body, {"body": value}, 500).status == 413
+        assert read_body({"body": value}, 900)
+    # A body that TorchServe parsed has no bytes left to count; the header tells.
+    assert refusal(read_body, {"body": {"prompt": "x"}}, 800, content_length=801).code == "body_too_large"
+    assert read_body({"body": {"prompt": "x"}}, 800, content_length=800)
+
+
+# ---- the request ----------------------------------------------------------------------------------------------------
+
+
+def test_fields_reach_the_parameters() -> None:
+    body = {
+        "prompt": [1, 2, 3], "max_tokens": 7, "min_tokens": 3, "stream": False, "return_token_ids": True,
+        "temperature": 1, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 2**64 - 1,
+        "stop": "end", "stop_token_ids": [2], "ignore_eos": True,
+    }  # fmt: skip
+    request = native.parse_request(body)
+    assert request.prompt == [1, 2, 3]
+    assert (request.stream, request.return_token_ids) == (False, True)
+    p = request.params
+    assert (p.max_tokens, p.temperature, p.top_k, p.top_p, p.min_p, p.seed) == (7, 1, 5, 0.9, 0.1, 2**64 - 1)
+    assert (p.stop, p.stop_token_ids, p.ignore_eos, p.min_tokens) == (("end",), (2,), True, 3)
+
+
+def test_max_new_tokens_is_max_tokens() -> None:
+    assert native.parse_request(GOOD).params.max_tokens == 5
+
+
+def test_defaults_apply_to_what_is_not_given() -> None:
+    request = native.parse_request({"prompt": "a"}, default_max_tokens=9, default_stream=False)
+    assert (request.params.max_tokens, request.stream) == (9, False)
+    given_ = native.parse_request({"prompt": "a", "max_tokens": 3, "stream": True}, 9, False)
+    assert (given_.params.max_tokens, given_.stream) == (3, True)
+
+
+def test_null_means_not_given() -> None:
+    body = {"prompt": "a", "max_new_tokens": None, "temperature": None, "stop": None, "stream": None, "seed": None}
+    request = native.parse_request(body, default_max_tokens=9)
+    assert (request.params.max_tokens, request.params.stop, request.stream) == (9, (), True)
+
+
+def test_a_default_does_not_contradict_min_tokens() -> None:
+    assert native.parse_request({"prompt": "a", "min_tokens": 20}, default_max_tokens=9).params.max_tokens == 20
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("no prompt", {}, "prompt"),
+    ("prompt null", {"prompt": None}, "prompt"),
+    ("prompt number", {"prompt": 5}, "prompt"),
+    ("prompt boolean", {"prompt": True}, "prompt"),
+    ("prompt object", {"prompt": {"text": "a"}}, "prompt"),
+    ("prompt empty list", {"prompt": []}, "prompt"),
+    ("prompt list of strings", {"prompt": ["a", "b"]}, "prompt"),
+    ("prompt nested list", {"prompt": [[1, 2]]}, "prompt"),
+    ("prompt float id", {"prompt": [1, 2.0]}, "prompt"),
+    ("prompt boolean id", {"prompt": [1, True]}, "prompt"),
+    ("prompt null id", {"prompt": [1, None]}, "prompt"),
+    ("prompt negative id", {"prompt": [1, -1]}, "prompt"),
+    ("prompt huge id", {"prompt": [2**31]}, "prompt"),
+    ("prompt lone surrogate", {"prompt": "a\ud800b"}, "prompt"),
+    ("max_new_tokens zero", {"max_new_tokens": 0}, "max_new_tokens"),
+    ("max_new_tokens negative", {"max_new_tokens": -5}, "max_new_tokens"),
+    ("max_new_tokens huge", {"max_new_tokens": 10**12}, "max_new_tokens"),
+    ("max_new_tokens enormous", {"max_new_tokens": 10**500}, "max_new_tokens"),
+    ("max_new_tokens float", {"max_new_tokens": 5.0}, "max_new_tokens"),
+    ("max_new_tokens string", {"max_new_tokens": "5"}, "max_new_tokens"),
+    ("max_new_tokens boolean", {"max_new_tokens": True}, "max_new_tokens"),
+    ("max_tokens under its other name", {"max_tokens": 0}, "max_tokens"),
+    ("both names", {"max_tokens": 5, "max_new_tokens": 5}, "max_new_tokens"),
+    ("temperature negative", {"temperature": -0.1}, "temperature"),
+    ("temperature NaN", {"temperature": float("nan")}, "temperature"),
+    ("temperature infinite", {"temperature": float("inf")}, "temperature"),
+    ("temperature string", {"temperature": "0.8"}, "temperature"),
+    ("temperature enormous", {"temperature": 10**400}, "temperature"),
+    ("top_k float", {"top_k": 1.5}, "top_k"),
+    ("top_p zero", {"top_p": 0}, "top_p"),
+    ("top_p above 1", {"top_p": 2}, "top_p"),
+    ("min_p above 1", {"min_p": 1.1}, "min_p"),
+    ("seed float", {"seed": 1.5}, "seed"),
+    ("seed too large", {"seed": 2**64}, "seed"),
+    ("stop number", {"stop": 5}, "stop"),
+    ("stop list of numbers", {"stop": [1]}, "stop"),
+    ("stop empty string", {"stop": ""}, "stop"),
+    ("stop too many", {"stop": ["x"] * 17}, "stop"),
+    ("stop too long", {"stop": "x" * 1025}, "stop"),
+    ("stop lone surrogate", {"stop": ["ok", "\udc00"]}, "stop"),
+    ("stop_token_ids number", {"stop_token_ids": 2}, "stop_token_ids"),
+    ("stop_token_ids strings", {"stop_token_ids": ["2"]}, "stop_token_ids"),
+    ("stop_token_ids enormous", {"stop_token_ids": [10**400]}, "stop_token_ids"),
+    ("ignore_eos string", {"ignore_eos": "true"}, "ignore_eos"),
+    ("min_tokens above max_tokens", {"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ("stream string", {"stream": "true"}, "stream"),
+    ("stream number", {"stream": 1}, "stream"),
+    ("return_token_ids number", {"return_token_ids": 1, "stream": False}, "return_token_ids"),
+    ("return_token_ids in a stream", {"return_token_ids": True}, "return_token_ids"),
+    ("unknown field", {"max_token": 5}, "max_token"),
+    ("unknown field of another API", {"messages": []}, "messages"),
+    ("the empty field", {"": 1}, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "field"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_a_field_that_cannot_be_served_is_named(body: dict[str, Any], field: str) -> None:
+    if field != "prompt":
+        body = {"prompt": "a", **body}
+    error = refusal(native.parse_request, body)
+    assert (error.status, error.param) == (400, field)
+    assert field in error.message
+    assert len(error.message) < 400
+
+
+def test_an_unknown_field_comes_with_the_likely_one() -> None:
+    assert "did you mean 'temperature'?" in refusal(native.parse_request, {"prompt": "a", "temprature": 1}).message
+    hostile = refusal(native.parse_request, {"prompt": "a", "x" * 100_000: 1})
+    assert len(hostile.message) < 500
+    assert len(hostile.param or "") <= 100
+
+
+def test_long_numbers_are_refused_by_the_fields_own_check() -> None:
+    body = parse_json(b'{"prompt": "a", "seed": 1' + b"0" * 100_000 + b"}")
+    assert refusal(native.parse_request, body).param == "seed"
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+
+def test_completion_body() -> None:
+    done = Completion("é 🙂", (5, 6, 7), "stop", num_prompt_tokens=4, num_cached_tokens=2)
+    assert json.loads(native.completion_body(done)) == {
+        "text": "é 🙂",
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7, "cached_tokens": 2},
+    }
+    assert json.loads(native.completion_body(done, return_token_ids=True))["token_ids"] == [5, 6, 7]
+
+
+def test_error_body_can_always_be_sent() -> None:
+    body = native.error_body("half a pair: \ud800 \n é", 400, "prompt\udfff", "invalid_text")
+    assert body.isascii()
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert json.loads(native.error_body("x", 500))["error"] == {
+        "message": "x", "type": "server_error", "param": None, "code": None,
+    }  # fmt: skip
+
+
+# ---- anything at all ------------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=8), children, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode), JSON.map(lambda v: json.dumps(v).encode()))
+)
+def test_bytes_are_an_object_or_refused(raw: bytes) -> None:
+    with contextlib.suppress(RequestError):
+        assert isinstance(parse_json(raw), dict)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(native.FIELDS), JSON, max_size=4), JSON)
+def test_an_object_is_a_request_or_refused(body: dict[str, Any], prompt: Any) -> None:
+    with contextlib.suppress(RequestError):
+        assert isinstance(native.parse_request({"prompt": prompt, **body}).prompt, (str, list))

@@ -1,0 +1,101 @@
+"""Sampling: the right distribution, and the same draw in whatever company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpt_fast.params import SamplingParams
+from gpt_fast.sampling import SamplingRow, invert, probabilities, sample, uniform
+
+
+def row(position: int = 5, seed: int = 0, **fields: float) -> SamplingRow:
+    return SamplingRow(SamplingParams(**{"temperature": 1.0, **fields}).resolved(), seed, position)  # type: ignore[arg-type]
+
+
+def kept(logits: torch.Tensor, **fields: float) -> list[int]:
+    probs = probabilities(logits[None], [row(**fields).params])[0]
+    return probs.nonzero().flatten().tolist()
+
+
+LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]).log()
+
+
+def test_temperature_zero_is_argmax() -> None:
+    logits = torch.randn(4, 50)
+    assert sample(logits, [row(temperature=0.0)] * 4).tolist() == logits.argmax(-1).tolist()
+
+
+def test_top_k_top_p_min_p_keep_what_they_say() -> None:
+    assert kept(LOGITS, top_k=2) == [0, 1]
+    assert kept(LOGITS, top_k=500) == [0, 1, 2, 3, 4]
+    assert kept(LOGITS, top_p=0.5) == [0]
+    assert kept(LOGITS, top_p=0.51) == [0, 1]
+    assert kept(LOGITS, top_p=0.91) == [0, 1, 2, 3]
+    assert kept(LOGITS, min_p=0.29) == [0, 1, 2]
+    assert kept(LOGITS.flip(0), top_k=1) == [4]
+
+
+def test_the_order_is_temperature_min_p_top_k_top_p() -> None:
+    # top_p sees what top_k left, renormalised: 0.5 and 0.25 are then 2/3 and 1/3.
+    assert kept(LOGITS, top_k=2, top_p=0.66) == [0]
+    assert kept(LOGITS, top_k=2, top_p=0.67) == [0, 1]
+    # min_p comes after temperature: at 2 the ratio 0.15 / 0.5 is its square root, 0.55.
+    assert kept(LOGITS, temperature=2.0, min_p=0.5) == [0, 1, 2]
+    # top_p comes after min_p: without the last two tokens the first is 0.556 of the rest.
+    assert kept(LOGITS, min_p=0.2, top_p=0.55) == [0]
+
+
+def test_wide_vocabularies_take_the_short_way_to_the_same_answer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    peaked = torch.randn(5000, generator=generator) * 5
+    flat = torch.randn(5000, generator=generator) * 0.1  # its nucleus is wider than the candidates
+    for logits in (peaked, flat):
+        for fields in ({"top_p": 0.9}, {"top_k": 3000, "top_p": 0.8}, {"top_k": 2000}, {"top_k": 40, "top_p": 0.5}):
+            ranked = logits.sort(descending=True)
+            probs = ranked.values.softmax(-1)
+            keep = torch.arange(5000) < fields.get("top_k", 5000)
+            probs = probs * keep / (probs * keep).sum()
+            keep &= (probs.double().cumsum(-1) - probs) < fields.get("top_p", 1.0)
+            expected = ranked.indices[keep].sort().values.tolist()
+            actual = kept(logits, **fields)
+            assert abs(len(actual) - len(expected)) <= 1  # one token may fall either side of the limit by rounding
+            assert len(set(actual) ^ set(expected)) <= 1
+
+
+def test_draws_follow_the_distribution() -> None:
+    count = 20_000
+    rows = [row(position=i, seed=3) for i in range(count)]
+    drawn = sample(LOGITS.expand(count, 5), rows)
+    frequency = torch.bincount(drawn, minlength=5) / count
+    torch.testing.assert_close(frequency, LOGITS.exp(), atol=0.012, rtol=0)
+
+
+def test_a_draw_does_not_depend_on_its_company() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 3000, generator=generator)
+    rows = [
+        row(seed=1),
+        row(seed=2, top_k=50),
+        row(seed=3, top_p=0.9),
+        row(seed=4, min_p=0.1),
+        row(temperature=0.0),
+        row(seed=6, temperature=0.7, top_k=900, top_p=0.95),
+    ]
+    together = sample(logits, rows).tolist()
+    alone = [int(sample(logits[i : i + 1], rows[i : i + 1])) for i in range(6)]
+    assert together == alone
+
+
+def test_uniform_is_a_function_of_seed_position_and_stream() -> None:
+    assert uniform(1, 2) == uniform(1, 2)
+    values = {uniform(s, p, t) for s in range(-3, 30) for p in range(30) for t in range(3)}
+    assert len(values) == 33 * 30 * 3
+    assert all(0 <= v < 1 for v in values)
+    assert abs(sum(values) / len(values) - 0.5) < 0.02
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.999999999999, 1 - 2**-53])
+def test_inversion_never_leaves_the_support(noise: float) -> None:
+    probs = torch.tensor([[0.0, 0.3, 0.7, 0.0]])
+    assert int(invert(probs, torch.tensor([noise], dtype=torch.float64))) in (1, 2)

@@ -1,0 +1,135 @@
+"""The scheduler alone: order, chunks, preemption, and that every page comes back. No model, no torch."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt_fast.engine.pages import PageAllocator
+from gpt_fast.engine.request import Request, Status
+from gpt_fast.engine.scheduler import Scheduler
+from gpt_fast.engine.text import TextStream
+from gpt_fast.params import SamplingParams
+
+
+class Letters:
+    def push(self, token: int) -> str:
+        return chr(97 + token % 26)
+
+    def flush(self) -> str:
+        return ""
+
+
+def request(name: str, tokens: list[int], max_tokens: int = 4) -> Request:
+    return Request(
+        id=name,
+        token_ids=list(tokens),
+        params=SamplingParams(max_tokens=max_tokens).resolved(),
+        seed=0,
+        max_tokens=max_tokens,
+        end_ids=frozenset(),
+        text=TextStream(Letters()),
+    )
+
+
+def scheduler(num_pages: int = 50, page_size: int = 4, max_batch: int = 4, prefill_chunk: int = 8) -> Scheduler:
+    return Scheduler(PageAllocator(num_pages, page_size), max_batch, prefill_chunk)
+
+
+def turn(s: Scheduler) -> list[tuple[str, int]]:
+    """One step with a model that always says the sequence's length; returns who computed how many tokens."""
+    plan, requests = s.schedule()
+    for r, part in zip(requests, plan.sequences, strict=True):
+        assert part.start == r.num_computed
+        assert part.tokens == tuple(r.token_ids[part.start : part.start + len(part.tokens)])
+        assert len(part.pages) * s.pages.page_size >= part.start + len(part.tokens)
+        s.computed(r, len(part.tokens))
+        if part.num_logits:
+            r.append(r.num_tokens, 0.0)
+            if r.finish_reason:
+                s.finish(r)
+    s.check_integrity()
+    return [(r.id, len(part.tokens)) for r, part in zip(requests, plan.sequences, strict=True)]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_running_decodes() -> None:
+    s = scheduler()
+    s.add(request("a", [1, 2, 3], max_tokens=9))
+    assert turn(s) == [("a", 3)]
+    s.add(request("long", list(range(20))))
+    assert turn(s) == [("a", 1), ("long", 8)]
+    assert turn(s) == [("a", 1), ("long", 8)]
+    assert turn(s) == [("a", 1), ("long", 4)]
+    assert turn(s) == [("a", 1), ("long", 1)]
+
+
+def test_first_come_first_served_and_max_batch() -> None:
+    s = scheduler(max_batch=2)
+    for name in "abc":
+        s.add(request(name, [1, 2], max_tokens=2))
+    assert turn(s) == [("a", 2), ("b", 2)]
+    assert turn(s) == [("a", 1), ("b", 1)]
+    assert turn(s) == [("c", 2)]
+
+
+def test_a_prefix_computed_before_is_not_computed_again() -> None:
+    s = scheduler(prefill_chunk=100)
+    s.add(request("a", list(range(20)), max_tokens=1))
+    assert turn(s) == [("a", 20)]
+    s.add(again := request("b", [*range(16), 7, 7], max_tokens=1))
+    assert turn(s) == [("b", 2)]
+    assert again.num_cached == 16
+
+
+def test_when_pages_run_out_the_youngest_waits_and_loses_nothing() -> None:
+    s = scheduler(num_pages=7, page_size=4, prefill_chunk=100)  # 6 pages: 24 tokens
+    a, b = request("a", [1] * 8, max_tokens=9), request("b", [2] * 8, max_tokens=9)
+    s.add(a)
+    s.add(b)
+    while a.status is not Status.FINISHED:
+        turn(s)
+    assert b.num_preemptions >= 1
+    assert a.num_preemptions == 0
+    while b.status is not Status.FINISHED:
+        turn(s)
+    assert b.output_ids == list(range(8, 17))
+    assert s.pages.num_used == 0
+
+
+def test_finish_takes_a_waiting_request_out() -> None:
+    s = scheduler()
+    s.add(r := request("a", [1]))
+    s.finish(r)
+    assert not s.has_work
+    assert s.schedule()[0].sequences == ()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 14), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=12),
+    st.integers(7, 14),
+    st.integers(1, 9),
+    st.lists(st.integers(0, 40), max_size=5),
+)
+def test_every_request_ends_whole_under_any_pressure(
+    shapes: list[tuple[int, int, int]], num_pages: int, prefill_chunk: int, cancel_at: list[int]
+) -> None:
+    s = scheduler(num_pages=num_pages, page_size=4, max_batch=3, prefill_chunk=prefill_chunk)
+    requests = [request(str(i), [shape[0] % 3] * shape[0], shape[1]) for i, shape in enumerate(shapes)]
+    arrivals = {r.id: shapes[i][2] for i, r in enumerate(requests)}
+    cancelled: set[str] = set()
+    for step in range(1000):
+        for r in requests:
+            if arrivals[r.id] == step:
+                s.add(r)
+        if step in cancel_at and s.running:
+            cancelled.add(s.running[0].id)
+            s.finish(s.running[0])
+        turn(s)
+        if step > 5 and not s.has_work:
+            break
+    assert not s.has_work
+    for r, shape in zip(requests, shapes, strict=True):
+        if r.id not in cancelled:
+            assert r.output_ids == list(range(shape[0], shape[0] + shape[1]))
+    assert s.pages.num_used == 0

@@ -1,0 +1,135 @@
+"""The handler block of model_config.yaml: keys, types, aliases, and where a checkpoint is looked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpt_fast.config import ConfigError, EngineConfig
+from gpt_fast.settings import KNOWN, read_settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """An unpacked archive with a checkpoint in it."""
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "model.safetensors").touch()
+    return tmp_path
+
+
+def read(archive: Path, **keys: Any) -> Any:
+    return read_settings({"handler": keys}, archive)
+
+
+def test_the_shipped_configuration_is_valid_and_says_every_engine_key_it_has(archive: Path) -> None:
+    config = yaml.safe_load((ROOT / "model_config.yaml").read_text())
+    settings = read_settings(config, archive)
+    assert settings.checkpoint == archive / "checkpoint"
+    assert settings.warnings == ()
+    assert settings.engine.keys() <= {f.name for f in dataclasses.fields(EngineConfig)}
+    assert config["batchSize"] == 1
+
+
+def test_every_key_of_the_shipped_configuration_has_a_comment_above() -> None:
+    lines = (ROOT / "model_config.yaml").read_text().splitlines()
+    commented = False  # keys in a row share the comment above the first
+    for line in lines:
+        if ":" in line and not line.lstrip().startswith("#"):
+            assert commented, f"no comment above {line!r}"
+        commented = line.lstrip().startswith("#") or (commented and bool(line.strip()))
+
+
+@pytest.mark.parametrize("config", [None, {}, {"handler": None}, {"minWorkers": 1}])
+def test_nothing_configured_is_fine(config: dict[str, Any] | None, archive: Path) -> None:
+    settings = read_settings(config, archive)
+    assert (settings.max_new_tokens, settings.stream, settings.engine) == (None, True, {})
+
+
+def test_an_unknown_key_is_refused_with_the_known_ones(archive: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'max_new_token' .*did you mean 'max_new_tokens'") as caught:
+        read(archive, max_new_token=5)
+    for key in KNOWN:
+        assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"compile": "yes"},
+        {"max_seq_len": "512"},
+        {"stream": 1},
+        {"max_new_tokens": 1.5},
+        {"checkpoint": 5},
+        {"dtype": 16},
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name(keys: dict[str, Any], archive: Path) -> None:
+    with pytest.raises(ConfigError, match=next(iter(keys))):
+        read(archive, **keys)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"max_new_tokens": 0}, {"max_body_bytes": 0}, {"dtype": "float8"}, {"max_batch": 0}, {"device": "tpu"}]
+)
+def test_a_value_out_of_range_is_refused_by_name(keys: dict[str, Any], archive: Path) -> None:
+    with pytest.raises(ConfigError, match=next(iter(keys))):
+        read(archive, **keys)
+
+
+def test_our_key_outside_the_block_is_refused(archive: Path) -> None:
+    with pytest.raises(ConfigError, match=r"compile in model_config\.yaml belongs under 'handler:'"):
+        read_settings({"compile": False}, archive)
+    with pytest.raises(ConfigError, match="did you mean 'handler'"):
+        read_settings({"handlers": {"compile": False}}, archive)
+    with pytest.raises(ConfigError, match="must be a block of keys"):
+        read_settings({"handler": "compile"}, archive)
+
+
+def test_the_file_of_torchserves_example_works(archive: Path) -> None:
+    folder = archive / "checkpoints" / "Llama-2-7b"
+    folder.mkdir(parents=True)
+    (folder / "model.pth").touch()
+    settings = read(
+        archive, converted_ckpt_dir="checkpoints/Llama-2-7b/model.pth", max_new_tokens=50, compile=True, stream=True,
+        fx_graph_cache=True, draft_checkpoint_path="checkpoints/draft/model.pth", speculate_k=8, profile="x",
+    )  # fmt: skip
+    assert settings.checkpoint == folder
+    assert settings.max_new_tokens == 50
+    assert settings.engine == {"compile": True}
+    warned = " ".join(settings.warnings)
+    assert all(key in warned for key in ("fx_graph_cache", "draft_checkpoint_path", "speculate_k", "profile"))
+    assert "speculative" in warned
+
+
+def test_an_alias_and_its_key_together_are_refused(archive: Path) -> None:
+    with pytest.raises(ConfigError, match="converted_ckpt_dir and checkpoint"):
+        read(archive, checkpoint="a", converted_ckpt_dir="b")
+
+
+def test_where_a_checkpoint_is_looked_for(
+    archive: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_in = tmp_path_factory.mktemp("started_in")
+    (started_in / "elsewhere").mkdir()
+    monkeypatch.setenv("PWD", str(started_in))
+    assert read(archive, checkpoint=str(started_in)).checkpoint == started_in
+    assert read(archive, checkpoint="elsewhere").checkpoint == started_in / "elsewhere"
+    (archive / "elsewhere").mkdir()
+    assert read(archive, checkpoint="elsewhere").checkpoint == archive / "elsewhere", "the archive comes first"
+    with pytest.raises(ConfigError) as caught:
+        read(archive, checkpoint="nowhere")
+    assert str(archive / "nowhere") in str(caught.value)
+    assert str(started_in / "nowhere") in str(caught.value)
+
+
+def test_a_checkpoint_in_the_archives_root_is_found(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        read(tmp_path, checkpoint="auto")
+    (tmp_path / "pytorch_model.bin").touch()
+    assert read(tmp_path).checkpoint == tmp_path
