@@ -80,10 +80,11 @@ class GPTFastHandler:
             self.llm = self.build(self.settings.checkpoint, options)
         except (RuntimeError, MemoryError):
             raise
-        except Exception as error:
-            message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        except ValueError as error:  # something in the configuration or the checkpoint: the message says it all
             # TorchServe answers a message that contains "CUDA" with "System out of memory".
-            raise RuntimeError(message.replace("CUDA", "Cuda")) from error
+            raise RuntimeError(str(error).replace("CUDA", "Cuda")) from None
+        except Exception as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def build(self, checkpoint: Path, options: Mapping[str, Any]) -> Any:
         """The engine; tests replace it."""

@@ -16,6 +16,7 @@ The operation is opaque to the compiler (one custom op a layer), so ragged lengt
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,9 @@ class StepLayout(NamedTuple):
     write_slots: Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, layout: StepLayout, window: int) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, layout: StepLayout, window: int
+) -> Tensor:
     """Write ``k``/``v`` [N, K, D] into the cache, then attend ``q`` [N, H, D] causally to each one's own sequence.
 
     Returns [N, H, D]. ``window`` > 0 limits each query to the last ``window`` positions, itself included.
@@ -50,7 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, la
 
 
 def attend_plain(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """The same mathematics without cache or pages, for training and as the reference: [B, T, H or K, D] -> [B, T, H, D]."""
+    """The same mathematics without cache or pages, [B, T, H or K, D] -> [B, T, H, D]: training, and the reference."""
     num_tokens = q.shape[1]
     mask = None
     if window and window < num_tokens:
@@ -92,28 +95,56 @@ def paged_attention_eager(
     write_slots: Tensor,
     window: int,
 ) -> Tensor:
-    """The seam in plain torch for lengths that the host can read: one product per sequence, nothing padded."""
+    """The seam in plain torch for lengths that the host can read: one product per sequence that has several new
+    tokens, one for all sequences that decode."""
     _write(k, v, k_cache, v_cache, write_slots)
     out = torch.zeros_like(q)
     starts, lengths = query_start.tolist(), context_len.tolist()
-    page_size = k_cache.shape[1]
-    for s, length in enumerate(lengths):
-        begin, end = starts[s], starts[s + 1]
-        if begin == end:
-            continue
-        num_queries = end - begin
-        first = max(0, length - num_queries - window + 1) // page_size * page_size if window else 0
-        pages = page_table[s, first // page_size : (length + page_size - 1) // page_size]
-        keys = _gather(k_cache, pages, q.dtype)[: length - first].transpose(0, 1)  # [K, T, D]
-        values = _gather(v_cache, pages, q.dtype)[: length - first].transpose(0, 1)
-        mask = None
-        if num_queries > 1 or (window and length - first > window):
-            mask = causal_mask(num_queries, length - first, window, q.device)
-        heads = F.scaled_dot_product_attention(
-            q[begin:end].transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
-        )
-        out[begin:end] = heads[0].transpose(0, 1)
+    counts = [end - begin for begin, end in itertools.pairwise(starts)]
+    decoding = [s for s, count in enumerate(counts) if count == 1]
+    for s, count in enumerate(counts):
+        if count > 1 or (count == 1 and len(decoding) == 1):
+            rows = slice(starts[s], starts[s + 1])
+            out[rows] = _attend_one(q[rows], k_cache, v_cache, page_table[s], lengths[s], window)
+    if len(decoding) > 1:
+        longest = max(lengths[s] for s in decoding)
+        tables = page_table[decoding, : -(-longest // k_cache.shape[1])]
+        chosen = torch.tensor([starts[s] for s in decoding])
+        positions = context_len[decoding] - 1
+        out[chosen] = _attend_masked(q[chosen], k_cache, v_cache, tables, positions, window)
     return out
+
+
+def _attend_one(q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, length: int, window: int) -> Tensor:
+    """The last new tokens q [n, H, D] of one sequence of ``length`` tokens in ``pages``; returns [n, H, D]."""
+    num_queries, page_size = q.shape[0], k_cache.shape[1]
+    first = max(0, length - num_queries - window + 1) // page_size * page_size if window else 0
+    pages = pages[first // page_size : -(-length // page_size)]
+    keys = _gather(k_cache, pages, q.dtype)[: length - first].transpose(0, 1)  # [K, T, D]
+    values = _gather(v_cache, pages, q.dtype)[: length - first].transpose(0, 1)
+    mask = None
+    if num_queries > 1 or (window and length - first > window):
+        mask = causal_mask(num_queries, length - first, window, q.device)
+    heads = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
+    )
+    return heads[0].transpose(0, 1)
+
+
+def _attend_masked(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tables: Tensor, positions: Tensor, window: int
+) -> Tensor:
+    """One new token of each of N sequences: q [N, H, D], page_tables [N, p], positions [N]; returns [N, H, D]."""
+    keys = _gather(k_cache, page_tables, q.dtype).transpose(1, 2)  # [N, K, T, D]
+    values = _gather(v_cache, page_tables, q.dtype).transpose(1, 2)
+    key = torch.arange(keys.shape[2], device=q.device)[None, :]
+    mask = key <= positions[:, None]
+    if window:
+        mask &= key > positions[:, None] - window
+    heads = F.scaled_dot_product_attention(
+        q[:, :, None], keys, values, attn_mask=mask[:, None, None], enable_gqa=True
+    )  # [N, H, 1, D]
+    return heads[:, :, 0]
 
 
 def paged_attention_static(
@@ -137,16 +168,7 @@ def paged_attention_static(
     token = torch.arange(num_tokens, device=q.device, dtype=query_start.dtype)
     slot = (torch.searchsorted(query_start, token, right=True) - 1).clamp_(max=context_len.shape[0] - 1)
     position = context_len[slot] - (query_start[slot + 1] - token)  # [N]; negative on rows that only pad
-    keys = _gather(k_cache, page_table[slot], q.dtype).transpose(1, 2)  # [N, K, T, D]
-    values = _gather(v_cache, page_table[slot], q.dtype).transpose(1, 2)
-    key = torch.arange(keys.shape[2], device=q.device)[None, :]
-    mask = key <= position[:, None].clamp(min=0)
-    if window:
-        mask &= key > position[:, None] - window
-    heads = F.scaled_dot_product_attention(
-        q[:, :, None], keys, values, attn_mask=mask[:, None, None], enable_gqa=True
-    )  # [N, H, 1, D]
-    return heads[:, :, 0]
+    return _attend_masked(q, k_cache, v_cache, page_table[slot], position.clamp(min=0), window)
 
 
 _SCHEMA = (

@@ -1,4 +1,4 @@
-"""``gpt-fast``: generate, info, download, convert, archive from a shell. Each command is a thin verb over the package."""
+"""``gpt-fast``: generate, info, download, convert and archive from a shell, each a thin verb over the package."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -148,7 +148,9 @@ class LLM:
         eos_ids = () if resolved.ignore_eos else self.eos_token_ids
         bad = [t for t in resolved.stop_token_ids if t >= self.config.vocab_size]
         if bad:
-            raise RequestError(f"token id {bad[0]} is not below the vocabulary size {self.config.vocab_size}", "stop_token_ids")
+            raise RequestError(
+                f"token id {bad[0]} is not below the vocabulary size {self.config.vocab_size}", "stop_token_ids"
+            )
         seed = secrets.randbits(63) if resolved.seed is None else resolved.seed
         return Request(
             id=f"{os.getpid()}-{next(self._ids)}",
@@ -173,7 +175,9 @@ class LLM:
             ids = list(prompt)
             for token in ids:
                 if isinstance(token, bool) or not isinstance(token, int):
-                    raise RequestError(f"prompt must be a string or a list of token ids, not {token!r}", "prompt", "invalid_type")
+                    raise RequestError(
+                        f"prompt must be a string or a list of token ids, not {token!r}", "prompt", "invalid_type"
+                    )
         if not ids:
             raise RequestError("prompt is empty, and this tokenizer has no beginning-of-sequence token", "prompt")
         for token in ids:

@@ -107,7 +107,13 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor | None, v_cache: Tensor | None, layout: StepLayout | None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor | None,
+        v_cache: Tensor | None,
+        layout: StepLayout | None,
     ) -> Tensor:
         c = self.config
         q, k, v = self.wqkv(x).split((c.q_dim, c.kv_dim, c.kv_dim), dim=-1)

@@ -84,7 +84,9 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})", "min_tokens")
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}", "ignore_eos", "invalid_type")
+            raise RequestError(
+                f"ignore_eos must be true or false, not {self.ignore_eos!r}", "ignore_eos", "invalid_type"
+            )
         self._validate_stops()
 
     def _validate_stops(self) -> None:

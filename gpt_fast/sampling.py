@@ -63,7 +63,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The distribution each row is drawn from: [R, V] logits -> [R, V] float32; rows with temperature 0 are not allowed."""
+    """The distribution each row is drawn from: [R, V] logits -> [R, V] float32; no row may have temperature 0."""
     device = logits.device
     scaled = logits.float() / torch.tensor([p.temperature for p in params], device=device)[:, None]
     scaled = _min_p(scaled, [p.min_p or 0.0 for p in params])
@@ -121,7 +121,7 @@ def _least_kept(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def invert(probs: Tensor, noise: Tensor) -> Tensor:
-    """Draw from each row of probs [R, V] by noise [R] in [0, 1): the first token whose cumulated probability exceeds it."""
+    """Draw from each row of probs [R, V] by noise [R] in [0, 1): the first token where the cumulated sum exceeds it."""
     cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
     threshold = noise[:, None] * cumulated[:, -1:]
     drawn = (cumulated <= threshold).sum(dim=-1)

@@ -21,7 +21,9 @@ def test_wrong_type(key: str, value: object) -> None:
         from_mapping(EngineConfig, {key: value}, "yaml")
 
 
-@pytest.mark.parametrize(("key", "value"), [("dtype", "float8"), ("device", "tpu"), ("max_batch", 0), ("page_size", -1)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("dtype", "float8"), ("device", "tpu"), ("max_batch", 0), ("page_size", -1)]
+)
 def test_wrong_value(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=key):
         from_mapping(EngineConfig, {key: value}, "yaml")

@@ -25,12 +25,18 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("generate", help="complete a prompt", description=__doc__.split("\n\n")[0])
     parser.add_argument("--prompt", metavar="TEXT", help="what to complete; '-' reads stdin; empty: start from nothing")
-    parser.add_argument("--interactive", action="store_true", help="a conversation: one prompt a line, until end of file")
+    parser.add_argument(
+        "--interactive", action="store_true", help="a conversation: one prompt a line, until end of file"
+    )
     parser.add_argument("--system", metavar="TEXT", help="with --interactive: the system message")
-    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="repeat N times, for timing (default: 1)")
+    parser.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help="repeat N times, for timing (default: 1)"
+    )
     options.add_engine_options(parser)
     options.add_sampling_options(parser)
-    parser.add_argument("--profile", metavar="DIR", help="write a trace of the generation to DIR (chrome://tracing, Perfetto)")
+    parser.add_argument(
+        "--profile", metavar="DIR", help="write a trace of the generation to DIR (chrome://tracing, Perfetto)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line of stdout")
     parser.add_argument("--verbose", action="store_true", help="log what happens; a traceback on errors")
     parser.set_defaults(run=run)
@@ -136,7 +142,7 @@ def measurements(llm: LLM, completion: Completion) -> dict[str, Any]:
 def summary(report: dict[str, Any]) -> str:
     """``report`` for people."""
     return (
-        f"{report['tokens_per_second']:.1f} tokens/s after {report['time_to_first_token_s'] * 1e3:.1f} ms to the first; "
+        f"{report['tokens_per_second']:.1f} tokens/s, the first after {1e3 * report['time_to_first_token_s']:.1f} ms; "
         f"{report['achieved_bandwidth_gb_s']:.2f} GB/s of weights and cache, "
         f"{report['share_of_ceiling']:.0%} of what {report['machine_bandwidth_gb_s']:.1f} GB/s allow "
         f"({report['ceiling_tokens_per_second']:.0f} tokens/s); {report['dtype']} on {report['device']}"

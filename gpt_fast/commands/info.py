@@ -29,7 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     device = pick_device(arguments.device)
     facts: dict[str, Any] = {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "read_bandwidth_gb_s": round(read_bandwidth(device.type, torch.get_num_threads()) / 1e9, 2),
@@ -46,13 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoint_facts(arguments: argparse.Namespace, device: Any, bandwidth: float) -> dict[str, Any]:
+    import torch
+
     from gpt_fast.families import read_config, read_generation_defaults
     from gpt_fast.llm import pick_dtype
     from gpt_fast.model import Transformer
     from gpt_fast.roofline import Roofline
     from gpt_fast.tokenizer import load_tokenizer
-
-    import torch
 
     config = read_config(arguments.checkpoint)
     defaults = read_generation_defaults(arguments.checkpoint)
@@ -74,5 +76,9 @@ def _checkpoint_facts(arguments: argparse.Namespace, device: Any, bandwidth: flo
         "tokenizer": type(tokenizer).__name__,
         "tokenizer_vocab_size": tokenizer.vocab_size,
         "eos_token_ids": list(defaults.eos_token_ids or tokenizer.eos_token_ids),
-        "sampling_defaults": {k: v for k, v in dataclasses.asdict(defaults.sampling).items() if k in ("temperature", "top_k", "top_p", "min_p")},
+        "sampling_defaults": {
+            k: v
+            for k, v in dataclasses.asdict(defaults.sampling).items()
+            if k in ("temperature", "top_k", "top_p", "min_p")
+        },
     }

@@ -18,7 +18,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 (default: %(default)s)")
     group.add_argument("--quantize", metavar="MODE", help="quantize the weights while loading")
-    group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile (default: on)")
+    group.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile (default: on)"
+    )
     group.add_argument("--max-seq-len", type=int, metavar="N", help="context, prompt and answer together, in tokens")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
 
@@ -31,8 +33,12 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The fields of SamplingParams."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens to generate (default: 128)")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the checkpoint's own, else 0)")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="most tokens to generate (default: 128)"
+    )
+    group.add_argument(
+        "--temperature", type=float, metavar="T", help="0 is greedy (default: the checkpoint's own, else 0)"
+    )
     group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0: all")
     group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to probability P; 1: all")
     group.add_argument("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest")

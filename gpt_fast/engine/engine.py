@@ -89,7 +89,7 @@ class Handle:
 
 
 class Engine:
-    """Runs requests on ``runner`` as ``scheduler`` decides, in a background thread from :meth:`start` to :meth:`close`."""
+    """Runs requests on ``runner`` as ``scheduler`` decides, in a thread from :meth:`start` to :meth:`close`."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, threads: int | None = None) -> None:
         self.runner = runner
@@ -179,7 +179,9 @@ class Engine:
             return
         logits = self.runner.execute(plan)
         sampled = [r for r, s in zip(requests, plan.sequences, strict=True) if s.num_logits]
-        tokens = sample(logits, [SamplingRow(r.params, r.seed, r.num_tokens) for r in sampled]).tolist() if sampled else []
+        tokens = (
+            sample(logits, [SamplingRow(r.params, r.seed, r.num_tokens) for r in sampled]).tolist() if sampled else []
+        )
         for request, sequence in zip(requests, plan.sequences, strict=True):
             self.scheduler.computed(request, len(sequence.tokens))
         self._emit(sampled, tokens)

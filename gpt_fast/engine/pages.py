@@ -126,7 +126,9 @@ class PageAllocator:
             problems.append(f"free {len(self._free)} + used {len(self._holders)} + cached {len(self._cached)} pages")
         if holders != self._holders:
             problems.append(f"held by sequences: {dict(holders)}, by the books: {dict(self._holders)}")
-        if any(self._page_of.get(d) != p for p, d in self._digest_of.items()) or len(self._page_of) != len(self._digest_of):
+        if any(self._page_of.get(d) != p for p, d in self._digest_of.items()) or len(self._page_of) != len(
+            self._digest_of
+        ):
             problems.append("digests and pages disagree")
         if any(page not in self._digest_of for page in self._cached):
             problems.append("a cached page has no digest")

@@ -48,7 +48,10 @@ class Runner:
         c = model.config
         shape = (num_pages, page_size, c.num_kv_heads, c.head_dim)
         self.cache = [
-            (torch.zeros(shape, dtype=self.dtype, device=self.device), torch.zeros(shape, dtype=self.dtype, device=self.device))
+            (
+                torch.zeros(shape, dtype=self.dtype, device=self.device),
+                torch.zeros(shape, dtype=self.dtype, device=self.device),
+            )
             for _ in range(c.num_layers)
         ]
         # Layout tensors have one shape for ever; only their contents change.
@@ -127,7 +130,9 @@ class Runner:
             self._run_shapes(report)
 
     def _run_shapes(self, report: Callable[[str], None]) -> None:
-        longest = min(self.prefill_chunk, (self.num_pages - 1) * self.page_size, self.pages_per_sequence * self.page_size)
+        longest = min(
+            self.prefill_chunk, (self.num_pages - 1) * self.page_size, self.pages_per_sequence * self.page_size
+        )
         # Twice each: the second run must find everything compiled.
         for count in (1, 1, min(2, longest), longest, min(3, longest)):
             report(f"warm-up: {count} token{'s' * (count > 1)} per step")

@@ -1,0 +1,25 @@
+"""``gpt-fast download``: fetch a checkpoint from a model hub; resumes, and checks what it got."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("download", help="fetch a checkpoint from a model hub", description=__doc__)
+    parser.add_argument("repo", metavar="REPO", help="owner/name")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit (default: the main branch)")
+    parser.add_argument("--out", metavar="DIR", help="where to (default: the hub library's cache)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Download; prints the directory on stdout."""
+    from gpt_fast.download import download
+
+    print(download(arguments.repo, revision=arguments.revision, out_dir=arguments.out))
+    print("next: gpt-fast generate --checkpoint DIR --prompt TEXT", file=sys.stderr)
+    return 0

@@ -1,0 +1,123 @@
+"""The command line as a user meets it: a real subprocess, its streams and exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def gpt_fast(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gpt_fast.cli", *map(str, arguments)],
+        cwd=ROOT,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(data_dir: Path) -> Path:
+    return data_dir / "models" / "stories260K_hf"
+
+
+def generate(checkpoint: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return gpt_fast(
+        "generate", "--checkpoint", checkpoint, "--no-compile", "--dtype", "float32", *arguments, stdin=stdin
+    )
+
+
+def test_golden_text_byte_for_byte(checkpoint: Path, data_dir: Path) -> None:
+    result = gpt_fast(
+        *("generate", "--checkpoint", checkpoint, "--prompt", "", "--max-new-tokens", "200"),
+        *("--temperature", "0", "--dtype", "float32"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == (data_dir / "golden" / "stories260K_greedy_200steps.txt").read_text()
+    assert "tokens/s" in result.stderr
+    assert "GB/s" in result.stderr
+
+
+def test_json_on_the_last_line_and_a_seed_repeats(checkpoint: Path) -> None:
+    arguments = ("--prompt", "Once", "--max-new-tokens", "12", "--temperature", "0.9", "--seed", "5", "--json")
+    first, second = (generate(checkpoint, *arguments) for _ in range(2))
+    last = json.loads(first.stdout.splitlines()[-1])
+    assert last["num_new_tokens"] == 12
+    assert last["finish_reason"] == "length"
+    assert last["token_ids"] == json.loads(second.stdout.splitlines()[-1])["token_ids"]
+    assert first.stdout.startswith(last["text"])
+    assert last["tokens_per_second"] > 0
+    assert 0 < last["share_of_ceiling"] < 10
+    assert last["achieved_bandwidth_gb_s"] > 0
+
+
+def test_prompt_from_stdin(checkpoint: Path) -> None:
+    piped = generate(checkpoint, "--prompt", "-", "--max-new-tokens", "5", stdin="Lily saw")
+    typed = generate(checkpoint, "--prompt", "Lily saw", "--max-new-tokens", "5")
+    assert piped.stdout == typed.stdout != ""
+
+
+def test_interactive_without_a_template_completes_each_line(checkpoint: Path) -> None:
+    result = generate(checkpoint, "--interactive", "--max-new-tokens", "4", stdin="Once upon\n\nLily\n")
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 2
+    assert "no chat template" in result.stderr
+
+
+def test_stop_string(checkpoint: Path) -> None:
+    result = generate(checkpoint, "--prompt", "", "--max-new-tokens", "200", "--stop", "Lily")
+    assert result.stdout == "Once upon a time, there was a little girl named "
+
+
+def test_profile_writes_a_trace_of_the_engine_thread(checkpoint: Path, tmp_path: Path) -> None:
+    result = generate(checkpoint, "--prompt", "a", "--max-new-tokens", "3", "--profile", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    trace = json.loads((tmp_path / "generate.trace.json").read_text())
+    assert any("paged_attention" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_info(checkpoint: Path) -> None:
+    result = gpt_fast("info", "--checkpoint", checkpoint, "--json", "--dtype", "float32")
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["parameters"] == 260_032
+    assert facts["weight_bytes"] == 4 * 260_032
+    assert facts["kv_bytes_per_token"] == 2 * 5 * 4 * 8 * 4
+    assert facts["eos_token_ids"] == [2]
+    assert facts["ceiling_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["generate", "--checkpoint", "CKPT"], 2, "either --prompt or --interactive"),
+        (["generate", "--checkpoint", "/nowhere", "--prompt", "a"], 1, "/nowhere"),
+        (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--temperature", "-1"], 1, "temperature"),
+        (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--dtype", "float8"], 1, "float8"),
+        (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--device", "cuda:99"], 1, "cuda:99"),
+        (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--max-new-tokens", "0"], 1, "max_tokens"),
+        (["generate", "--checkpoint", "CKPT", "--no-compile", "--prompt", "a " * 600], 1, "context of 512"),
+        (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--bogus"], 2, "--bogus"),
+        (["info", "--checkpoint", "/nowhere"], 1, "/nowhere"),
+        (["convert", "/nowhere", "--out", "OUT"], 1, "/nowhere"),
+        ([], 2, "COMMAND"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    arguments: list[str], status: int, words: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    places = {"CKPT": str(checkpoint), "OUT": str(tmp_path / "out")}
+    result = gpt_fast(*(places.get(a, a) for a in arguments))
+    assert result.returncode == status
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""

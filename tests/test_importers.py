@@ -1,0 +1,341 @@
+"""Foreign formats: the published goldens through each of them, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpt_fast.checkpoint import load_model, random_model, save_checkpoint, stored_dtype
+from gpt_fast.config import ModelConfig
+from gpt_fast.families import CheckpointError, read_config, read_generation_defaults, to_hf_config
+from gpt_fast.importers import convert
+from gpt_fast.model import Transformer
+
+TINY = ModelConfig("llama", 64, 32, 2, 4, 2, 8, 48, 128)
+
+SOURCES = {
+    "HF directory": ("stories260K", "models/stories260K_hf"),
+    "version 0": ("stories260K", "models/stories260K/stories260K.bin"),
+    "version 1": ("stories260K", "models/stories260K/stories260K_v1.bin"),
+    "second HF directory": ("llama2xs_280K", "models/llama2xs_280K_hf"),
+    "second version 0": ("llama2xs_280K", "models/llama2xs_280K/model.bin"),
+    "ckpt.pt": ("llama2xs_280K", "models/llama2xs_280K/ckpt.pt"),
+}
+
+
+def logits(model: Transformer, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens]))[0]
+
+
+def greedy(model: Transformer, tokens: list[int], length: int) -> list[int]:
+    """The plain way: the whole sequence again for each token."""
+    tokens = list(tokens)
+    while len(tokens) < length:
+        tokens.append(int(logits(model, tokens)[-1].argmax()))
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def goldens(data_dir: Path) -> dict[str, Any]:
+    """Computed in float32 by a numpy transcription of llama2.c, from the ``.bin`` files."""
+    found: dict[str, Any] = json.loads((data_dir / "golden" / "llama2c_numpy_reference.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_goldens(source: str, data_dir: Path, goldens: dict[str, Any], tmp_path: Path) -> None:
+    """Greedy tokens, logits and mean negative log-likelihood of two published models, in every format they come in."""
+    name, path = SOURCES[source]
+    golden = goldens[name]
+    convert(data_dir / path, tmp_path / "out")
+    model = load_model(tmp_path / "out", torch.float32)
+
+    assert model.config == read_config(data_dir / "models" / f"{name}_hf")
+    expected = golden["greedy_from_bos"]["tokens"]
+    assert greedy(model, [1], len(expected)) == expected
+    prompt = golden["greedy_prompt"]
+    assert greedy(model, prompt["prompt_tokens"], len(prompt["tokens"])) == prompt["tokens"]
+
+    top = logits(model, [1])[-1].topk(10)
+    assert top.indices.tolist() == [token for token, _ in golden["logits_after_bos_top10"]]
+    torch.testing.assert_close(
+        top.values, torch.tensor([value for _, value in golden["logits_after_bos_top10"]]), atol=2e-4, rtol=0
+    )
+    tokens = golden["nll"]["tokens"]
+    nll = torch.nn.functional.cross_entropy(logits(model, tokens)[:-1], torch.tensor(tokens[1:]))
+    assert float(nll) == pytest.approx(golden["nll"]["mean_nll_nats"], abs=2e-5)
+    if path.endswith("_hf"):
+        assert greedy(load_model(data_dir / path, torch.float32), [1], 40) == expected[:40]  # and without conversion
+
+
+# Files written here, as their programs write them
+
+
+def interleave(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Hugging Face's order of the rows of q or k to Meta's: pairs (i, i + D / 2) become neighbours."""
+    halves = rows.view(num_heads, 2, -1, rows.shape[-1])
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def meta_state(model: Transformer, fused: bool = True) -> dict[str, torch.Tensor]:
+    """The weights as gpt-fast (fused wqkv) or Meta name and order them."""
+    c = model.config
+    state = {
+        "tok_embeddings.weight": model.tok_embeddings.weight,
+        "norm.weight": model.norm.weight,
+        "output.weight": model.output.weight,
+    }
+    for i, layer in enumerate(model.layers):
+        q, k, v = layer.attention.wqkv.weight.split((c.q_dim, c.kv_dim, c.kv_dim))
+        q, k = interleave(q, c.num_heads), interleave(k, c.num_kv_heads)
+        w1, w3 = layer.feed_forward.w13.weight.chunk(2)
+        pieces = {
+            "attention.wo": layer.attention.wo.weight,
+            "feed_forward.w1": w1,
+            "feed_forward.w2": layer.feed_forward.w2.weight,
+            "feed_forward.w3": w3,
+            "attention_norm": layer.attention_norm.weight,
+            "ffn_norm": layer.ffn_norm.weight,
+        }
+        pieces |= (
+            {"attention.wqkv": torch.cat((q, k, v))}
+            if fused
+            else {"attention.wq": q, "attention.wk": k, "attention.wv": v}
+        )
+        state |= {f"layers.{i}.{name}.weight": value for name, value in pieces.items()}
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+@pytest.fixture
+def model() -> Transformer:
+    found = random_model(TINY, torch.float32)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.normal_(0, 0.5)
+    return found
+
+
+def assert_same(directory: Path, model: Transformer) -> None:
+    again = load_model(directory, torch.float32)
+    assert again.config == model.config
+    for (name, ours), theirs in zip(again.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+PARAMS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "max_seq_len": 128}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["gpt-fast", "Meta"])
+@pytest.mark.parametrize("given", ["config.json", "params.json", "path", "object"])
+def test_pth(given: str, fused: bool, model: Transformer, tmp_path: Path) -> None:
+    source, out = tmp_path / "in" / "a.file", tmp_path / "out"
+    source.parent.mkdir()
+    state = meta_state(model, fused)
+    state["freqs_cis"] = torch.zeros(4)
+    state["layers.0.attention.kv_cache.k_cache"] = torch.zeros(4)
+    torch.save(state, source)
+    with pytest.raises(CheckpointError, match=r"how many heads.*params.json.*llama-2-7b"):
+        convert(source, out)
+    config: Any = None
+    if given == "config.json":
+        raw = to_hf_config(TINY, "float32") | {"eos_token_id": [7, 8], "bos_token_id": 6}
+        (source.parent / given).write_text(json.dumps(raw))
+    elif given == "params.json":
+        (source.parent / given).write_text(json.dumps(PARAMS))
+    elif given == "path":
+        config = tmp_path / "somewhere.json"
+        config.write_text(json.dumps(PARAMS))
+    else:
+        config = TINY
+    convert(source, out, config=config)
+    assert_same(out, model)
+    defaults = read_generation_defaults(out)
+    expected = ((7, 8), 6) if given == "config.json" else ((), None)  # what nobody said is left to the tokenizer
+    assert (defaults.eos_token_ids, defaults.bos_token_id) == expected
+
+
+def test_pth_with_a_tied_head(tmp_path: Path) -> None:
+    tied = random_model(dataclasses.replace(TINY, tie_embeddings=True), torch.bfloat16)
+    torch.save(meta_state(tied), tmp_path / "model.pth")
+    convert(tmp_path / "model.pth", tmp_path / "out", config=TINY)
+    assert read_config(tmp_path / "out").tie_embeddings
+    assert stored_dtype(tmp_path / "out") == torch.bfloat16
+
+
+def test_llama3_params(model: Transformer, tmp_path: Path) -> None:
+    torch.save(meta_state(model, fused=False), tmp_path / "consolidated.00.pth")
+    path = tmp_path / "params.json"
+    raw = PARAMS | {"rope_theta": 500000.0, "use_scaled_rope": True}
+    path.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"rope_scaling_factor.*3.1 means 8"):
+        convert(tmp_path / "consolidated.00.pth", tmp_path / "out")
+    path.write_text(json.dumps(raw | {"rope_scaling_factor": 32}))
+    convert(tmp_path / "consolidated.00.pth", tmp_path / "out")
+    scaling = read_config(tmp_path / "out").rope_scaling
+    assert scaling is not None
+    assert (scaling.type, scaling.factor, scaling.original_max_seq_len) == ("llama3", 32.0, 8192)
+
+
+def q80(values: np.ndarray, group_size: int) -> tuple[bytes, np.ndarray]:
+    """llama2.c's symmetric int8 groups: the bytes as written, and the values that they stand for."""
+    groups = values.reshape(-1, group_size)
+    scales = (np.abs(groups).max(1, keepdims=True) / 127).astype(np.float32)
+    quants = np.round(groups / scales).astype(np.int8)
+    return quants.tobytes() + scales.tobytes(), (quants.astype(np.float32) * scales).reshape(values.shape)
+
+
+@pytest.mark.parametrize("group_size", [16, 64])  # 64 makes a group span rows of 32
+@pytest.mark.parametrize("tied", [True, False])
+def test_version_2(tied: bool, group_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt_fast.stored._CHUNK", 1000)  # several pieces a tensor
+    model = random_model(dataclasses.replace(TINY, tie_embeddings=tied), torch.float32)
+    state = meta_state(model, fused=False)
+    body = b""
+    for name in ("layers.{}.attention_norm", "layers.{}.ffn_norm"):
+        body += b"".join(state[name.format(i) + ".weight"].numpy().tobytes() for i in range(2))
+    body += state["norm.weight"].numpy().tobytes()
+    order = ["tok_embeddings.weight"]
+    for name in ("attention.wq", "attention.wk", "attention.wv", "attention.wo"):
+        order += [f"layers.{i}.{name}.weight" for i in range(2)]
+    for name in ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"):
+        order += [f"layers.{i}.{name}.weight" for i in range(2)]
+    order += [] if tied else ["output.weight"]
+    for name in order:
+        written, values = q80(state[name].numpy(), group_size)
+        body += written
+        state[name] = torch.from_numpy(values)
+    header = struct.pack("<Ii7iBi", 0x616B3432, 2, 32, 48, 2, 4, 2, 64, 128, tied, group_size)
+    path = tmp_path / "model.bin"
+    path.write_bytes(header.ljust(256, b"\0") + body)
+    convert(path, tmp_path / "out")
+    again = load_model(tmp_path / "out", torch.float32)
+    for name, expected in meta_state(again, fused=False).items():
+        assert torch.equal(expected, state["tok_embeddings.weight" if tied and name == "output.weight" else name]), name
+
+
+def test_changing_dtype_keeps_the_rest(data_dir: Path, tmp_path: Path) -> None:
+    source = data_dir / "models" / "stories260K_hf"
+    convert(source, tmp_path / "out", dtype=torch.bfloat16)
+    assert stored_dtype(tmp_path / "out") == torch.bfloat16
+    before, after = (json.loads((d / "config.json").read_text()) for d in (source, tmp_path / "out"))
+    assert after == before | {"torch_dtype": "bfloat16"}
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (source / "tokenizer.model").read_bytes()
+    convert(tmp_path / "out", tmp_path / "again")
+    for one, two in zip(
+        load_model(tmp_path / "again", torch.float32).parameters(),
+        load_model(source, torch.float32).parameters(),
+        strict=True,
+    ):
+        assert torch.equal(one, two.bfloat16().float())
+
+
+def test_tokenizers_are_told_by_content(
+    data_dir: Path, model: Transformer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "model.pth"
+    torch.save(meta_state(model), source)
+    with caplog.at_level(logging.WARNING):
+        convert(source, tmp_path / "none", config=TINY)
+    assert "no tokenizer" in caplog.text
+    for i, (path, name) in enumerate(
+        {
+            "models/stories260K/tok512.model": "tokenizer.model",
+            "tokenizers/llama3/tokenizer.model": "tokenizer.model",
+            "tokenizers/llama2/tokenizer.json": "tokenizer.json",
+        }.items()
+    ):
+        convert(source, tmp_path / str(i), tokenizer=data_dir / path, config=TINY)
+        assert sorted(p.name for p in (tmp_path / str(i)).iterdir()) == sorted(
+            ["config.json", "model.safetensors", name]
+        )
+    with pytest.raises(CheckpointError, match=r"tok512.bin is neither"):
+        convert(source, tmp_path / "x", tokenizer=data_dir / "models/stories260K/tok512.bin", config=TINY)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["layers.0.attention.wqkv.weight", "layers.0.attention.wqkv.scales"], "is quantized"),
+        (["layers.0.block_sparse_moe.gate.weight"], "mixture of experts"),
+        (["model.embed_tokens.weight"], "Hugging Face's tensor names"),
+        (["encoder.weight"], "holds no checkpoint of gpt-fast, Meta or llama2.c; it begins with encoder.weight"),
+    ],
+)
+def test_other_torch_files_are_named(keys: list[str], words: str, tmp_path: Path) -> None:
+    torch.save(dict.fromkeys(keys, torch.zeros(1)), tmp_path / "model.pth")
+    with pytest.raises(CheckpointError, match=words):
+        convert(tmp_path / "model.pth", tmp_path / "out")
+
+
+def test_wrong_heads_and_shapes(model: Transformer, tmp_path: Path) -> None:
+    source, out = tmp_path / "model.pth", tmp_path / "out"
+    state = meta_state(model)
+    torch.save(state, source)
+    with pytest.raises(CheckpointError, match="rows, not"):
+        convert(source, out, config=dataclasses.replace(TINY, num_kv_heads=4))
+    with pytest.raises(CheckpointError, match="is not a file; shape 'llama-9t' is not known"):
+        convert(source, out, config="llama-9t")
+    with pytest.raises(CheckpointError, match="does not fit its configuration"):
+        convert(source, out, config=dataclasses.replace(TINY, ffn_dim=50))
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 32}))
+    with pytest.raises(CheckpointError, match=r"params.json must give n_heads"):
+        convert(source, out)
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS | {"dim": 64}))
+    with pytest.raises(CheckpointError, match=r"params.json: dim 64"):
+        convert(source, out)
+    torch.save(state | {"layers.0.attention.lora.weight": torch.zeros(3)}, source)
+    with pytest.raises(CheckpointError, match=r"unexpected: layers.0.attention.lora.weight"):
+        convert(source, out, config=TINY)
+    assert not out.exists()
+
+
+def test_cut_and_unknown_files(data_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name, cut in (("stories260K_v1.bin", "it is cut short"), ("stories260K.bin", "no checkpoint known here")):
+        path = tmp_path / name
+        path.write_bytes((data_dir / "models" / "stories260K" / name).read_bytes()[:-4])
+        with pytest.raises(CheckpointError, match=cut):
+            convert(path, out)
+    path = tmp_path / "new.bin"
+    path.write_bytes(struct.pack("<Ii", 0x616B3432, 3).ljust(300, b"\0"))
+    with pytest.raises(CheckpointError, match="version 3 is not supported"):
+        convert(path, out)
+    for content in (b"", b"hello", b"\0" * 4096, b"PK\x03\x04rest"):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"new.bin"):
+            convert(path, out)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        convert(tmp_path / "nowhere", out)
+    assert not out.exists()
+
+
+def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk leaves no directory, and an existing one is not written into."""
+    source, out = tmp_path / "in", tmp_path / "out"
+    save_checkpoint(random_model(TINY, torch.float32), source)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpt_fast.importers.write_safetensors", full)
+        with pytest.raises(CheckpointError, match=r"out cannot be written: No space left.*GB"):
+            convert(source, out)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+    convert(source, out)
+    before = (out / "config.json").stat()
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        convert(source, out)
+    assert (out / "config.json").stat() == before
