@@ -73,7 +73,7 @@ class GPTFastHandler:
             refuse_modes(config)
             self.settings = read_settings(config, model_dir)
             for warning in self.settings.warnings:
-                log.warning("%s", warning)
+                log.warning("warning: %s", warning)  # TorchServe's log shows every line of a worker as INFO
             options = dict(self.settings.engine)
             options["device"] = pick_device(options.get("device", "auto"), ctx.system_properties.get("gpu_id"))
             log.info("loading %s with %s", self.settings.checkpoint, options)

@@ -1,6 +1,6 @@
 """Build an archive that TorchServe loads as it is: handler, package, configuration and, unless told otherwise, weights.
 
-    python -m gpt_fast.archive --checkpoint DIR [--by-reference] [--format no-archive] [--output model_store]
+    gpt-fast archive --checkpoint DIR [--by-reference] [--format no-archive] [--output model_store]
 
 torch-model-archiver does the packing. This module gives it what it cannot do itself: the package gpt_fast in a
 folder of its own (--extra-files unpacks folders), a working place that is not ``/tmp/<model name>`` (which the
@@ -9,16 +9,13 @@ archiver deletes first), and a checkpoint that is copied once, not three times, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from gpt_fast.config import ConfigError
@@ -143,43 +140,3 @@ def _run_archiver(work: Path, staging: Path, name: str, version: str, archive_fo
     command += ["--archive-format", archive_format, "--export-path", str(out)]
     subprocess.run(command, check=True, env={**os.environ, "TMPDIR": str(temporary)})
     return out / (name + SUFFIXES[archive_format])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of ``scripts/archive.sh`` and ``gpt-fast archive``; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="gpt-fast archive", description="Build an archive for TorchServe.")
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="the model: weights, config.json, tokenizer")
-    parser.add_argument("--by-reference", action="store_true", help="name the checkpoint's path, do not copy it")
-    parser.add_argument("--name", default="gpt-fast", help="the model's name in TorchServe (default: %(default)s)")
-    parser.add_argument("--version", default="1.0", help="the model's version in TorchServe (default: %(default)s)")
-    parser.add_argument(
-        "--format",
-        default="no-archive",
-        choices=list(SUFFIXES),
-        help="no-archive: a folder; default: .mar; zip-store: .mar without compression (default: %(default)s)",
-    )
-    parser.add_argument("--config", default=ROOT / "model_config.yaml", help="default: %(default)s")
-    parser.add_argument("--output", default="model_store", metavar="DIR", help="where to (default: %(default)s)")
-    args = parser.parse_args(argv)
-    try:
-        path = build_archive(
-            args.checkpoint,
-            name=args.name,
-            version=args.version,
-            archive_format=args.format,
-            config=args.config,
-            output=args.output,
-            by_reference=args.by_reference,
-        )
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except subprocess.CalledProcessError as error:
-        print(f"error: torch-model-archiver ended with status {error.returncode}", file=sys.stderr)
-        return 1
-    print(path)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

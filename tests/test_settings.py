@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,15 @@ def test_a_checkpoint_in_the_archives_root_is_found(tmp_path: Path) -> None:
         read(tmp_path, checkpoint="auto")
     (tmp_path / "pytorch_model.bin").touch()
     assert read(tmp_path).checkpoint == tmp_path
+
+
+def test_config_properties_is_for_this_machine_only() -> None:
+    """Loopback addresses, no URL to load models from, no model API, and authorisation left on."""
+    lines = (line.partition("=") for line in (ROOT / "config.properties").read_text().splitlines())
+    properties = {key: value for key, _, value in lines if not key.startswith("#")}
+    addresses = {key: value for key, value in properties.items() if key.endswith("address")}
+    assert len(addresses) == 5
+    assert all("127.0.0.1" in value for value in addresses.values())
+    assert not re.fullmatch(properties["allowed_urls"], "file:///tmp/model.mar")
+    assert properties["enable_model_api"] == "false"
+    assert "disable_token_authorization" not in properties

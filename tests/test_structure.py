@@ -18,9 +18,9 @@ PACKAGE = ROOT / "gpt_fast"
 # place here: that is the moment to ask where it belongs.
 LAYERS = (
     {"config", "settings", "params", "outputs", "roofline", "kernels"},
-    {"tokenizer", "chat", "families", "family_table", "stored", "safetensors_file", "importers"},
+    {"tokenizer", "chat", "families", "family_table", "shapes", "stored", "safetensors_file", "llama2c", "download"},
     {"attention", "model"},
-    {"checkpoint"},  # above the model: it returns one that is filled
+    {"checkpoint", "importers"},  # above the model: a checkpoint is loaded into one
     {"quantize", "parallel"},
     {"sampling"},
     {"engine"},

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+import argparse
+import subprocess
+import sys
 from typing import Any
 
-from gpt_fast import archive
+from gpt_fast.archive import ROOT, SUFFIXES, build_archive
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("archive", help="build an archive for TorchServe", description=__doc__)
-    archive.add_arguments(parser)
-    parser.set_defaults(run=archive.run)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="the model: weights, config.json, tokenizer")
+    parser.add_argument("--by-reference", action="store_true", help="name the checkpoint's path, do not copy it")
+    parser.add_argument("--name", default="gpt-fast", help="the model's name in TorchServe (default: %(default)s)")
+    parser.add_argument("--version", default="1.0", help="the model's version in TorchServe (default: %(default)s)")
+    parser.add_argument(
+        "--format",
+        default="no-archive",
+        choices=list(SUFFIXES),
+        help="no-archive: a folder; default: .mar; zip-store: .mar without compression (default: %(default)s)",
+    )
+    parser.add_argument("--config", default=ROOT / "model_config.yaml", help="default: %(default)s")
+    parser.add_argument("--output", default="model_store", metavar="DIR", help="where to (default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Build it; prints its path on stdout."""
+    try:
+        path = build_archive(
+            arguments.checkpoint,
+            name=arguments.name,
+            version=arguments.version,
+            archive_format=arguments.format,
+            config=arguments.config,
+            output=arguments.output,
+            by_reference=arguments.by_reference,
+        )
+    except subprocess.CalledProcessError as error:
+        print(f"gpt-fast archive: torch-model-archiver ended with status {error.returncode}", file=sys.stderr)
+        return 1
+    print(path)
+    return 0

@@ -15,23 +15,24 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="tokenizer to put beside it (default: found next to SOURCE)"
     )
-    parser.add_argument("--config", metavar="FILE", help="config.json or params.json of a .pth that has none beside it")
-    parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16, float16 (default: as stored)")
-    parser.add_argument("--force", action="store_true", help="replace DIR if it exists")
+    parser.add_argument("--config", metavar="FILE", help="config.json, params.json or a shape's name, for a bare .pth")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as stored")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert; the directory appears whole or not at all."""
+    import torch
+
     from gpt_fast.importers import convert
 
     convert(
         arguments.source,
         arguments.out,
-        tokenizer=arguments.tokenizer,
+        arguments.tokenizer,
+        getattr(torch, arguments.dtype) if arguments.dtype else None,
         config=arguments.config,
-        dtype=arguments.dtype,
-        force=arguments.force,
+        progress=True,
     )
     print(f"wrote {arguments.out}", file=sys.stderr)
     return 0

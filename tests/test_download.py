@@ -1,0 +1,223 @@
+"""Downloads, against a hub on the loopback interface that answers as the real one does."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+import torch
+
+from gpt_fast.checkpoint import load_model, random_model, save_checkpoint
+from gpt_fast.config import ModelConfig
+from gpt_fast.download import DownloadError, choose, download
+
+COMMIT = "a" * 40
+TINY = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """``repos``: name -> file name -> content. ``gated``: names that need the token ``good``."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.gated: set[str] = set()
+        self.broken: set[str] = set()
+        self.served: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        path = unquote(urlsplit(self.path).path)
+        query = parse_qs(urlsplit(self.path).query)
+        if path.startswith("/api/models/"):
+            repo, _, rest = path.removeprefix("/api/models/").partition("/revision/")
+            repo, _, tree = repo.partition("/tree/")
+            revision = rest or tree or "main"
+        else:
+            repo, _, rest = path[1:].partition("/resolve/")
+            revision, _, name = rest.partition("/")
+        if repo in self.server.broken:
+            return self.reply(503, b"", {}, body)
+        if repo not in self.server.repos:
+            return self.reply(401, b"", {"X-Error-Code": "RepoNotFound"}, body)
+        if repo in self.server.gated and self.headers.get("Authorization") != "Bearer good":
+            status = 403 if self.headers.get("Authorization") else 401
+            return self.reply(status, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "restricted"}, body)
+        if revision not in ("main", COMMIT):
+            return self.reply(404, b"", {"X-Error-Code": "RevisionNotFound"}, body)
+        files = self.server.repos[repo]
+        if path.startswith("/api/"):
+            if "/tree/" in path:
+                listing = [
+                    {"type": "file", "path": n, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
+                    for n, c in files.items()
+                ]
+            else:
+                siblings = [{"rfilename": n} for n in files]
+                listing = {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings, "tags": []}
+            assert query is not None
+            return self.reply(200, json.dumps(listing).encode(), {"Content-Type": "application/json"}, body)
+        if name not in files:
+            return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"}, body)
+        if body:
+            self.server.served.append(name)
+        etag = hashlib.sha1(files[name]).hexdigest()
+        return self.reply(200, files[name], {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, body)
+
+    def reply(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+
+@pytest.fixture
+def hub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nonexistent")
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> dict[str, bytes]:
+    """The files of a repository with a model and much that nobody here needs."""
+    save_checkpoint(random_model(TINY, torch.float32), tmp_path / "made")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    others = (
+        "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "LICENSE",
+        "README.md", "modeling_evil.py", "pytorch_model.bin", "optimizer.pt", "training_args.bin", "flax.msgpack",
+        "pytorch_model.bin.index.json", "original/consolidated.00.pth", "onnx/model.safetensors",
+    )  # fmt: skip
+    files |= {
+        name: json.dumps({"name": name}).encode() for name in others
+    }  # distinct: the cache stores equal ones once
+    return files
+
+
+WANTED = [
+    "LICENSE", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "tokenizer_config.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["cache", "directory"])
+def test_the_needed_files_and_no_others(where: str, hub: Hub, checkpoint: dict[str, bytes], tmp_path: Path) -> None:
+    hub.repos["some/model"] = checkpoint
+    out = tmp_path / "out" if where == "directory" else None
+    path = download("some/model", out_dir=out, endpoint=hub.url)
+    assert sorted(hub.served) == WANTED
+    for name in WANTED:
+        assert (path / name).read_bytes() == checkpoint[name]
+    if out is not None:
+        assert path == out.resolve()
+    assert load_model(path, torch.float32).config == TINY
+    hub.served.clear()
+    assert download("some/model", out_dir=out, endpoint=hub.url) == path
+    assert hub.served == []  # a second time finds everything
+
+
+def test_a_revision(hub: Hub, checkpoint: dict[str, bytes]) -> None:
+    hub.repos["some/model"] = checkpoint
+    assert download("some/model", revision=COMMIT, endpoint=hub.url).name == COMMIT
+    with pytest.raises(DownloadError, match="has no revision 'v7'"):
+        download("some/model", revision="v7", endpoint=hub.url)
+
+
+def test_gated(hub: Hub, checkpoint: dict[str, bytes]) -> None:
+    hub.repos["some/model"] = checkpoint
+    hub.gated.add("some/model")
+    for token in (None, "bad"):  # 401, then 403
+        with pytest.raises(DownloadError, match=r"some/model is gated: accept its licence.*HF_TOKEN"):
+            download("some/model", token=token, endpoint=hub.url)
+    assert (download("some/model", token="good", endpoint=hub.url) / "config.json").is_file()
+
+
+def test_what_is_not_there(hub: Hub, checkpoint: dict[str, bytes]) -> None:
+    with pytest.raises(DownloadError, match=r"no/where does not exist on the Hub, or is private"):
+        download("no/where", endpoint=hub.url)
+    with pytest.raises(DownloadError, match=r"is not the name of a repository"):
+        download("a/b/c", endpoint=hub.url)
+    hub.repos["some/dataset"] = {"README.md": b""}
+    with pytest.raises(DownloadError, match=r"no weights in .safetensors"):
+        download("some/dataset", endpoint=hub.url)
+    hub.repos["some/weights"] = {"model.safetensors": b""}
+    with pytest.raises(DownloadError, match=r"has no config.json"):
+        download("some/weights", endpoint=hub.url)
+    hub.repos["some/model"] = checkpoint
+    hub.broken.add("some/model")
+    with pytest.raises(DownloadError, match="the Hub answered 503"):
+        download("some/model", endpoint=hub.url)
+
+
+def test_no_network(hub: Hub) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(DownloadError, match=r"the Hub cannot be reached.*check the network"):
+            download("some/model", endpoint=url)
+
+
+def test_an_old_directory_is_not_taken_for_the_download(
+    hub: Hub, checkpoint: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library returns a directory that holds something else when the hub fails after the listing."""
+    hub.repos["some/model"] = checkpoint
+    (tmp_path / "old.txt").write_text("old")
+    monkeypatch.setattr("gpt_fast.download.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(DownloadError, match=r"files did not arrive"):
+        download("some/model", out_dir=tmp_path, endpoint=hub.url)
+
+
+def test_full_disk(hub: Hub, checkpoint: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["some/model"] = checkpoint
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gpt_fast.download.snapshot_download", full)
+    with pytest.raises(DownloadError, match=r"no space left for it in .*out"):
+        download("some/model", out_dir=tmp_path / "out", endpoint=hub.url)
+
+
+def test_choice_of_files() -> None:
+    both = ["config.json", "model-1.safetensors", "model.safetensors.index.json", "pytorch_model-1.bin"]
+    both += ["pytorch_model.bin.index.json"]
+    assert choose(both, "r") == ["config.json", "model-1.safetensors", "model.safetensors.index.json"]
+    old = [name for name in both if "safetensors" not in name] + ["training_args.bin", "tokenizer.model"]
+    assert choose(old, "r") == ["config.json", "pytorch_model-1.bin", "pytorch_model.bin.index.json", "tokenizer.model"]
