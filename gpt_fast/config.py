@@ -109,6 +109,7 @@ class EngineConfig:
     compile: bool = True
     max_seq_len: int | None = None  # tokens, prompt and completion together; None: what the model was made for
     max_batch: int = 8  # sequences decoded together
+    max_waiting: int | None = None  # requests that may queue; None: any number
     prefill_chunk: int = 512  # prompt tokens computed per step
     page_size: int = 16  # tokens per KV-cache page
     num_pages: int | None = None  # None: room for max_batch sequences of max_seq_len
@@ -120,7 +121,7 @@ class EngineConfig:
         choices("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         for name in ("max_batch", "prefill_chunk", "page_size"):
             at_least(name, getattr(self, name), 1)
-        for name in ("max_seq_len", "num_pages", "threads"):
+        for name in ("max_seq_len", "max_waiting", "num_pages", "threads"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
 

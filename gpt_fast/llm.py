@@ -15,7 +15,8 @@ import torch
 
 from gpt_fast.checkpoint import load_model
 from gpt_fast.config import ConfigError, EngineConfig, ModelConfig, from_mapping
-from gpt_fast.engine.engine import Engine, Handle
+from gpt_fast.engine.engine import Engine
+from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
@@ -25,6 +26,7 @@ from gpt_fast.families import read_config, read_generation_defaults
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import RequestError, SamplingParams
 from gpt_fast.roofline import Roofline, read_bandwidth
+from gpt_fast.structured import GrammarCompiler
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerMissing, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class LLM:
         self.model = load_model(self.checkpoint, dtype=self.dtype, device=self.device, progress=progress)
         self.model.eval()
         loaded = time.perf_counter()
+        self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
         self._engine = self._build_engine()
         self._ids = itertools.count()
         self._engine.start(self._warm_up)
@@ -92,7 +95,7 @@ class LLM:
         dynamic_from = scaling.original_max_seq_len if scaling is not None and scaling.type == "dynamic" else 0
         pages = PageAllocator(num_pages, o.page_size, o.prefix_cache)
         scheduler = Scheduler(pages, o.max_batch, o.prefill_chunk, salt_by_length=dynamic_from)
-        return Engine(runner, scheduler, threads=o.threads)
+        return Engine(runner, scheduler, max_waiting=o.max_waiting, threads=o.threads)
 
     def _warm_up(self) -> None:
         self._engine.runner.warm_up()
@@ -129,9 +132,11 @@ class LLM:
         """Complete ``prompt`` piece by piece. Raises RequestError at once; leaving the iterator cancels the request."""
         return iter(self.submit(prompt, params))
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
-        """Queue ``prompt`` and return its handle: poll, wait, cancel."""
-        return self._engine.add(self.prepare(prompt, params))
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, max_uncollected: int | None = None
+    ) -> Handle:
+        """Queue ``prompt`` and return its handle: poll, wait, cancel. ``max_uncollected``: see ``Handle``."""
+        return self._engine.add(self.prepare(prompt, params), max_uncollected)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Check and encode one request. Raises RequestError naming the field that is wrong."""
@@ -146,11 +151,11 @@ class LLM:
                 "context_length_exceeded",
             )
         eos_ids = () if resolved.ignore_eos else self.eos_token_ids
-        bad = [t for t in resolved.stop_token_ids if t >= self.config.vocab_size]
-        if bad:
-            raise RequestError(
-                f"token id {bad[0]} is not below the vocabulary size {self.config.vocab_size}", "stop_token_ids"
-            )
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(resolved, name):
+                if token >= self.config.vocab_size:
+                    message = f"token id {token} in {name} is not below the vocabulary size {self.config.vocab_size}"
+                    raise RequestError(message, name)
         seed = secrets.randbits(63) if resolved.seed is None else resolved.seed
         return Request(
             id=f"{os.getpid()}-{next(self._ids)}",
@@ -160,6 +165,7 @@ class LLM:
             max_tokens=min(room, resolved.max_tokens or room),
             end_ids=frozenset((*eos_ids, *resolved.stop_token_ids)),
             text=TextStream(Detokenizer(self.tokenizer, token_ids), resolved.stop),
+            grammar=self._grammars.compile(resolved),
         )
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class TokenLogprobs(NamedTuple):
+    """A token's log probability, and the likeliest tokens in its place as (token id, log probability)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -13,6 +21,7 @@ class Timings:
     """Seconds on the monotonic clock's scale, all measured from the request's arrival except ``decode_s``."""
 
     queue_s: float = 0.0  # until first scheduled
+    prefill_s: float = 0.0  # from there to the first token
     first_token_s: float = 0.0
     total_s: float = 0.0
     decode_s: float = 0.0  # from the first token to the last
@@ -24,12 +33,17 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request."""
+    """A finished request.
+
+    ``logprobs``: one entry per token, where they were asked for. ``prompt_logprobs``: one per prompt token, None for
+    the first, which nothing predicts.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    logprobs: None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     timings: Timings = field(default_factory=Timings)
@@ -43,3 +57,4 @@ class Delta:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()

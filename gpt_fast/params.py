@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_SAMPLES = 16
 
 
 class RequestError(ValueError):
@@ -30,8 +34,10 @@ class RequestError(ValueError):
 class SamplingParams:
     """How one completion is sampled and when it ends. Field names as in vLLM.
 
-    Order of operations: temperature, min_p, top_k, top_p; what is left is renormalised and sampled with noise
-    that depends on (seed, position) alone, so that an answer does not depend on what else is in the batch.
+    Order of operations: grammar (``json_schema``, ``regex``, ``choice``), ``min_tokens``, ``logit_bias``, penalties
+    (repetition, then frequency and presence), temperature, min_p, top_k, top_p; what is left is renormalised and
+    sampled with noise that depends on (seed, position) alone, so that an answer does not depend on what else is in
+    the batch.
 
     ``max_tokens`` (alias ``max_new_tokens``): most tokens to generate; None: as many as fit.
     ``temperature`` 0 is greedy. None: the checkpoint's own default; where it has none, greedy, unless top_k, top_p
@@ -40,6 +46,14 @@ class SamplingParams:
     ``seed`` None: drawn afresh for each request.
     ``stop``: strings that end the completion and are not part of it. ``stop_token_ids``: the same by token.
     ``ignore_eos``: go on past the end-of-sequence tokens. ``min_tokens``: no end before so many tokens.
+    ``presence_penalty`` and ``frequency_penalty`` (OpenAI): subtracted from the logit of every token generated so far,
+    once, or once for each time. ``repetition_penalty`` (Keskar et al. 2019, arXiv 1909.05858): divides positive and
+    multiplies negative logits of tokens in prompt and completion. ``logit_bias``: token id to a number added.
+    ``n``: completions of the same prompt; the i-th one is drawn with seed + i.
+    ``logprobs``: log probabilities of each token and of so many likeliest ones, of the model's own distribution, before
+    anything above. ``prompt_logprobs``: the same of the prompt's tokens.
+    ``json_schema`` (an object), ``regex``, ``choice`` (strings): the completion must match.
+    ``timeout_s``: seconds after which the request is aborted.
     """
 
     max_tokens: int | None = 128
@@ -52,6 +66,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    json_schema: Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    timeout_s: float | None = None
     max_new_tokens: dataclasses.InitVar[int | None] = None
 
     def __post_init__(self, max_new_tokens: int | None) -> None:
@@ -63,8 +88,9 @@ class SamplingParams:
             object.__setattr__(self, "stop", (stop,))
         elif isinstance(stop, list):
             object.__setattr__(self, "stop", tuple(stop))
-        if isinstance(self.stop_token_ids, list):
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop_token_ids", "choice"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         self._validate()
 
     def _validate(self) -> None:
@@ -87,7 +113,51 @@ class SamplingParams:
             raise RequestError(
                 f"ignore_eos must be true or false, not {self.ignore_eos!r}", "ignore_eos", "invalid_type"
             )
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_below=True)
+        _integer("n", self.n, 1, MAX_SAMPLES)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.timeout_s is not None:
+            _number("timeout_s", self.timeout_s, 0.0, 86400.0, open_below=True)
         self._validate_stops()
+        self._validate_bias()
+        self._validate_grammar()
+
+    def _validate_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError("logit_bias must map token ids to numbers", "logit_bias", "invalid_type")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise RequestError(f"logit_bias has more than {MAX_LOGIT_BIASES} entries", "logit_bias")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, 2**31)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+    def _validate_grammar(self) -> None:
+        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RequestError(f"{given[0]} and {given[1]} exclude each other", given[1])
+        if self.json_schema is not None and not isinstance(self.json_schema, Mapping):
+            raise RequestError("json_schema must be a JSON object", "json_schema", "invalid_type")
+        if self.regex is not None and not isinstance(self.regex, str):
+            raise RequestError("regex must be a string", "regex", "invalid_type")
+        choice = self.choice
+        if choice is not None and not (
+            isinstance(choice, tuple) and choice and all(isinstance(c, str) and c for c in choice)
+        ):
+            raise RequestError("choice must be a list of at least one non-empty string", "choice", "invalid_type")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether any penalty applies."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the completion must match something."""
+        return self.json_schema is not None or self.regex is not None or self.choice is not None
 
     def _validate_stops(self) -> None:
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):

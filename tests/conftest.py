@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,14 @@ def data_dir() -> Path:
     if not path.is_dir():
         pytest.skip(f"needs the public test data, and {path} is absent (set GPT_FAST_TEST_DATA)")
     return path
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from threads, and on a busy machine threads that wait for each other lose a lot."""
+    import torch  # not at the top: many tests do without it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

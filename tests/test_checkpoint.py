@@ -22,6 +22,8 @@ from gpt_fast.safetensors_file import read_safetensors, write_safetensors
 from gpt_fast.shapes import SHAPES, shape
 from gpt_fast.stored import Slice, StoredTensor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = ModelConfig("llama", 64, 32, 2, 4, 2, 8, 48, 128)
 
 

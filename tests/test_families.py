@@ -23,6 +23,8 @@ from gpt_fast.families import (
     to_hf_config,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
 

@@ -19,6 +19,8 @@ from gpt_fast.families import CheckpointError, read_config, read_generation_defa
 from gpt_fast.importers import convert
 from gpt_fast.model import Transformer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = ModelConfig("llama", 64, 32, 2, 4, 2, 8, 48, 128)
 
 SOURCES = {

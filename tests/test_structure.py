@@ -22,10 +22,10 @@ LAYERS = (
     {"attention", "model"},
     {"checkpoint", "importers"},  # above the model: a checkpoint is loaded into one
     {"quantize", "parallel"},
-    {"sampling"},
+    {"sampling", "structured"},
     {"engine"},
     {"llm"},
-    {"protocol", "metrics", "bench", "evaluate", "hf", "archive", "commands", "cli"},
+    {"protocol", "metrics", "bench", "load", "plots", "evaluate", "hf", "archive", "commands", "cli"},
     {"handler"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

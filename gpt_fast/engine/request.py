@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
 
 from gpt_fast.engine.text import TextStream
-from gpt_fast.outputs import Completion, FinishReason, Timings
+from gpt_fast.outputs import Completion, FinishReason, Timings, TokenLogprobs
 from gpt_fast.params import SamplingParams
 
 
@@ -18,6 +19,20 @@ class Status(Enum):
     WAITING = "waiting"  # holds no pages
     RUNNING = "running"  # holds pages; prefilling while num_computed < num_tokens - 1, then decoding
     FINISHED = "finished"
+
+
+class Grammar(Protocol):
+    """What constrains a completion; structured.py makes them."""
+
+    def allowed(self) -> Any:
+        """[V] bool tensor of the tokens that may come next."""
+
+    def advance(self, token: int) -> None:
+        """Take note of the token that came."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing may follow."""
 
 
 @dataclass(eq=False)
@@ -31,6 +46,7 @@ class Request:
     max_tokens: int  # params.max_tokens, limited by the context
     end_ids: frozenset[int]  # tokens that end the completion
     text: TextStream
+    grammar: Grammar | None = None
     num_prompt: int = 0
     arrival: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
@@ -44,13 +60,23 @@ class Request:
     first_token: float | None = None
     last_token: float | None = None
     finish_reason: FinishReason | None = None
+    held: bool = False  # its caller has not fetched enough of what it was given: pause it
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def deadline(self) -> float:
+        """When to give up, on the monotonic clock."""
+        return self.arrival + (self.params.timeout_s or float("inf"))
 
     @property
     def output_ids(self) -> list[int]:
@@ -63,6 +89,8 @@ class Request:
     def append(self, token: int, now: float) -> str:
         """Take one generated token; returns the text that became certain. Sets ``finish_reason`` at the end."""
         self.token_ids.append(token)
+        if self.grammar is not None:
+            self.grammar.advance(token)
         self.first_token = self.first_token or now
         self.last_token = now
         may_end = self.num_output >= self.params.min_tokens
@@ -72,6 +100,8 @@ class Request:
         if self.text.stopped:
             self.finish_reason = "stop"
             return text
+        if self.grammar is not None and self.grammar.complete:
+            return text + self._finish("stop")
         return text + self._finish("length") if self.num_output >= self.max_tokens else text
 
     def _finish(self, reason: FinishReason) -> str:
@@ -90,8 +120,11 @@ class Request:
             finish_reason=self.finish_reason,
             num_prompt_tokens=self.num_prompt,
             num_cached_tokens=self.num_cached,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             timings=Timings(
                 queue_s=(self.first_scheduled or now) - self.arrival,
+                prefill_s=first - (self.first_scheduled or now),
                 first_token_s=first - self.arrival,
                 total_s=now - self.arrival,
                 decode_s=last - first,

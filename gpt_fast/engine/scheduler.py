@@ -60,7 +60,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        """Whether :meth:`schedule` could find something to compute."""
+        return bool(self.waiting) or any(not r.held for r in self.running)
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -74,6 +75,8 @@ class Scheduler:
         for request in list(self.running):
             if request.status is not Status.RUNNING:
                 continue  # preempted by an older one in this very loop
+            if request.held:
+                continue
             pending = request.num_tokens - request.num_computed
             count = 1 if pending == 1 else min(pending, budget)
             if count and self._reserve(request, request.num_computed + count):
@@ -93,11 +96,14 @@ class Scheduler:
 
     def _sequence_plan(self, request: Request, count: int) -> SequencePlan:
         start = request.num_computed
+        num_logits = 1 if start + count == request.num_tokens else 0
+        if request.params.prompt_logprobs is not None and start < request.num_prompt:
+            num_logits = count
         return SequencePlan(
             tokens=tuple(request.token_ids[start : start + count]),
             start=start,
             pages=tuple(request.pages),
-            num_logits=1 if start + count == request.num_tokens else 0,
+            num_logits=num_logits,
             prompt_len=request.num_prompt,
         )
 
@@ -131,7 +137,8 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Start a waiting request if the pages for all its tokens so far are there."""
         salt = self._salt(request)
-        found = self.pages.match(request.token_ids, salt)
+        whole = request.params.prompt_logprobs is None  # else the logits of every prompt token are wanted
+        found = self.pages.match(request.token_ids, salt) if whole else []
         fresh = self.pages.allocate(self._pages_for(request.num_tokens) - len(found))
         if fresh is None:
             self.pages.release(found)

@@ -1,0 +1,105 @@
+"""A running request as its caller sees it: text arrives here, any thread may fetch it or cancel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gpt_fast.engine.request import Request
+from gpt_fast.outputs import Completion, Delta
+
+if TYPE_CHECKING:
+    from gpt_fast.engine.engine import Engine
+
+
+class EngineError(RuntimeError):
+    """The engine has stopped; the message says why."""
+
+
+class RequestFailedError(RuntimeError):
+    """One request failed inside the engine, which goes on; the message says why."""
+
+
+class Handle:
+    """``completion`` is there once the request has ended, ``error`` when it failed.
+
+    With ``max_uncollected`` the request pauses while that many tokens have not been fetched, and is given up if nobody
+    comes for them, so that the engine never runs ahead of a caller that is gone.
+    """
+
+    def __init__(self, request: Request, engine: Engine, max_uncollected: int | None = None) -> None:
+        self.id = request.id
+        self.request = request
+        self.completion: Completion | None = None
+        self.error: Exception | None = None
+        self.held_since = float("inf")  # monotonic seconds
+        self._engine = engine
+        self._changed = engine.changed
+        self._max_uncollected = max_uncollected or float("inf")
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._num_fetched = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.completion is not None or self.error is not None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`poll` would return something or raise."""
+        return bool(self._tokens) or self.finished
+
+    def poll(self) -> Delta | None:
+        """What is new since the last call, or None. Raises the request's error."""
+        with self._changed:
+            return self._take()
+
+    def wait(self, timeout_s: float | None = None) -> Delta | None:
+        """Like :meth:`poll`, but waits for something new; None after ``timeout_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_news, timeout_s)
+            return self._take()
+
+    def cancel(self) -> None:
+        """Stop the request within a step and give its pages back. Harmless when it has finished."""
+        self._engine.cancel(self.id)
+
+    def __iter__(self) -> Iterator[Delta]:
+        """All deltas to the end; leaving early cancels the request."""
+        try:
+            while True:
+                delta = self.wait()
+                if delta is not None:
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+        finally:
+            if not self.finished:
+                self.cancel()
+
+    def _take(self) -> Delta | None:
+        if not self.has_news:
+            return None
+        if self.error is not None:
+            raise self.error
+        text, tokens = "".join(self._text), tuple(self._tokens)
+        self._text.clear()
+        self._tokens.clear()
+        if self.request.held:
+            self.request.held, self.held_since = False, float("inf")
+            self._changed.notify_all()
+        done = self.completion
+        logprobs = tuple(self.request.logprobs[self._num_fetched : self._num_fetched + len(tokens)])
+        self._num_fetched += len(tokens)
+        return Delta(text, tokens, done.finish_reason if done else None, done, logprobs)
+
+    # The engine's side, called with the lock held.
+
+    def put(self, text: str, token: int) -> None:
+        """One more token, and the text that became certain with it."""
+        self._text.append(text)
+        self._tokens.append(token)
+        if len(self._tokens) >= self._max_uncollected:
+            self.request.held, self.held_since = True, time.monotonic()
