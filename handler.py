@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,6 @@ from gpt_fast.protocol import native  # noqa: E402
 from gpt_fast.protocol.body import read_body  # noqa: E402
 from gpt_fast.settings import HandlerSettings, read_settings  # noqa: E402
 
-PHRASES = {400: "Bad Request", 404: "Not Found", 413: "Request Entity Too Large", 500: "Internal Server Error"}
 EXIT_AFTER_S = 1.0  # a worker that cannot go on: long enough for its last answer to leave
 
 
@@ -153,7 +153,7 @@ class GPTFastHandler:
 
 def refuse(ctx: Any, index: int, status: int, message: str, param: str | None, code: str | None) -> str:
     """Set the status and content type of one entry's answer, and return its body."""
-    ctx.set_response_status(status, PHRASES.get(status, "Error"), index)
+    ctx.set_response_status(status, HTTPStatus(status).phrase, index)
     ctx.set_response_content_type(index, native.JSON_TYPE)
     return native.error_body(message, status, param, code)
 

@@ -112,13 +112,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | None = None,
     ) -> Completion | list[Completion]:
-        """Complete one prompt (a string or token ids) or a list of them; returns one completion or a list in order.
+        """Complete one prompt (a string or token ids) or a list of them; returns one completion or a list in order,
+        with ``params.n`` > 1 that many of each prompt, one after the other.
 
         Raises RequestError for a prompt or parameters that cannot be served, before anything runs.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
-        requests = [self.prepare(prompt, params) for prompt in several]
+        params = params or SamplingParams()
+        requests = [self.prepare(prompt, sample) for prompt in several for sample in params.samples()]
         handles = [self._engine.add(request) for request in requests]
         try:
             completions = [_completion(handle) for handle in handles]
@@ -126,7 +128,7 @@ class LLM:
             for handle in handles:
                 handle.cancel()
             raise
-        return completions[0] if single else completions
+        return completions[0] if single and params.n == 1 else completions
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete ``prompt`` piece by piece. Raises RequestError at once; leaving the iterator cancels the request."""
@@ -202,6 +204,21 @@ class LLM:
         """The ceiling of decoding one sequence here, by this machine's measured bandwidth."""
         bandwidth = read_bandwidth(self.device.type, torch.get_num_threads())
         return Roofline(self.model.bytes_per_token(context_len, self.dtype.itemsize), bandwidth)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence had to give its pages back and was computed again."""
+        return self._engine.scheduler.num_preemptions
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of all prompt tokens that were found in the prefix cache."""
+        pages = self._engine.scheduler.pages
+        return pages.hits / pages.queries if pages.queries else 0.0
+
+    def check_idle(self, timeout_s: float = 5.0) -> None:
+        """Wait until nothing runs, then raise RuntimeError unless every page is free or cached and accounted for."""
+        self._engine.check_idle(timeout_s)
 
     def close(self) -> None:
         """Abort what runs and end the engine's thread."""

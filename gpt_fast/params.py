@@ -172,6 +172,13 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31)
 
+    def samples(self) -> tuple[SamplingParams, ...]:
+        """``n`` single requests; the i-th has seed + i."""
+        if self.n == 1:
+            return (self,)
+        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
+        return tuple(dataclasses.replace(self, n=1, seed=seed) for seed in seeds)
+
     def resolved(self, defaults: SamplingParams | None = None) -> SamplingParams:
         """A copy in which no field of sampling is None, from the checkpoint's ``defaults`` (generation_config.json)."""
         d = defaults or SamplingParams()

@@ -275,9 +275,10 @@ class Recipe:
     config: ModelConfig
     num_steps: int
     batch_rows: int
-    lr: float
+    lr: float = 6e-3  # of AdamW, at its peak
+    muon_lr: float = 0.02
     weight_decay: float = 0.1
-    warmup: int = 100  # steps
+    warmup: int = 50  # steps
     decay: float = 0.4  # share of the steps, the last ones
     distill: float = 0.0
     eval_every: int = 250  # steps
@@ -291,8 +292,8 @@ def shape(dim: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim
 
 
 # Every matrix is a multiple of 32 wide, also when it is shared among four ranks.
-TARGET = Recipe("target", shape(256, 4, 8, 4, 32, 640), num_steps=3200, batch_rows=4, lr=3e-3)
-DRAFT = Recipe("draft", shape(96, 2, 4, 2, 32, 192), num_steps=3000, batch_rows=4, lr=6e-3, distill=0.9)
+TARGET = Recipe("target", shape(256, 4, 8, 4, 32, 640), num_steps=1800, batch_rows=6)
+DRAFT = Recipe("draft", shape(96, 2, 4, 2, 32, 192), num_steps=1800, batch_rows=6, distill=0.9)
 
 
 @dataclass
@@ -337,24 +338,62 @@ class Objective(torch.nn.Module):
         return (1 - self.distill) * loss + self.distill * (distance * real).sum() / real.sum()
 
 
-def optimizer_for(model: Transformer, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms alone."""
-    weights = list(model.parameters())
-    groups = [
-        {"params": [w for w in weights if w.dim() == 2], "weight_decay": recipe.weight_decay},
-        {"params": [w for w in weights if w.dim() != 2], "weight_decay": 0.0},
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made nearly orthogonal, for hidden matrices (Jordan et al. 2024, kellerjordan.github.io).
+
+    On this corpus it needs about half of AdamW's steps. ``torch.optim.Muon`` computes in bfloat16, which costs a CPU
+    without such instructions twenty times the time of float32. ``sections``: rows of the matrices fused in a weight.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every weight by its gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                average = state.setdefault("average", torch.zeros_like(weight))
+                average.lerp_(weight.grad, 1 - group["momentum"])
+                update = weight.grad.lerp(average, group["momentum"])
+                update = torch.cat([orthogonal(part) for part in update.split(group["sections"] or len(update))])
+                weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+
+
+def orthogonal(matrix: Tensor, num_steps: int = 5) -> Tensor:
+    """Singular values pushed to about 1 by Newton-Schulz steps, times sqrt(rows / columns) where that is above 1."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return (x.T if tall else x) * math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))
+
+
+def optimizers_for(model: Transformer, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for the embedding and the norms; each group keeps its peak rate."""
+    c = recipe.config
+    sections = {"wqkv.weight": [c.q_dim, c.kv_dim, c.kv_dim], "w13.weight": [c.ffn_dim, c.ffn_dim]}
+    blocks = {name: w for name, w in model.named_parameters() if w.dim() == 2 and name.startswith("layers.")}
+    matrices = [{"params": [w], "sections": sections.get(".".join(n.split(".")[-2:]))} for n, w in blocks.items()]
+    others = [w for name, w in model.named_parameters() if name not in blocks]
+    out = [
+        Muon(matrices, recipe.muon_lr, recipe.weight_decay),
+        torch.optim.AdamW(others, recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
+    for group in itertools.chain.from_iterable(o.param_groups for o in out):
+        group["peak"] = group["lr"]
+    return out
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up, then constant, then linear down to zero.
+def rate(recipe: Recipe, step: int) -> float:
+    """Learning rate as a share of its peak: a linear warm-up, then constant, then linear down to zero.
 
     Until the decay begins nothing depends on ``num_steps``, so a resumed run may be made longer or shorter.
     """
-    rise = (step + 1) / recipe.warmup
-    fall = (recipe.num_steps - step) / (recipe.decay * recipe.num_steps)
-    return recipe.lr * min(1.0, rise, fall)
+    return min(1.0, (step + 1) / recipe.warmup, (recipe.num_steps - step) / (recipe.decay * recipe.num_steps))
 
 
 @torch.no_grad()
@@ -424,14 +463,15 @@ class Setting:
 def train(recipe: Recipe, setting: Setting, teacher: Transformer | None = None) -> tuple[Transformer, Progress]:
     """Train by ``recipe``; returns the model with the least held-out loss, in evaluation mode, and its history."""
     model = build(recipe.config, setting.seed)
-    optimizer = optimizer_for(model, recipe)
+    optimizers = optimizers_for(model, recipe)
     progress, best = Progress(), {k: v.clone() for k, v in model.state_dict().items()}
     state_file = setting.state_dir / f"{recipe.name}.pt"
     if setting.resume and state_file.exists():
         state = torch.load(state_file, weights_only=True)
         check_same(recipe, state, state_file)
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
         progress, best = Progress(**state["progress"]), state["best"]
     objective: Any = Objective(model, teacher, recipe.distill)
     if setting.compile:
@@ -441,13 +481,14 @@ def train(recipe: Recipe, setting: Setting, teacher: Transformer | None = None) 
     bar = tqdm(total=recipe.num_steps, initial=progress.step, desc=recipe.name, mininterval=10, unit="step")
     clock, smooth = time.monotonic(), math.nan
     while progress.step < recipe.num_steps:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe, progress.step)
+        for group in itertools.chain.from_iterable(o.param_groups for o in optimizers):
+            group["lr"] = group["peak"] * rate(recipe, progress.step)
         loss = objective(*next(data))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         progress.step += 1
         smooth = loss.item() if math.isnan(smooth) else 0.98 * smooth + 0.02 * loss.item()
         bar.set_postfix(loss=f"{smooth:.3f}", heldout=f"{progress.best_loss:.3f}", refresh=False)
@@ -463,7 +504,7 @@ def train(recipe: Recipe, setting: Setting, teacher: Transformer | None = None) 
         bar.write(sample(model, setting.tokenizer, PROMPTS[0], 0.8, progress.step, max_tokens=80), file=sys.stderr)
         progress.seconds += time.monotonic() - clock
         clock = time.monotonic()
-        save_state(state_file, recipe, model, optimizer, progress, best)
+        save_state(state_file, recipe, model, optimizers, progress, best)
     bar.close()
     model.load_state_dict(best)
     return model.eval().requires_grad_(False), progress
@@ -481,7 +522,7 @@ def save_state(
     file: Path,
     recipe: Recipe,
     model: Transformer,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     progress: Progress,
     best: dict[str, Tensor],
 ) -> None:
@@ -489,7 +530,7 @@ def save_state(
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     identity = {"recipe": repr(replace(recipe, num_steps=0)), "num_steps": recipe.num_steps, "progress": vars(progress)}
-    weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "best": best}
+    weights = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "best": best}
     torch.save(identity | weights, partial)
     partial.replace(file)
 
@@ -617,12 +658,12 @@ def model_card(
     """The README.md of the pair; ``rates`` is what :func:`agreement` measured."""
     num_chars = sum(map(len, corpus.heldout))
     train_mb = sum(len(s.encode()) for s in corpus.train) / 1e6
+    first = results[0].recipe
     recipes = "; ".join(
-        f"{r.recipe.name} {r.recipe.num_steps} steps of {r.recipe.batch_rows} x {CONTEXT} tokens, peak learning rate "
-        f"{r.recipe.lr:g}" + (f", {r.recipe.distill:.0%} of the loss against the target's distribution"
-                              if r.recipe.distill else "")
+        f"{r.recipe.name} {r.recipe.num_steps} steps of {r.recipe.batch_rows} x {CONTEXT} tokens"
+        + (f", {r.recipe.distill:.0%} of the loss against the target's distribution" if r.recipe.distill else "")
         for r in results
-    )  # fmt: skip
+    )
     curves = "\n".join(
         f"{r.recipe.name} (kept: step {r.progress.best_step}): "
         + ", ".join(f"{step}: {loss:.3f}" for step, loss in r.progress.history)
@@ -659,9 +700,10 @@ licence CDLA-Sharing-1.0): excerpts of its training and validation parts, {len(c
 were dropped. {corpus.num_recased:,} of them came lower-cased and got their capitals from what the cased stories do
 with the same words. The held-out stories are chosen by a hash of their text; `--write-heldout FILE` writes them.
 
-Seed {setting.seed}; {recipes}. AdamW (betas 0.9 and 0.95, weight decay 0.1), gradients clipped to norm 1, learning
-rate up in {results[0].recipe.warmup} steps and down to zero over the last {results[0].recipe.decay:.0%}, float32, whole
-stories packed into rows. Trained on {machine}.
+Seed {setting.seed}; {recipes}. Muon for the matrices of the blocks (peak learning rate {first.muon_lr}, weight decay
+{first.weight_decay}), AdamW for the embedding and the norms ({first.lr}, betas 0.9 and 0.95); rates up in {first.warmup}
+steps and down to zero over the last {first.decay:.0%}; gradients clipped to norm 1; float32; whole stories packed into
+rows. Trained on {machine}.
 
 Held-out loss by step:
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt_fast.params import SamplingParams
-from gpt_fast.sampling import SamplingRow, invert, probabilities, sample, uniform
+from gpt_fast.sampling import SamplingRow, adjust, invert, logprobs, probabilities, sample, uniform
 
 
 def row(position: int = 5, seed: int = 0, **fields: float) -> SamplingRow:
@@ -99,3 +99,41 @@ def test_uniform_is_a_function_of_seed_position_and_stream() -> None:
 def test_inversion_never_leaves_the_support(noise: float) -> None:
     probs = torch.tensor([[0.0, 0.3, 0.7, 0.0]])
     assert int(invert(probs, torch.tensor([noise], dtype=torch.float64))) in (1, 2)
+
+
+def test_penalties_bias_and_min_tokens_act_on_their_tokens_alone() -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.5, 0.0, 3.0]])
+
+    def adjusted(tokens: list[int], num_prompt: int, **fields: object) -> list[float]:
+        params = SamplingParams(temperature=0.0, **fields).resolved()  # type: ignore[arg-type]
+        rows = [SamplingRow(params, 0, len(tokens), tokens, num_prompt, frozenset({4}))]
+        return adjust(logits, rows)[0].tolist()
+
+    # token 0 in the prompt, 1 generated twice, 2 generated once
+    tokens = [0, 1, 1, 2]
+    assert adjusted(tokens, 1, presence_penalty=0.5) == [2.0, -1.5, 0.0, 0.0, 3.0]
+    assert adjusted(tokens, 1, frequency_penalty=0.5) == [2.0, -2.0, 0.0, 0.0, 3.0]
+    assert adjusted(tokens, 1, repetition_penalty=2.0) == [1.0, -2.0, 0.25, 0.0, 3.0]
+    assert adjusted(tokens, 1, logit_bias={3: 5.0, 0: -100.0}) == [-98.0, -1.0, 0.5, 5.0, 3.0]
+    assert adjusted(tokens, 1, min_tokens=4) == [2.0, -1.0, 0.5, 0.0, -torch.inf]
+    assert adjusted(tokens, 1, min_tokens=3) == logits[0].tolist()
+    # bias comes before the penalties: 0.5 + 1 is halved
+    assert adjusted(tokens, 1, repetition_penalty=2.0, logit_bias={2: 1.0})[2] == 0.75
+
+
+def test_adjusting_one_row_leaves_the_others() -> None:
+    logits = torch.randn(3, 40)
+    penalised = SamplingRow(SamplingParams(repetition_penalty=2.0).resolved(), 0, 3, [1, 2, 3], 1)
+    out = adjust(logits, [row(), penalised, row(temperature=0.0)])
+    assert torch.equal(out[0], logits[0])
+    assert torch.equal(out[2], logits[2])
+    assert not torch.equal(out[1], logits[1])
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    found = logprobs(LOGITS.expand(2, 5), [3, 0], [2, 0])
+    assert found[0].token == 3
+    assert found[0].logprob == pytest.approx(float(LOGITS[3]))
+    assert [token for token, _ in found[0].top] == [0, 1]
+    assert found[0].top[1][1] == pytest.approx(float(LOGITS[1]))
+    assert found[1].top == ()

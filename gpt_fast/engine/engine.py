@@ -110,6 +110,15 @@ class Engine:
                 self._cancelled.add(request_id)
                 self.changed.notify_all()
 
+    def check_idle(self, timeout_s: float) -> None:
+        """Wait until no request is left; raise RuntimeError if one is after ``timeout_s`` or a page is astray."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: not self._handles and not self._inbox, timeout_s):
+                raise RuntimeError(f"{len(self._handles)} requests are still running")
+            self.scheduler.check_integrity()
+            if self.scheduler.pages.num_used:
+                raise RuntimeError(f"{self.scheduler.pages.num_used} pages are still in use")
+
     def close(self) -> None:
         """Abort what runs, end the thread, wait for it."""
         with self.changed:

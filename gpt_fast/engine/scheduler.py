@@ -57,6 +57,7 @@ class Scheduler:
         self._salt_by_length = salt_by_length
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
+        self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -132,6 +133,7 @@ class Scheduler:
         self._drop_pages(request)
         request.status = Status.WAITING
         request.num_preemptions += 1
+        self.num_preemptions += 1
         self.waiting.appendleft(request)
 
     def _admit(self, request: Request) -> bool:

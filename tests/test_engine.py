@@ -1,0 +1,257 @@
+"""The engine under load: answers do not depend on company, nothing leaks, one request's fault stays its own."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import families_table
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt_fast import LLM, Completion, RequestError, SamplingParams
+from gpt_fast.engine.handle import EngineError, RequestFailedError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    families_table.FAMILIES["llama"]().save_pretrained(directory)
+    return directory
+
+
+def load(checkpoint: Path, **options: Any) -> LLM:
+    return LLM(checkpoint, **{"dtype": "float32", "compile": False, "max_seq_len": 128, **options})
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with load(checkpoint) as llm:
+        yield llm
+
+
+def mixed_requests(count: int = 40) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 1 to 70 tokens, many with a common beginning; every third greedy, the others seeded."""
+    draw = random.Random(0)
+    common = [draw.randrange(3, 260) for _ in range(48)]
+    requests = []
+    for i in range(count):
+        prompt = common[: draw.choice([0, 0, 16, 40, 48])] + [draw.randrange(3, 260) for _ in range(draw.randrange(1, 22))]
+        temperature = 0.0 if i % 3 == 0 else 1.0
+        top_p = 0.9 if i % 3 == 1 else None
+        params = SamplingParams(
+            max_tokens=draw.randrange(1, 30), temperature=temperature, top_p=top_p, seed=i, ignore_eos=True
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+def answers(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[tuple[int, ...]]:
+    """All of them, arriving while others run."""
+    draw = random.Random(1)
+    handles = []
+    for prompt, params in requests:
+        handles.append(llm.submit(prompt, params))
+        time.sleep(draw.choice([0, 0, 0.002, 0.01]))
+    found = [[d.completion for d in handle if d.completion is not None][-1] for handle in handles]
+    llm.check_idle()
+    return [completion.token_ids for completion in found]
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> list[tuple[int, ...]]:
+    """The truth: one request at a time, nothing cached, prompts in one piece."""
+    with load(checkpoint, max_batch=1, prefix_cache=False) as llm:
+        return [one(llm, prompt, params).token_ids for prompt, params in mixed_requests()]
+
+
+def one(llm: LLM, prompt: list[int], params: SamplingParams) -> Completion:
+    completion = llm.generate(prompt, params)
+    assert isinstance(completion, Completion)
+    return completion
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefix_cache": False},
+        {"prefill_chunk": 7, "page_size": 4},
+        {"max_batch": 16, "num_pages": 13},  # 208 tokens for all: sequences are preempted all the time
+        {"max_batch": 3, "page_size": 1},
+    ],
+    ids=["batch", "no prefix cache", "chunks", "preemption", "pages of one"],
+)
+def test_the_same_answers_in_any_company(
+    checkpoint: Path, alone: list[tuple[int, ...]], options: dict[str, Any]
+) -> None:
+    with load(checkpoint, **options) as llm:
+        assert answers(llm, mixed_requests()) == alone
+        if "num_pages" in options:
+            assert llm.num_preemptions > 0
+        if options.get("prefix_cache", True):
+            assert llm.prefix_hit_rate > 0.05
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_random_arrivals_cancellations_and_shortages_keep_the_books(
+    checkpoint: Path, alone: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    requests = mixed_requests()
+    llm = BOOKS.setdefault("llm", load(checkpoint, max_batch=5, num_pages=11, prefill_chunk=24))
+    chosen = data.draw(st.lists(st.integers(0, len(requests) - 1), min_size=1, max_size=10))
+    delays = data.draw(st.lists(st.sampled_from([0.0, 0.001, 0.004]), min_size=len(chosen), max_size=len(chosen)))
+    cancelled = data.draw(st.sets(st.integers(0, len(chosen) - 1)))
+    handles = []
+    for i, which in enumerate(chosen):
+        handles.append(llm.submit(*requests[which]))
+        time.sleep(delays[i])
+        if i in cancelled:
+            handles[data.draw(st.integers(0, i))].cancel()
+    for which, handle in zip(chosen, handles, strict=True):
+        tokens = [token for delta in handle for token in delta.token_ids]
+        assert handle.completion is not None
+        expected = alone[which]
+        if handle.completion.finish_reason == "abort":
+            expected = expected[: len(tokens)]
+        assert tuple(tokens) == expected
+    llm.check_idle()
+
+
+BOOKS: dict[str, LLM] = {}
+
+
+def test_cancelling_stops_within_a_step_and_frees_the_pages(llm: LLM) -> None:
+    handle = llm.submit([5] * 20, SamplingParams(max_tokens=100, ignore_eos=True))
+    assert handle.wait() is not None
+    handle.cancel()
+    last = list(handle)[-1]
+    assert last.finish_reason == "abort"
+    assert last.completion is not None
+    assert len(last.completion.token_ids) < 100
+    llm.check_idle()
+
+
+def test_leaving_a_stream_early_cancels(llm: LLM) -> None:
+    for _ in llm.stream([5] * 20, SamplingParams(max_tokens=100, ignore_eos=True)):
+        break
+    llm.check_idle()
+
+
+def test_a_deadline_aborts(llm: LLM) -> None:
+    done = one(llm, [5], SamplingParams(max_tokens=120, ignore_eos=True, timeout_s=0.01))
+    assert done.finish_reason == "abort"
+    llm.check_idle()
+
+
+def test_nobody_fetching_pauses_the_request_and_not_the_others(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    ignored = llm.submit([7, 8], params, max_uncollected=5)
+    whole = one(llm, [7, 8], params)
+    assert len(whole.token_ids) == 60
+    assert ignored.request.num_output == 5
+    assert tuple(t for d in ignored for t in d.token_ids) == whole.token_ids  # and it goes on when fetched
+
+
+def test_what_nobody_fetches_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt_fast.engine.engine.ABANDONED_S", 0.1)
+    handle = llm.submit([7, 8], SamplingParams(max_tokens=60, ignore_eos=True), max_uncollected=5)
+    for _ in range(100):
+        time.sleep(0.05)
+        if handle.finished:
+            break
+    assert handle.completion is not None
+    assert handle.completion.finish_reason == "abort"
+    llm.check_idle()
+
+
+def test_queue_limit(checkpoint: Path) -> None:
+    with load(checkpoint, max_batch=1, max_waiting=2) as llm:
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        handles = []
+        with pytest.raises(RequestError) as caught:
+            for _ in range(5):
+                handles.append(llm.submit([3], params))
+        assert caught.value.status == 503
+        assert caught.value.code == "queue_full"
+        assert 2 <= len(handles) <= 4
+        for handle in handles:
+            assert list(handle)[-1].finish_reason == "length"
+
+
+def test_a_fault_in_one_request_ends_that_one_alone(llm: LLM) -> None:
+    class Broken:
+        complete = False
+
+        def allowed(self) -> torch.Tensor:
+            raise ValueError("this grammar is broken")
+
+        def advance(self, token: int) -> None:
+            raise AssertionError
+
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    expected = one(llm, [9, 9], params).token_ids
+    request = llm.prepare([9, 9], params)
+    request.grammar = Broken()
+    bad, good = llm._engine.add(request), llm.submit([9, 9], params)
+    with pytest.raises(RequestFailedError, match="this grammar is broken"):
+        list(bad)
+    assert tuple(t for d in good for t in d.token_ids) == expected
+    llm.check_idle()
+
+
+def test_when_the_engine_dies_everyone_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(checkpoint) as llm:
+        handle = llm.submit([3], SamplingParams(max_tokens=100, ignore_eos=True))
+
+        def broken(plan: Any) -> None:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(llm._engine.runner, "execute", broken)
+        with pytest.raises(EngineError, match="the device is gone"):
+            list(handle)
+        with pytest.raises(EngineError, match="the device is gone"):
+            llm.submit([3])
+
+
+def test_closing_ends_what_runs(checkpoint: Path) -> None:
+    llm = load(checkpoint)
+    handle = llm.submit([3], SamplingParams(max_tokens=100, ignore_eos=True))
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        list(handle)
+
+
+def test_logprobs_of_prompt_and_completion(llm: LLM, checkpoint: Path) -> None:
+    prompt = [5, 6, 7, 8, 9] * 9
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    for _ in range(2):  # the second time the prefix is cached, and must be computed all the same
+        done = one(llm, prompt, params)
+        with torch.no_grad():
+            tokens = torch.tensor([[*prompt, *done.token_ids]])
+            table = llm.model(tokens)[0].log_softmax(-1)
+        expected = [float(table[i, t]) for i, t in enumerate([*prompt, *done.token_ids][1:])]
+        assert done.prompt_logprobs is not None
+        assert done.logprobs is not None
+        assert done.prompt_logprobs[0] is None
+        entries = [*done.prompt_logprobs[1:], *done.logprobs]
+        assert [e.token for e in entries if e] == [*prompt, *done.token_ids][1:]
+        assert [e.logprob for e in entries if e] == pytest.approx(expected, abs=1e-4)
+        assert all(e.top[0][0] == e.token for e in done.logprobs)  # greedy
+
+
+def test_several_samples_of_one_prompt(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, n=3, ignore_eos=True)
+    several = llm.generate([5, 6], params)
+    assert isinstance(several, list)
+    assert len({c.token_ids for c in several}) == 3
+    single = one(llm, [5, 6], SamplingParams(max_tokens=8, temperature=1.0, seed=4, ignore_eos=True))
+    assert several[1].token_ids == single.token_ids
