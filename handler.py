@@ -1,8 +1,9 @@
 """The TorchServe adapter: requests in, text out as it is generated. No model code; that is the package gpt_fast.
 
-TorchServe wants exactly one class in this module and calls its ``initialize`` once in each worker, then ``handle``
-with a batch. This is the sync mode (``batchSize: 1``): one request at a time, each new piece of text sent at once
-as an intermediate response, the last one returned.
+TorchServe wants exactly one class in this module and calls its ``initialize`` once in each worker, then ``handle``.
+Continuous batching (``continuousBatching: true``) is the main mode: every call brings all active requests, new ones
+with their body, and takes what each has to say; the engine runs in a thread of its own meanwhile. In sync mode
+(``batchSize: 1``) a call is one request from beginning to end, its pieces sent as intermediate responses.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -47,15 +49,19 @@ def _find_package() -> None:
 
 _find_package()
 
-from gpt_fast.engine.engine import EngineError  # noqa: E402
+from gpt_fast.config import ConfigError  # noqa: E402
+from gpt_fast.engine.handle import EngineError  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
-from gpt_fast.outputs import Delta  # noqa: E402
 from gpt_fast.params import RequestError  # noqa: E402
 from gpt_fast.protocol import native  # noqa: E402
 from gpt_fast.protocol.body import read_body  # noqa: E402
+from gpt_fast.protocol.job import Job  # noqa: E402
+from gpt_fast.serving import Piece, Session, as_request_error, wait_for_news  # noqa: E402
 from gpt_fast.settings import HandlerSettings, read_settings  # noqa: E402
 
 EXIT_AFTER_S = 1.0  # a worker that cannot go on: long enough for its last answer to leave
+EXCHANGE_S = 0.1  # a call returns after this long even if nobody has anything to say: new requests wait outside
+PAUSE_S = 0.004  # between two pieces of one stream: a call costs TorchServe about 1.4 ms of a core
 
 
 class GPTFastHandler:
@@ -64,13 +70,16 @@ class GPTFastHandler:
     def __init__(self) -> None:
         self.settings: HandlerSettings
         self.llm: Any = None  # an LLM, or what tests put in its place
+        self.continuous = False
+        self.sessions: dict[str, Session] = {}  # by TorchServe's request id; continuous batching alone
+        self.last_exchange = 0.0  # monotonic seconds
 
     def initialize(self, ctx: Any) -> None:
         """Load, compile and warm up. Raises RuntimeError: TorchServe passes no other exception's message on."""
         model_dir = Path(ctx.system_properties["model_dir"])
         config = ctx.model_yaml_config or {}
         try:
-            refuse_modes(config)
+            self.continuous = serves_continuously(config)
             self.settings = read_settings(config, model_dir)
             for warning in self.settings.warnings:
                 log.warning("warning: %s", warning)  # TorchServe's log shows every line of a worker as INFO
@@ -91,29 +100,73 @@ class GPTFastHandler:
         return LLM(checkpoint, **options)
 
     def handle(self, data: list[Mapping[str, Any]], ctx: Any) -> list[str]:
-        """One answer for each entry of ``data``; a request's own fault never raises, it would fail the others."""
-        return [self.answer(index, entry, ctx) for index, entry in enumerate(data)]
+        """One piece for each entry of ``data``; a request's own fault never raises, it would fail the others."""
+        return self.exchange(data, ctx) if self.continuous else [self.answer(i, e, ctx) for i, e in enumerate(data)]
+
+    # Continuous batching.
+
+    def exchange(self, data: list[Mapping[str, Any]], ctx: Any) -> list[str]:
+        """Take in the ids not seen before, drop those that are missing, return what the others have to say.
+
+        An entry that has said nothing yet is left out of the answer (TorchServe then asks again): its status is still
+        open, so that a request that fails in the queue gets an error of its own and not an empty success.
+        """
+        ids: dict[int, str] = dict(ctx.request_ids)
+        for gone in self.sessions.keys() - set(ids.values()):
+            self.sessions.pop(gone).cancel()
+        pieces: dict[int, Piece] = {}
+        for index, request_id in ids.items():
+            if request_id not in self.sessions:
+                try:
+                    self.sessions[request_id] = self.open(index, data[index], ctx)
+                except Exception as error:
+                    pieces[index] = self.refused(ctx, index, error)
+        if not pieces:
+            wait_for_news(self.llm, self.sessions.values(), EXCHANGE_S, PAUSE_S, self.last_exchange)
+        self.last_exchange = time.monotonic()
+        for index, request_id in ids.items():
+            if request_id in self.sessions:
+                piece = self.take(ctx, index, self.sessions[request_id])
+                if piece is None:
+                    del ctx.request_ids[index]
+                    continue
+                pieces[index] = piece
+                if piece.last:
+                    del self.sessions[request_id]
+        # None: not a stream. A stream whose first message was its last would have no HTTP headers.
+        ctx.stopping_criteria = [stops(pieces.get(index)) for index in range(len(data))]
+        return [pieces[index].text if index in pieces else "" for index in range(len(data))]
+
+    # Sync mode.
 
     def answer(self, index: int, entry: Mapping[str, Any], ctx: Any) -> str:
         """Serve one entry; returns its last piece of text, or the whole answer when nothing was streamed."""
         try:
-            request = self.parse(index, entry, ctx)
-            deltas = self.llm.stream(request.prompt, request.params)
-        except RequestError as error:
-            return refuse(ctx, index, error.status, error.message, error.param, error.code)
+            session = self.open(index, entry, ctx)
         except Exception as error:
-            return self.failed(ctx, index, error, sent=False)
-        ctx.set_response_status(200, "OK", index)  # left alone, the status line would have no phrase
-        if request.stream:
-            return self.stream(index, deltas, ctx)
+            return self.refused(ctx, index, error).text
+        receivers = {index: ctx.request_ids[index]}
         try:
-            completion = next(d.completion for d in deltas if finished(d) and d.completion is not None)
-        except Exception as error:
-            return self.failed(ctx, index, error, sent=False)
-        ctx.set_response_content_type(index, native.JSON_TYPE)
-        return native.completion_body(completion, request.return_token_ids)
+            while True:
+                wait_for_news(self.llm, [session], EXCHANGE_S, 0.0, 0.0)
+                piece = self.take(ctx, index, session)
+                if piece is not None and piece.last:
+                    return piece.text
+                if piece is not None:
+                    send_intermediate_predict_response({index: piece.text}, receivers, "Streaming", 200, ctx)
+        except BaseException:  # the connection to TorchServe is gone, and with it whom to answer
+            session.cancel()
+            raise
 
-    def parse(self, index: int, entry: Mapping[str, Any], ctx: Any) -> native.NativeRequest:
+    # Both.
+
+    def open(self, index: int, entry: Mapping[str, Any], ctx: Any) -> Session:
+        """Start serving one entry. Raises RequestError."""
+        session = Session(self.llm, self.parse(index, entry, ctx), announce=self.continuous)
+        ctx.set_response_status(200, "OK", index)  # left alone, the status line would have no phrase
+        return session
+
+    def parse(self, index: int, entry: Mapping[str, Any], ctx: Any) -> Job:
         """The request in ``entry``. Raises RequestError."""
         route = ctx.get_request_header(index, "url_path")
         if route:
@@ -121,50 +174,58 @@ class GPTFastHandler:
         body = read_body(entry, self.settings.max_body_bytes, content_length(ctx.get_all_request_header(index)))
         return native.parse_request(body, self.settings.max_new_tokens, self.settings.stream)
 
-    def stream(self, index: int, deltas: Iterator[Delta], ctx: Any) -> str:
-        """Send every piece but the last as soon as it is there."""
-        ctx.set_response_content_type(index, native.TEXT_TYPE)
-        receivers = {index: ctx.request_ids[index]}
-        sent = False
+    def take(self, ctx: Any, index: int, session: Session) -> Piece | None:
+        """The session's next piece, its content type set."""
         try:
-            for delta in deltas:
-                if finished(delta):
-                    return delta.text
-                if delta.text:
-                    send_intermediate_predict_response({index: delta.text}, receivers, "Streaming", 200, ctx)
-                    sent = True
-        except Exception as error:
-            return self.failed(ctx, index, error, sent)
-        return ""
+            piece = session.take()
+        except RequestError as error:
+            return self.refused(ctx, index, error)
+        if session.failure is not None:
+            self.end_if_fatal(session.failure)
+        if piece is not None:
+            ctx.set_response_status(200, "OK", index)
+            ctx.set_response_content_type(index, session.job.content_type)
+        return piece
 
-    def failed(self, ctx: Any, index: int, error: Exception, sent: bool) -> str:
-        """Answer a request that the engine could not finish, and end the worker if no other can be either."""
-        log.error("request %s failed", ctx.get_request_id(index), exc_info=error)
-        if isinstance(error, OSError):
-            raise error  # the connection to TorchServe is gone, and with it whom to answer
-        if fatal(error):
+    def refused(self, ctx: Any, index: int, error: Exception) -> Piece:
+        """The whole answer to a request that failed before its first piece."""
+        self.end_if_fatal(error)
+        failure = as_request_error(error)
+        ctx.set_response_status(failure.status, HTTPStatus(failure.status).phrase, index)
+        ctx.set_response_content_type(index, native.JSON_TYPE)
+        if failure.retry_after_s is not None:
+            ctx.set_response_header(index, "Retry-After", str(failure.retry_after_s))
+        return Piece(native.error_body(failure), last=True, plain=True)
+
+    def end_if_fatal(self, error: BaseException) -> None:
+        """End this worker when no request can be served any more; TorchServe starts another."""
+        if fatal(error.__cause__ or error):
             log.critical("no request can be served any more; this worker ends and TorchServe starts another")
             threading.Timer(EXIT_AFTER_S, os._exit, (1,)).start()
-        message = f"the request failed: {type(error).__name__}; see the worker's log"
-        if sent:  # status and headers are gone; the body is the only place left to say it
-            return "\n" + native.error_body(message, 500, None, "internal_error")
-        return refuse(ctx, index, 500, message, None, "internal_error")
 
 
-def refuse(ctx: Any, index: int, status: int, message: str, param: str | None, code: str | None) -> str:
-    """Set the status and content type of one entry's answer, and return its body."""
-    ctx.set_response_status(status, HTTPStatus(status).phrase, index)
-    ctx.set_response_content_type(index, native.JSON_TYPE)
-    return native.error_body(message, status, param, code)
+def stops(piece: Piece | None) -> Callable[[Any], bool | None]:
+    """What TorchServe asks after each piece: True, it was the last; False, more follows; None, it was all there is."""
+    return lambda _: None if piece is None or piece.plain else piece.last
 
 
-def refuse_modes(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for the ways of TorchServe to call a handler that this one does not serve."""
-    for mode in ("continuousBatching", "asyncCommunication", "sequenceBatching"):
+def serves_continuously(config: Mapping[str, Any]) -> bool:
+    """Which of the two modes ``config`` asks for. Raises ConfigError for other ways of TorchServe to call a handler."""
+    for mode in ("asyncCommunication", "sequenceBatching"):
         if config.get(mode):
-            raise ValueError(f"{mode} in model_config.yaml is not supported; leave it out")
-    if config.get("batchSize", 1) != 1:
-        raise ValueError("batchSize in model_config.yaml must be 1: requests of one batch would wait for each other")
+            raise ConfigError(f"{mode} in model_config.yaml is not supported; leave it out")
+    continuous = bool(config.get("continuousBatching"))
+    if continuous and config.get("maxWorkers", 1) != 1:
+        raise ConfigError(
+            "continuousBatching needs maxWorkers: 1 in model_config.yaml: an idle second worker stalls the busy one. "
+            "Leave continuousBatching out to run several workers"
+        )
+    if not continuous and config.get("batchSize", 1) != 1:
+        raise ConfigError(
+            "batchSize in model_config.yaml must be 1 without continuousBatching: true, "
+            "since requests of one batch would wait for each other"
+        )
+    return continuous
 
 
 def pick_device(name: str, gpu_id: int | None) -> str:
@@ -182,14 +243,7 @@ def content_length(headers: Mapping[str, Any]) -> int | None:
     return None
 
 
-def finished(delta: Delta) -> bool:
-    """Whether ``delta`` is the last one. Raises EngineError if the engine gave the request up; nobody cancels here."""
-    if delta.finish_reason == "abort":
-        raise EngineError("the engine stopped in the middle of the request")
-    return delta.finish_reason is not None
-
-
-def fatal(error: Exception) -> bool:
+def fatal(error: BaseException) -> bool:
     """Whether every later request would fail as well: the engine has stopped, or the device is lost to this process.
 
     A CUDA assertion is such a loss: TorchServe would answer 507 for ever and call itself healthy. Running out of

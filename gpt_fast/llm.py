@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,8 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.engine.text import TextStream
-from gpt_fast.families import read_config, read_generation_defaults
+from gpt_fast.families import GenerationDefaults, read_config, read_generation_defaults
+from gpt_fast.model import Transformer
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import RequestError, SamplingParams
 from gpt_fast.roofline import Roofline, read_bandwidth
@@ -46,28 +48,63 @@ class LLM:
 
     def __init__(self, checkpoint: str | Path, *, progress: bool = False, **options: Any) -> None:
         self.checkpoint = Path(checkpoint)
-        self.engine_config = from_mapping(EngineConfig, options, "LLM()")
-        options_ = self.engine_config
-        if options_.quantize is not None:
-            raise ConfigError(f"quantize: {options_.quantize!r} is not supported yet; leave it out")
-        if options_.threads is not None:
-            torch.set_num_threads(options_.threads)
+        self._configure(options)
         begin = time.perf_counter()
         self.config: ModelConfig = read_config(self.checkpoint)
         self.defaults = read_generation_defaults(self.checkpoint)
         self.tokenizer = self._load_tokenizer()
-        self.device = pick_device(options_.device)
-        self.dtype = pick_dtype(options_.dtype, self.device, self.config)
-        self.max_seq_len = options_.max_seq_len or self.config.max_seq_len
+        self.device = pick_device(self.engine_config.device)
+        self.dtype = pick_dtype(self.engine_config.dtype, self.device, self.config)
         self.model = load_model(self.checkpoint, dtype=self.dtype, device=self.device, progress=progress)
+        self.load_s = time.perf_counter() - begin
+        self._start()
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Transformer,
+        *,
+        tokenizer: Tokenizer | None = None,
+        defaults: GenerationDefaults | None = None,
+        **options: Any,
+    ) -> LLM:
+        """Serve ``model`` as it is, on its device and in its dtype: random weights, or a model built in memory.
+
+        Without a ``tokenizer`` prompts are token ids and completions have no text. ``options`` are the fields of
+        EngineConfig, except ``device`` and ``dtype``. Raises ConfigError. There is no ``checkpoint`` attribute.
+        """
+        for name in ("device", "dtype"):
+            if name in options:
+                raise ConfigError(f"{name} is the model's own here; leave it out")
+        self = cls.__new__(cls)
+        self._configure(options)
+        self.config = model.config
+        self.defaults = defaults or GenerationDefaults((), None, SamplingParams())
+        self.tokenizer = tokenizer
+        self.device = model.tok_embeddings.weight.device
+        self.dtype = model.norm.weight.dtype
+        self.model = model
+        self.load_s = 0.0
+        self._start()
+        return self
+
+    def _configure(self, options: dict[str, Any]) -> None:
+        self.engine_config = from_mapping(EngineConfig, options, "LLM()")
+        if self.engine_config.quantize is not None:
+            raise ConfigError(f"quantize: {self.engine_config.quantize!r} is not supported yet; leave it out")
+        if self.engine_config.threads is not None:
+            torch.set_num_threads(self.engine_config.threads)
+
+    def _start(self) -> None:
+        """Build the engine around the model and warm it up."""
+        begin = time.perf_counter()
+        self.max_seq_len = self.engine_config.max_seq_len or self.config.max_seq_len
         self.model.eval()
-        loaded = time.perf_counter()
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
         self._engine = self._build_engine()
         self._ids = itertools.count()
         self._engine.start(self._warm_up)
-        self.load_s = loaded - begin
-        self.warm_up_s = time.perf_counter() - loaded
+        self.warm_up_s = time.perf_counter() - begin
         log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
 
     def _load_tokenizer(self) -> Tokenizer | None:
@@ -204,6 +241,11 @@ class LLM:
         """The ceiling of decoding one sequence here, by this machine's measured bandwidth."""
         bandwidth = read_bandwidth(self.device.type, torch.get_num_threads())
         return Roofline(self.model.bytes_per_token(context_len, self.dtype.itemsize), bandwidth)
+
+    @property
+    def changed(self) -> threading.Condition:
+        """Notified whenever a request has something new; hold it to look at several handles at once."""
+        return self._engine.changed
 
     @property
     def num_preemptions(self) -> int:

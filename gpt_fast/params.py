@@ -19,15 +19,23 @@ class RequestError(ValueError):
     """A request cannot be served as written.
 
     ``message`` is for the person who wrote it, ``param`` names the field, ``code`` is a stable identifier and
-    ``status`` the HTTP status that says the same.
+    ``status`` the HTTP status that says the same. ``retry_after_s``: when trying again makes sense.
     """
 
-    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> None:
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        code: str = "invalid_value",
+        status: int = 400,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True)

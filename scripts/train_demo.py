@@ -339,7 +339,7 @@ class Objective(torch.nn.Module):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is made nearly orthogonal, for hidden matrices (Jordan et al. 2024, kellerjordan.github.io).
+    """Momentum with nearly orthogonal updates, for hidden matrices (Jordan et al. 2024, kellerjordan.github.io).
 
     On this corpus it needs about half of AdamW's steps. ``torch.optim.Muon`` computes in bfloat16, which costs a CPU
     without such instructions twenty times the time of float32. ``sections``: rows of the matrices fused in a weight.
@@ -700,10 +700,10 @@ licence CDLA-Sharing-1.0): excerpts of its training and validation parts, {len(c
 were dropped. {corpus.num_recased:,} of them came lower-cased and got their capitals from what the cased stories do
 with the same words. The held-out stories are chosen by a hash of their text; `--write-heldout FILE` writes them.
 
-Seed {setting.seed}; {recipes}. Muon for the matrices of the blocks (peak learning rate {first.muon_lr}, weight decay
-{first.weight_decay}), AdamW for the embedding and the norms ({first.lr}, betas 0.9 and 0.95); rates up in {first.warmup}
-steps and down to zero over the last {first.decay:.0%}; gradients clipped to norm 1; float32; whole stories packed into
-rows. Trained on {machine}.
+Seed {setting.seed}; {recipes}. Muon for the matrices of the blocks (peak learning rate {first.muon_lr}, weight
+decay {first.weight_decay}), AdamW for the embedding and the norms ({first.lr}, betas 0.9 and 0.95); rates up in
+{first.warmup} steps and down to zero over the last {first.decay:.0%}; gradients clipped to norm 1; float32; whole
+stories packed into rows. Trained on {machine}.
 
 Held-out loss by step:
 

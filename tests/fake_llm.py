@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 from gpt_fast.outputs import Completion, Delta, FinishReason
@@ -31,27 +32,58 @@ class FakeLLM:
         self.error = error or ValueError("the fake failed")
         self.abort_after = abort_after
         self.calls: list[tuple[Any, SamplingParams]] = []
+        self.changed = threading.Condition()
+        self.handles: list[FakeHandle] = []
+        self.silent = False  # of the handles to come
 
-    def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Checks eagerly, like the real one; the text comes from the iterator."""
-        params = params or SamplingParams()
+    def submit(self, prompt: str | list[int], params: SamplingParams, max_uncollected: int | None = None) -> FakeHandle:
+        """Checks eagerly, like the real one; every poll of the handle gives one more word."""
         self.calls.append((prompt, params))
         if len(prompt) > self.max_seq_len:
             message = f"the prompt has {len(prompt)} tokens; at most {self.max_seq_len} fit"
             raise RequestError(message, "prompt", "context_length_exceeded")
-        return self._deltas(prompt, params)
+        self.handles.append(FakeHandle(self, prompt, params))
+        return self.handles[-1]
 
-    def _deltas(self, prompt: str | list[int], params: SamplingParams) -> Iterator[Delta]:
-        words = list(self.words) or [f" w{i}" for i in range(params.max_tokens or 10)]
-        for i, word in enumerate(words):
-            if i == self.fail_after:
-                raise self.error
-            reason: FinishReason | None = "abort" if i == self.abort_after else None
-            if i == len(words) - 1 and reason is None:
-                reason = "length"
-            done = None
-            if reason:
-                done = Completion("".join(words[: i + 1]), tuple(range(i + 1)), reason, num_prompt_tokens=len(prompt))
-            yield Delta(word, (i,), reason, done)
-            if reason:
-                return
+
+class FakeHandle:
+    """One request. ``silent``: it has nothing to say until that is set to False."""
+
+    def __init__(self, llm: FakeLLM, prompt: str | list[int], params: SamplingParams) -> None:
+        self.llm = llm
+        self.completion: Completion | None = None
+        self.silent = llm.silent
+        self.cancelled = False
+        self._prompt = prompt
+        self._words = list(llm.words) or [f" w{i}" for i in range(params.max_tokens or 10)]
+        self._at = 0
+
+    @property
+    def has_news(self) -> bool:
+        return not self.silent
+
+    @property
+    def has_begun(self) -> bool:
+        return self._at > 0
+
+    @property
+    def finished(self) -> bool:
+        return self.completion is not None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def poll(self) -> Delta | None:
+        if self.silent:
+            return None
+        i, words, llm = self._at, self._words, self.llm
+        self._at += 1
+        if i == llm.fail_after:
+            raise llm.error
+        reason: FinishReason | None = "abort" if i == llm.abort_after else None
+        if i == len(words) - 1 and reason is None:
+            reason = "length"
+        if reason:
+            text = "".join(words[: i + 1])
+            self.completion = Completion(text, tuple(range(i + 1)), reason, num_prompt_tokens=len(self._prompt))
+        return Delta(words[i], (i,), reason, self.completion)

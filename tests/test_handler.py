@@ -17,7 +17,8 @@ import torch
 from fake_llm import FakeLLM
 
 from gpt_fast.config import ConfigError
-from gpt_fast.engine.engine import EngineError
+from gpt_fast.engine.handle import EngineError
+from gpt_fast.params import RequestError
 
 pytest.importorskip("ts", reason="torchserve is not installed")
 
@@ -62,9 +63,9 @@ class Wire:
 class Worker:
     """A TorchServe worker around the handler: the real service loop, one message in, messages out."""
 
-    def __init__(self, llm: FakeLLM, tmp_path: Path, **keys: Any) -> None:
+    def __init__(self, llm: FakeLLM, tmp_path: Path, yaml: dict[str, Any] | None = None, **keys: Any) -> None:
         (tmp_path / "model.safetensors").touch()
-        config = {"handler": keys}
+        config = {"handler": keys, **(yaml or {})}
         self.handler = handler.GPTFastHandler()
         self.handler.build = lambda checkpoint, options: llm
         metrics = type("Metrics", (), {"request_ids": None, "add_time": lambda *_: None})()
@@ -76,15 +77,19 @@ class Worker:
 
     def predict(self, *bodies: object, name: str = "body", headers: dict[str, str] | None = None) -> Any:
         """Messages that one batch leads to; the last is the one that TorchServe takes for its end."""
+        return self.call({f"id-{i}": body for i, body in enumerate(bodies)}, name, headers)
+
+    def call(self, bodies: dict[str, object], name: str = "body", headers: dict[str, str] | None = None) -> Any:
+        """The same for requests with ids."""
         batch = [
             {
-                "requestId": f"id-{i}".encode(),
+                "requestId": request_id.encode(),
                 "headers": [{"name": k.encode(), "value": v.encode()} for k, v in (headers or {}).items()],
                 "parameters": [
                     {"name": name, "contentType": "", "value": b if isinstance(b, bytes) else json.dumps(b).encode()}
                 ],
             }
-            for i, b in enumerate(bodies)
+            for request_id, b in bodies.items()
         ]
         self.wire.messages.clear()
         self.wire.sendall(self.service.predict(batch))
@@ -256,10 +261,95 @@ def test_a_lost_device_is_fatal() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_request_that_the_engine_gave_up_is_no_success(stream: bool, tmp_path: Path, exits: list[int]) -> None:
+def test_a_request_whose_time_is_up_is_no_success(stream: bool, tmp_path: Path, exits: list[int]) -> None:
     worker = Worker(FakeLLM(abort_after=0), tmp_path)
-    assert worker.one({"prompt": "a", "stream": stream})[0] == 500
-    assert exits == [1]
+    status, _, body, _ = worker.one({"prompt": "a", "stream": stream})
+    assert status == 504
+    assert json.loads(body)["error"]["code"] == "timeout"
+    assert exits == []
+
+
+# ---- continuous batching --------------------------------------------------------------------------------------------
+
+
+class Batch(Worker):
+    """A worker in continuous batching: a call brings the ids that are active and takes what each has to say."""
+
+    def __init__(self, llm: FakeLLM, tmp_path: Path, **keys: Any) -> None:
+        super().__init__(llm, tmp_path, {"continuousBatching": True, "batchSize": 8}, **keys)
+
+    def turn(self, **bodies: object) -> dict[str, tuple[int, bytes, str]]:
+        """One call: status, text and ts_stream_next of each id that is answered."""
+        [(code, answers)] = self.call({name.replace("_", "-"): body for name, body in bodies.items()})
+        assert code == 200
+        return {a[0]: (a[2], a[4], a[3].get("ts_stream_next", "")) for a in answers}
+
+
+@pytest.fixture
+def batch(llm: FakeLLM, tmp_path: Path) -> Batch:
+    return Batch(llm, tmp_path)
+
+
+def test_requests_join_and_leave(batch: Batch) -> None:
+    a, b = {"prompt": "a", "max_new_tokens": 3}, {"prompt": "b", "max_new_tokens": 2}
+    assert batch.turn(a=a) == {"a": (200, b" w0", "true")}
+    assert batch.turn(a=a, b=b) == {"a": (200, b" w1", "true"), "b": (200, b" w0", "true")}
+    assert batch.turn(a=a, b=b) == {"a": (200, b" w2", "false"), "b": (200, b" w1", "false")}
+    assert batch.handler.sessions == {}
+
+
+def test_an_id_that_is_missing_is_cancelled(batch: Batch, llm: FakeLLM) -> None:
+    a, b = {"prompt": "a"}, {"prompt": "b"}
+    batch.turn(a=a, b=b)
+    batch.turn(b=b)
+    assert [handle.cancelled for handle in llm.handles] == [True, False]
+
+
+def test_who_has_said_nothing_yet_is_left_out(batch: Batch, llm: FakeLLM) -> None:
+    llm.silent = True
+    a, b = {"prompt": "a", "max_new_tokens": 2}, {"prompt": "b", "stream": False, "max_new_tokens": 1}
+    assert batch.turn(a=a, b=b) == {}
+    llm.handles[1].silent = False
+    assert [(k, v[0], v[2]) for k, v in batch.turn(a=a, b=b).items()] == [("b", 200, "")]
+    llm.handles[0].silent = False
+    assert batch.turn(a=a) == {"a": (200, b" w0", "true")}
+    llm.handles[0].silent = True
+    assert batch.turn(a=a) == {"a": (200, b"", "true")}, "once started it is answered: TorchServe sees hang-ups then"
+
+
+def test_a_refusal_in_a_running_batch_is_a_plain_answer(batch: Batch) -> None:
+    a = {"prompt": "a", "max_new_tokens": 3}
+    batch.turn(a=a)
+    turn = batch.turn(a=a, b={"prompt": 5}, c=b"{")
+    assert turn["a"] == (200, b" w1", "true")
+    assert [(turn[k][0], turn[k][2]) for k in "bc"] == [(400, ""), (400, "")]
+    assert batch.turn(a=a) == {"a": (200, b" w2", "false")}
+
+
+def test_a_failure_of_one_leaves_the_other(batch: Batch, llm: FakeLLM, exits: list[int]) -> None:
+    a = {"prompt": "a", "max_new_tokens": 3}
+    batch.turn(a=a)
+    llm.fail_after, llm.error = 0, ValueError("secret")
+    turn = batch.turn(a=a, b={"prompt": "b"})
+    assert turn["a"] == (200, b" w1", "true")
+    assert turn["b"][0] == 500
+    assert exits == []
+
+
+def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
+    class Full(FakeLLM):
+        def submit(self, *_: Any) -> Any:
+            raise RequestError("8 requests are waiting", None, "queue_full", 503, retry_after_s=1)
+
+    [(_, [answer])] = Batch(Full(), tmp_path).call({"a": {"prompt": "a"}})
+    assert answer[2] == 503
+    assert answer[3]["Retry-After"] == "1"
+    assert json.loads(answer[4])["error"]["retry_after"] == 1
+
+
+def test_several_workers_are_refused_in_this_mode(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="maxWorkers: 1"):
+        Worker(FakeLLM(), tmp_path, {"continuousBatching": True, "maxWorkers": 2})
 
 
 def test_a_lost_connection_to_torchserve_ends_the_worker(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +375,7 @@ def context(tmp_path: Path, config: dict[str, Any] | None, gpu_id: int | None = 
     [
         ({"handler": {"compil": True}}, "unknown key 'compil'.*did you mean 'compile'.*known keys:.*max_new_tokens"),
         ({"handler": {"checkpoint": "nowhere"}}, "'nowhere'.*does not exist"),
-        ({"handler": {}, "continuousBatching": True}, "continuousBatching"),
+        ({"handler": {}, "sequenceBatching": True}, "sequenceBatching"),
         ({"handler": {}, "asyncCommunication": True}, "asyncCommunication"),
         ({"handler": {}, "batchSize": 4}, "batchSize"),
         (None, "holds no checkpoint"),

@@ -25,7 +25,8 @@ from gpt_fast.sampling import SamplingRow, logprobs, sample
 
 log = logging.getLogger(__name__)
 
-ABANDONED_S = 10.0  # a request that is held this long without anybody fetching is aborted
+RETRY_AFTER_S = 1  # what a refused client is told to wait
+ABANDONED_S = 5.0  # a request that is held this long without anybody fetching is aborted
 
 
 class Engine:
@@ -92,12 +93,8 @@ class Engine:
             if self._fatal is not None or self._closing:
                 raise EngineError(f"the engine has stopped: {self._fatal or 'it was closed'}")
             if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
-                raise RequestError(
-                    f"{self.num_waiting} requests are waiting, and no more may; try again later",
-                    None,
-                    "queue_full",
-                    503,
-                )
+                message = f"{self.num_waiting} requests are waiting, and no more may; try again later"
+                raise RequestError(message, None, "queue_full", 503, retry_after_s=RETRY_AFTER_S)
             self._handles[request.id] = handle
             self._inbox.append(request)
             self.changed.notify_all()

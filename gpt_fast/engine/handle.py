@@ -51,6 +51,11 @@ class Handle:
         """Whether :meth:`poll` would return something or raise."""
         return bool(self._tokens) or self.finished
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a first token has been generated."""
+        return self.request.first_token is not None
+
     def poll(self) -> Delta | None:
         """What is new since the last call, or None. Raises the request's error."""
         with self._changed:

@@ -26,9 +26,17 @@ class SequenceRequest:
 class Job(Protocol):
     """One HTTP request, understood."""
 
-    sequences: tuple[SequenceRequest, ...]
-    stream: bool
-    content_type: str  # of the answer, streamed or not
+    @property
+    def sequences(self) -> tuple[SequenceRequest, ...]:
+        """What to generate; ``params.n`` > 1 stands for that many sequences in a row."""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer goes out piece by piece."""
+
+    @property
+    def content_type(self) -> str:
+        """Of the answer, streamed or not."""
 
     def delta(self, index: int, delta: Delta) -> str:
         """What to send, streaming, when sequence ``index`` has something new (its last delta has the completion);

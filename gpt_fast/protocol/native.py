@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpt_fast.outputs import Completion
+from gpt_fast.outputs import Completion, Delta, TokenLogprobs
 from gpt_fast.params import RequestError, SamplingParams
+from gpt_fast.protocol.job import SequenceRequest
 
 TEXT_TYPE = "text/plain; charset=utf-8"
 JSON_TYPE = "application/json"
@@ -26,18 +27,33 @@ FIELDS = tuple(sorted({"prompt", *_ALIASES, *_SAMPLING, *_SWITCHES}))
 
 
 @dataclass(frozen=True)
-class NativeRequest:
+class NativeJob:
     """A request that is understood and whose values are possible; whether it fits the model, the engine says."""
 
-    prompt: str | list[int]
-    params: SamplingParams
+    sequences: tuple[SequenceRequest, ...]
     stream: bool
-    return_token_ids: bool
+    return_token_ids: bool = False
+
+    @property
+    def content_type(self) -> str:
+        return TEXT_TYPE if self.stream else JSON_TYPE
+
+    def delta(self, index: int, delta: Delta) -> str:
+        """The text itself."""
+        return delta.text
+
+    def end(self, completions: Sequence[Completion]) -> str:
+        """Nothing after a stream; else the whole answer."""
+        return "" if self.stream else completion_body(completions[0], self.return_token_ids)
+
+    def broken(self, error: RequestError) -> str:
+        """The error as a line of its own: status and headers are gone, the body is the only place left to say it."""
+        return "\n" + error_body(error)
 
 
 def parse_request(
     body: Mapping[str, Any], default_max_tokens: int | None = None, default_stream: bool = True
-) -> NativeRequest:
+) -> NativeJob:
     """``body`` as a request. A field that is null counts as not given, except ``prompt``.
 
     Raises RequestError, naming the field as it was written.
@@ -54,7 +70,13 @@ def parse_request(
     if return_token_ids and stream:
         message = 'return_token_ids needs "stream": false; streamed text has no room for ids'
         raise RequestError(message, "return_token_ids")
-    return NativeRequest(prompt, _params(given, default_max_tokens), stream, return_token_ids)
+    params = _params(given, default_max_tokens)
+    if params.n != 1:
+        raise RequestError("n must be 1 here; v1/completions gives several samples", "n")
+    if stream and (params.logprobs is not None or params.prompt_logprobs is not None):
+        name = "logprobs" if params.logprobs is not None else "prompt_logprobs"
+        raise RequestError(f'{name} needs "stream": false; streamed text has no room for numbers', name)
+    return NativeJob((SequenceRequest(prompt, params),), stream, return_token_ids)
 
 
 def completion_body(completion: Completion, return_token_ids: bool = False) -> str:
@@ -64,6 +86,12 @@ def completion_body(completion: Completion, return_token_ids: bool = False) -> s
         answer["token_ids"] = list(completion.token_ids)
     num_new = len(completion.token_ids)
     answer["finish_reason"] = completion.finish_reason
+    if completion.logprobs is not None:
+        answer["logprobs"] = [_logprobs(entry) for entry in completion.logprobs]
+    if completion.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = [
+            None if entry is None else _logprobs(entry) for entry in completion.prompt_logprobs
+        ]
     answer["usage"] = {
         "prompt_tokens": completion.num_prompt_tokens,
         "completion_tokens": num_new,
@@ -73,10 +101,18 @@ def completion_body(completion: Completion, return_token_ids: bool = False) -> s
     return json.dumps(answer, ensure_ascii=False) + "\n"
 
 
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> str:
+def error_body(error: RequestError) -> str:
     """What a refused or failed request is answered with. ASCII, so that whatever it quotes can be sent."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}) + "\n"
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    body: dict[str, Any] = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    if error.retry_after_s is not None:
+        body["retry_after"] = error.retry_after_s
+    return json.dumps({"error": body}) + "\n"
+
+
+def _logprobs(entry: TokenLogprobs) -> dict[str, Any]:
+    top = [{"token_id": token, "logprob": logprob} for token, logprob in entry.top]
+    return {"token_id": entry.token, "logprob": entry.logprob, "top": top}
 
 
 def _prompt(prompt: Any) -> str | list[int]:
@@ -106,6 +142,8 @@ def _params(given: Mapping[str, Any], default_max_tokens: int | None) -> Samplin
         if alias in given and name in given:
             raise RequestError(f"{alias} and {name} are the same field; give one of them", alias)
     values = {name: value for name, value in given.items() if name in _SAMPLING or name in _ALIASES}
+    if isinstance(values.get("logit_bias"), Mapping):
+        values["logit_bias"] = bias_by_id(values["logit_bias"])
     for name, value in values.items():
         _check_text(name, value)
         if isinstance(value, int) and abs(value) >= 2**64:  # math.isfinite would overflow further down
@@ -122,6 +160,14 @@ def _params(given: Mapping[str, Any], default_max_tokens: int | None) -> Samplin
             raise
         message = error.message.replace(error.param, written)
         raise RequestError(message, written, error.code, error.status) from None
+
+
+def bias_by_id(biases: Mapping[Any, Any]) -> dict[int, Any]:
+    """``logit_bias`` with the ids as numbers: JSON has them as strings. Raises RequestError."""
+    for token in biases:
+        if not (isinstance(token, int) or (isinstance(token, str) and token.isdecimal() and len(token) < 12)):
+            raise RequestError(f"logit_bias has the key {str(token)[:40]!r}, which is no token id", "logit_bias")
+    return {int(token): bias for token, bias in biases.items()}
 
 
 def _check_text(name: str, value: Any) -> None:

@@ -1,0 +1,65 @@
+"""What the protocols check alike in a JSON body: texts that are no text, numbers no field takes, ids as JSON keys."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gpt_fast.params import RequestError
+
+_INT_LIMIT = 2**64  # beyond every field's range; math.isfinite and str() choke on much larger ones
+
+
+def check_values(name: str, value: Any) -> None:
+    """Raise RequestError, naming the field ``name``, if ``value`` holds half a surrogate pair or an absurd integer.
+
+    JSON can spell both; no tokenizer takes the one, no conversion to float the other.
+    """
+    pending = [value]
+    while pending:  # not recursive: a body may be nested as deeply as its parser allowed
+        item = pending.pop()
+        if isinstance(item, str):
+            if not item.isascii() and any("\ud800" <= char <= "\udfff" for char in item):
+                message = f"{name[:100]} is not valid text: half of a surrogate pair"
+                raise RequestError(message, name[:100], "invalid_text")
+        elif isinstance(item, int):
+            if abs(item) >= _INT_LIMIT:
+                raise RequestError(f"{name} is out of range", name)
+        elif isinstance(item, Mapping):
+            pending += [*item.keys(), *item.values()]
+        elif isinstance(item, list):
+            pending += item
+
+
+def token_biases(value: Any, name: str = "logit_bias") -> dict[int, Any]:
+    """``{"15": 2.5}``, as JSON must write it, by token id. The numbers are SamplingParams' to check."""
+    if not isinstance(value, Mapping):
+        raise RequestError(
+            f"{name} must be an object of token ids and numbers, not {kind(value)}", name, "invalid_type"
+        )
+    biases = {}
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise RequestError(f"{name} has the key {show(key)}, which is no token id", name)
+        biases[int(key)] = bias
+    return biases
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """The message for a field that does not exist."""
+    close = difflib.get_close_matches(name[:60], list(known), n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"unknown field {show(name)}{hint}"
+
+
+def kind(value: Any) -> str:
+    """What JSON calls ``value``, for messages."""
+    kinds = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "an array"}
+    return "null" if value is None else kinds.get(type(value), "an object")
+
+
+def show(value: Any) -> str:
+    """``value`` as a short piece of a message, never a whole hostile payload."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
