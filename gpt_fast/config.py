@@ -110,18 +110,18 @@ class EngineConfig:
     max_seq_len: int | None = None  # tokens, prompt and completion together; None: what the model was made for
     max_batch: int = 8  # sequences decoded together
     max_waiting: int | None = None  # requests that may queue; None: any number
-    prefill_chunk: int = 512  # prompt tokens computed per step
+    prefill_chunk: int | None = None  # prompt tokens per step, a quarter beside decodes; None: 512, on a CPU 256
     page_size: int = 16  # tokens per KV-cache page
     num_pages: int | None = None  # None: room for max_batch sequences of max_seq_len
     prefix_cache: bool = True
-    threads: int | None = None  # CPU threads of torch; None: leave as it is
+    threads: int | None = None  # CPU threads; None: one for a model that fits a cache, else as torch has it
 
     def __post_init__(self) -> None:
         choices("device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
         choices("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        for name in ("max_batch", "prefill_chunk", "page_size"):
+        for name in ("max_batch", "page_size"):
             at_least(name, getattr(self, name), 1)
-        for name in ("max_seq_len", "max_waiting", "num_pages", "threads"):
+        for name in ("max_seq_len", "max_waiting", "prefill_chunk", "num_pages", "threads"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
 

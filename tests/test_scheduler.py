@@ -52,14 +52,14 @@ def turn(s: Scheduler) -> list[tuple[str, int]]:
     return [(r.id, len(part.tokens)) for r, part in zip(requests, plan.sequences, strict=True)]
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_running_decodes() -> None:
-    s = scheduler()
-    s.add(request("a", [1, 2, 3], max_tokens=9))
-    assert turn(s) == [("a", 3)]
-    s.add(request("long", list(range(20))))
-    assert turn(s) == [("a", 1), ("long", 8)]
-    assert turn(s) == [("a", 1), ("long", 8)]
-    assert turn(s) == [("a", 1), ("long", 4)]
+def test_a_long_prompt_is_computed_in_chunks_and_in_smaller_ones_beside_decodes() -> None:
+    s = scheduler(prefill_chunk=20)
+    s.add(request("a", [1] * 30, max_tokens=6))
+    assert [turn(s), turn(s)] == [[("a", 20)], [("a", 10)]]
+    s.add(request("long", list(range(12)), max_tokens=2))
+    assert turn(s) == [("a", 1), ("long", 5)]
+    assert turn(s) == [("a", 1), ("long", 5)]
+    assert turn(s) == [("a", 1), ("long", 2)]
     assert turn(s) == [("a", 1), ("long", 1)]
 
 

@@ -46,7 +46,8 @@ class StepPlan:
 class Scheduler:
     """Owns the queue, the running set and the pages.
 
-    ``prefill_chunk``: prompt tokens computed per step, over all sequences. ``salt_by_length``: cached contents depend
+    ``prefill_chunk``: prompt tokens computed per step, over all sequences; a quarter of it while others decode, since
+    they wait for the step. ``salt_by_length``: cached contents depend
     on the prompt's length (dynamic rotary scaling), so prefixes are shared between equal lengths only.
     """
 
@@ -71,7 +72,8 @@ class Scheduler:
     def schedule(self) -> tuple[StepPlan, list[Request]]:
         """The next step and, for each sequence of its plan, the request it belongs to."""
         chosen: list[tuple[Request, int]] = []  # request, tokens to compute
-        budget = self.prefill_chunk
+        decoding = any(r.num_tokens - r.num_computed == 1 and not r.held for r in self.running)
+        budget = max(1, self.prefill_chunk // 4) if decoding else self.prefill_chunk
         num_waiting = len(self.waiting)
         for request in list(self.running):
             if request.status is not Status.RUNNING:

@@ -20,6 +20,7 @@ from gpt_fast.params import RequestError, SamplingParams
 from gpt_fast.protocol.chat_prompt import FALLBACK, special_names
 from gpt_fast.protocol.job import SequenceRequest
 from gpt_fast.protocol.native import JSON_TYPE, error_body
+from gpt_fast.protocol.openai_fields import as_written
 from gpt_fast.tokenizer import Tokenizer
 
 EVENT_TYPE = "text/event-stream; charset=utf-8"
@@ -151,8 +152,6 @@ class OpenAIJob:
 
     def named(self, error: RequestError) -> RequestError:
         """``error`` of the engine about a sequence, with the field named as the client wrote it."""
-        from gpt_fast.protocol.openai_fields import as_written
-
         return as_written(error, self.ask.given)
 
     def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
@@ -204,11 +203,14 @@ def sequences(prompts: Sequence[list[int]], params: SamplingParams) -> tuple[Seq
     """Every prompt ``n`` times, prompt by prompt; the i-th sample is drawn with seed + i."""
     samples = [params]
     if params.n > 1:
-        samples = [
-            dataclasses.replace(params, n=1, seed=None if params.seed is None else (params.seed + i) % 2**63)
-            for i in range(params.n)
-        ]
+        samples = [dataclasses.replace(params, n=1, seed=_seed(params.seed, i)) for i in range(params.n)]
     return tuple(SequenceRequest(prompt, sample) for prompt in prompts for sample in samples)
+
+
+def _seed(seed: int | None, sample: int) -> int | None:
+    if seed is None:
+        return None
+    return seed + sample if seed + sample < 2**64 - 1 else seed + sample - 2**64  # SamplingParams' range, around
 
 
 def check_length(prompt: Sequence[int], asked: int | None, context: OpenAIContext, param: str, asked_as: str) -> None:

@@ -163,7 +163,7 @@ def read_include_usage(given: Mapping[str, Any], stream: bool) -> bool:
         path = f"stream_options.{name[:100]}"
         if name not in ("include_usage", "include_obfuscation"):
             raise RequestError(f"unknown field {path}", path, "unknown_parameter")
-        if value not in (None, True, False) or isinstance(value, (int, float)) and not isinstance(value, bool):
+        if value is not None and not isinstance(value, bool):
             raise RequestError(f"{path} must be true or false, not {kind(value)}", path, "invalid_type")
     if options.get("include_obfuscation"):
         path = "stream_options.include_obfuscation"

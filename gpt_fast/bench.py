@@ -1,0 +1,230 @@
+"""Engine benchmark: prefill and decode of B sequences together, against what this machine's memory allows.
+
+How a row is measured: B prompts of P random tokens are submitted at once, greedy, with no end-of-sequence token.
+
+Prefill runs from the first submission to the last sequence's first token: B x P tokens over that time. Prompts are
+computed in chunks beside the decoding of those already finished, as in service, so a little decoding is in it.
+
+Decode is counted only while all B decode together. Prompts are served first come, first served, so the last one
+submitted is the last to start; the others are given slack, so that it is also the first to end. Its own decode time,
+stamped by the engine for each token, is then the window: N - 1 steps, each with one token for each of B sequences
+(no speculation). Submission, waking up and prefill are outside of it.
+
+Bytes per step are the weights, read once for all B, and the keys and values of all B at their mean context. Bytes per
+step over the step's time is the achieved bandwidth; its share of the measured read bandwidth is the share of the
+ceiling. At large B arithmetic may be the lower limit, which is not part of the ceiling.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt_fast.checkpoint import random_model
+from gpt_fast.config import ConfigError, ModelConfig, at_least
+from gpt_fast.engine.handle import Handle
+from gpt_fast.families import read_config
+from gpt_fast.llm import LLM, pick_device, pick_dtype
+from gpt_fast.params import SamplingParams
+from gpt_fast.roofline import read_bandwidth
+from gpt_fast.shapes import shape
+
+_POLL_S = 0.002  # how often the caller looks; what it measures is stamped by the engine
+_WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Which rows to measure: every batch size with every prompt length. Raises ConfigError.
+
+    ``prompt_tokens`` are also the context that decoding starts from. ``repeats``: runs of each row, of which the
+    median of each number is reported; one run before them does not count.
+    """
+
+    batch_sizes: tuple[int, ...] = (1,)
+    prompt_tokens: tuple[int, ...] = (128,)
+    new_tokens: int = 64
+    repeats: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_sizes", "prompt_tokens"):
+            values = getattr(self, name)
+            if not values:
+                raise ConfigError(f"{name}: give at least one")
+            for value in values:
+                at_least(name, value, 1)
+        at_least("new_tokens", self.new_tokens, 2)  # the first one comes from prefill
+        at_least("repeats", self.repeats, 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one row. Seconds."""
+
+    ttft_s: float  # median over the sequences, each from its own submission
+    prefill_s: float  # until the last first token
+    decode_s: float  # of new_tokens - 1 steps with all sequences
+
+
+def build(
+    *, checkpoint: str | Path | None = None, shape_name: str | None = None, bench: BenchOptions, **options: Any
+) -> LLM:
+    """A checkpoint, or random weights of a named shape, with room for every row. ``options``: fields of EngineConfig.
+
+    Raises ConfigError or CheckpointError.
+    """
+    if (checkpoint is None) == (shape_name is None):
+        raise ConfigError("give either a checkpoint or a shape")
+    config = shape(shape_name) if shape_name is not None else read_config(str(checkpoint))
+    options |= {
+        "max_batch": max(bench.batch_sizes),
+        "max_seq_len": _room(config, bench, options.get("prefill_chunk", 512)),
+        "prefix_cache": False,  # a repeat must not find what the one before has computed
+    }
+    if checkpoint is not None:
+        return LLM(checkpoint, progress=True, **options)
+    device = pick_device(options.pop("device", "auto"))
+    dtype = pick_dtype(options.pop("dtype", "auto"), device, config)
+    return LLM.from_model(random_model(config, dtype, device), **options)
+
+
+def benchmark(
+    llm: LLM, bench: BenchOptions, report: Callable[[dict[str, Any]], object] = lambda row: None
+) -> list[dict[str, Any]]:
+    """Measure every row; ``report`` is given each as soon as it is there."""
+    rng = random.Random(bench.seed)
+    rows = []
+    for prompt_tokens in bench.prompt_tokens:
+        for batch_size in bench.batch_sizes:
+            if llm.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(llm.device)
+            measure(llm, batch_size, prompt_tokens, min(_WARM_UP_TOKENS, bench.new_tokens), rng)
+            runs = [measure(llm, batch_size, prompt_tokens, bench.new_tokens, rng) for _ in range(bench.repeats)]
+            rows.append(_row(llm, batch_size, prompt_tokens, bench.new_tokens, runs))
+            report(rows[-1])
+    return rows
+
+
+def measure(llm: LLM, batch_size: int, prompt_tokens: int, new_tokens: int, rng: random.Random) -> Run:
+    """One run; see the module's docstring."""
+    slack = _slack(batch_size, prompt_tokens, llm.engine_config.prefill_chunk)
+    lengths = [new_tokens + slack] * (batch_size - 1) + [new_tokens]
+    prompts = [rng.choices(range(llm.config.vocab_size), k=prompt_tokens) for _ in lengths]
+    handles: list[Handle] = []
+    try:
+        for prompt, length in zip(prompts, lengths, strict=True):
+            handles.append(llm.submit(prompt, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)))
+        last = handles[-1]
+        while not last.finished:
+            time.sleep(_POLL_S)  # not wait(): being woken at every token would take the core from the engine
+    finally:
+        for handle in handles:
+            handle.cancel()
+    while not all(handle.finished for handle in handles):
+        time.sleep(_POLL_S)
+    if last.error is not None:
+        raise last.error
+    starts = [handle.request.first_token or 0.0 for handle in handles]
+    ends = [handle.request.last_token or 0.0 for handle in handles]
+    assert last.completion is not None
+    if len(last.completion.token_ids) != new_tokens or max(starts) > starts[-1] or min(ends) < ends[-1]:
+        raise RuntimeError("the sequences did not decode together; the numbers would mean nothing")
+    return Run(
+        ttft_s=statistics.median(handle.completion.timings.first_token_s for handle in handles if handle.completion),
+        prefill_s=starts[-1] - handles[0].request.arrival,
+        decode_s=last.completion.timings.decode_s,
+    )
+
+
+def ceiling(llm: LLM) -> dict[str, Any]:
+    """What is known before anything is measured: the model's bytes, the machine's bandwidth, and their quotient."""
+    roofline = llm.roofline()
+    return {
+        "device": torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else str(llm.device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "quantize": llm.engine_config.quantize,
+        "compile": llm.engine_config.compile,
+        "torch": torch.__version__,
+        "parameters": llm.config.num_parameters,
+        "bytes_per_token": roofline.bytes_per_token,
+        "machine_bandwidth_gb_s": roofline.bandwidth / 1e9,
+        "ceiling_tokens_per_second": roofline.ceiling,
+        "load_s": llm.load_s,
+        "warm_up_s": llm.warm_up_s,
+    }
+
+
+def measure_bandwidth(device: str, threads: int | None) -> None:
+    """Measure before the model is there: the memory that this takes must not add to the model's in the peak."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    read_bandwidth(pick_device(device).type, torch.get_num_threads())
+
+
+def _row(llm: LLM, batch_size: int, prompt_tokens: int, new_tokens: int, runs: Sequence[Run]) -> dict[str, Any]:
+    decode_s = statistics.median(run.decode_s for run in runs)
+    prefill_s = statistics.median(run.prefill_s for run in runs)
+    steps_per_second = (new_tokens - 1) / decode_s
+    mean_context = prompt_tokens + new_tokens // 2
+    roofline = llm.roofline(batch_size * mean_context)
+    return {
+        "batch_size": batch_size,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "repeats": len(runs),
+        "time_to_first_token_s": statistics.median(run.ttft_s for run in runs),
+        "prefill_s": prefill_s,
+        "prefill_tokens_per_second": batch_size * prompt_tokens / prefill_s,
+        "decode_step_s": 1 / steps_per_second,
+        "decode_tokens_per_second": batch_size * steps_per_second,
+        "decode_tokens_per_second_per_sequence": steps_per_second,
+        "decode_tokens_per_second_runs": [batch_size * (new_tokens - 1) / run.decode_s for run in runs],
+        "achieved_bandwidth_gb_s": steps_per_second * roofline.bytes_per_token / 1e9,
+        "ceiling_tokens_per_second": batch_size * roofline.ceiling,
+        "share_of_ceiling": roofline.share(steps_per_second),
+        **_memory(llm.device),
+    }
+
+
+def _slack(batch_size: int, prompt_tokens: int, prefill_chunk: int) -> int:
+    """Tokens that the first sequence can get before the last one starts: a step each, with a prompt at least begun."""
+    return batch_size + -(-batch_size * prompt_tokens // prefill_chunk) if batch_size > 1 else 0
+
+
+def _room(config: ModelConfig, bench: BenchOptions, prefill_chunk: int) -> int:
+    longest = max(bench.prompt_tokens) + bench.new_tokens
+    if longest > config.max_seq_len:
+        raise ConfigError(
+            f"prompt_tokens + new_tokens ({longest}) exceed the context of {config.max_seq_len} that the model is made for"
+        )
+    return longest + max(_slack(b, p, prefill_chunk) for b in bench.batch_sizes for p in bench.prompt_tokens)
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    """Gigabytes (1e9). ``peak_rss_gb`` is of the process so far: loading, compiling and earlier rows included."""
+    memory: dict[str, Any] = {"peak_rss_gb": _peak_rss() / 1e9}
+    if device.type == "cuda":
+        memory["peak_device_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+    return memory
+
+
+def _peak_rss() -> int:
+    """Bytes. Linux' own mark where there is one: getrusage may count the process that started this one."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
