@@ -49,13 +49,13 @@ def _find_package() -> None:
 
 _find_package()
 
+from gpt_fast.api import Api, Page  # noqa: E402
 from gpt_fast.config import ConfigError  # noqa: E402
 from gpt_fast.engine.handle import EngineError  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
+from gpt_fast.metrics import Metrics, worker_id, write_torchserve  # noqa: E402
 from gpt_fast.params import RequestError  # noqa: E402
 from gpt_fast.protocol import native  # noqa: E402
-from gpt_fast.protocol.body import read_body  # noqa: E402
-from gpt_fast.protocol.job import Job  # noqa: E402
 from gpt_fast.serving import Piece, Session, as_request_error, wait_for_news  # noqa: E402
 from gpt_fast.settings import HandlerSettings, read_settings  # noqa: E402
 
@@ -70,6 +70,8 @@ class GPTFastHandler:
     def __init__(self) -> None:
         self.settings: HandlerSettings
         self.llm: Any = None  # an LLM, or what tests put in its place
+        self.metrics: Metrics
+        self.api: Api
         self.continuous = False
         self.sessions: dict[str, Session] = {}  # by TorchServe's request id; continuous batching alone
         self.last_exchange = 0.0  # monotonic seconds
@@ -87,6 +89,12 @@ class GPTFastHandler:
             options["device"] = pick_device(options.get("device", "auto"), ctx.system_properties.get("gpu_id"))
             log.info("loading %s with %s", self.settings.checkpoint, options)
             self.llm = self.build(self.settings.checkpoint, options)
+            self.metrics = Metrics(ctx.model_name, worker_id(sys.argv))
+            self.metrics.watch(self.llm.engine)
+            self.metrics.start(write_torchserve)
+            self.api = Api(
+                self.llm, self.settings, served_names(ctx.model_name, self.settings.checkpoint), self.metrics
+            )
         except (RuntimeError, MemoryError):
             raise
         except ValueError as error:  # something in the configuration or the checkpoint: the message says it all
@@ -117,10 +125,11 @@ class GPTFastHandler:
         pieces: dict[int, Piece] = {}
         for index, request_id in ids.items():
             if request_id not in self.sessions:
-                try:
-                    self.sessions[request_id] = self.open(index, data[index], ctx)
-                except Exception as error:
-                    pieces[index] = self.refused(ctx, index, error)
+                opened = self.open(index, data[index], ctx)
+                if isinstance(opened, Piece):
+                    pieces[index] = opened
+                else:
+                    self.sessions[request_id] = opened
         if not pieces:
             wait_for_news(self.llm, self.sessions.values(), EXCHANGE_S, PAUSE_S, self.last_exchange)
         self.last_exchange = time.monotonic()
@@ -141,10 +150,9 @@ class GPTFastHandler:
 
     def answer(self, index: int, entry: Mapping[str, Any], ctx: Any) -> str:
         """Serve one entry; returns its last piece of text, or the whole answer when nothing was streamed."""
-        try:
-            session = self.open(index, entry, ctx)
-        except Exception as error:
-            return self.refused(ctx, index, error).text
+        session = self.open(index, entry, ctx)
+        if isinstance(session, Piece):
+            return session.text
         receivers = {index: ctx.request_ids[index]}
         try:
             while True:
@@ -160,19 +168,18 @@ class GPTFastHandler:
 
     # Both.
 
-    def open(self, index: int, entry: Mapping[str, Any], ctx: Any) -> Session:
-        """Start serving one entry. Raises RequestError."""
-        session = Session(self.llm, self.parse(index, entry, ctx), announce=self.continuous)
+    def open(self, index: int, entry: Mapping[str, Any], ctx: Any) -> Session | Piece:
+        """Start serving one entry, or give the whole answer where that needs no model."""
+        try:
+            length = content_length(ctx.get_all_request_header(index))
+            opened = self.api.open(ctx.get_request_header(index, "url_path") or "", entry, length)
+            if not isinstance(opened, Page):
+                return Session(self.llm, opened, announce=self.continuous)
+        except Exception as error:
+            return self.refused(ctx, index, error)
         ctx.set_response_status(200, "OK", index)  # left alone, the status line would have no phrase
-        return session
-
-    def parse(self, index: int, entry: Mapping[str, Any], ctx: Any) -> Job:
-        """The request in ``entry``. Raises RequestError."""
-        route = ctx.get_request_header(index, "url_path")
-        if route:
-            raise RequestError(f"there is no route {route[:100]!r}", None, "not_found", 404)
-        body = read_body(entry, self.settings.max_body_bytes, content_length(ctx.get_all_request_header(index)))
-        return native.parse_request(body, self.settings.max_new_tokens, self.settings.stream)
+        ctx.set_response_content_type(index, opened.content_type)
+        return Piece(opened.body, last=True, plain=True)
 
     def take(self, ctx: Any, index: int, session: Session) -> Piece | None:
         """The session's next piece, its content type set."""
@@ -233,6 +240,11 @@ def pick_device(name: str, gpu_id: int | None) -> str:
     if name != "auto":
         return name
     return f"cuda:{gpu_id}" if gpu_id is not None and gpu_id >= 0 and torch.cuda.is_available() else "cpu"
+
+
+def served_names(model_name: str, checkpoint: Path) -> tuple[str, ...]:
+    """What clients may call the model: TorchServe's name for it first, and the folder's of its checkpoint."""
+    return tuple(dict.fromkeys((model_name, checkpoint.name)))
 
 
 def content_length(headers: Mapping[str, Any]) -> int | None:

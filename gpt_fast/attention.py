@@ -141,6 +141,9 @@ def _attend_masked(
     mask = key <= positions[:, None]
     if window:
         mask &= key > positions[:, None] - window
+    # What an earlier holder left in a page may be infinite, and weights of 0 would not hide that.
+    for stale in (keys, values):
+        stale.masked_fill_(~mask[:, None, :, None], 0.0)
     heads = F.scaled_dot_product_attention(
         q[:, :, None], keys, values, attn_mask=mask[:, None, None], enable_gqa=True
     )  # [N, H, 1, D]

@@ -2,8 +2,11 @@
 
 How a row is measured: B prompts of P random tokens are submitted at once, greedy, with no end-of-sequence token.
 
-Prefill runs from the first submission to the last sequence's first token: B x P tokens over that time. Prompts are
-computed in chunks beside the decoding of those already finished, as in service, so a little decoding is in it.
+Prefill: first with one token to generate each, so that nothing decodes beside. From the first submission to the last
+token, B x P tokens over that time.
+
+Then with N tokens to generate. Time to first token is of this run, so with B > 1 it has what service has: prompts that
+wait for each other and share their steps with decodes.
 
 Decode is counted only while all B decode together. Prompts are served first come, first served, so the last one
 submitted is the last to start; the others are given slack, so that it is also the first to end. Its own decode time,
@@ -40,6 +43,7 @@ from gpt_fast.shapes import shape
 
 _POLL_S = 0.002  # how often the caller looks; what it measures is stamped by the engine
 _WARM_UP_TOKENS = 4
+_LEAST_PREFILL_CHUNK = 256  # of the engine's own choices, by device
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,8 @@ class BenchOptions:
 class Run:
     """One run of one row. Seconds."""
 
+    prefill_s: float
     ttft_s: float  # median over the sequences, each from its own submission
-    prefill_s: float  # until the last first token
     decode_s: float  # of new_tokens - 1 steps with all sequences
 
 
@@ -88,7 +92,7 @@ def build(
     config = shape(shape_name) if shape_name is not None else read_config(str(checkpoint))
     options |= {
         "max_batch": max(bench.batch_sizes),
-        "max_seq_len": _room(config, bench, options.get("prefill_chunk", 512)),
+        "max_seq_len": _room(config, bench, options.get("prefill_chunk") or _LEAST_PREFILL_CHUNK),
         "prefix_cache": False,  # a repeat must not find what the one before has computed
     }
     if checkpoint is not None:
@@ -117,33 +121,38 @@ def benchmark(
 
 def measure(llm: LLM, batch_size: int, prompt_tokens: int, new_tokens: int, rng: random.Random) -> Run:
     """One run; see the module's docstring."""
-    slack = _slack(batch_size, prompt_tokens, llm.engine_config.prefill_chunk)
-    lengths = [new_tokens + slack] * (batch_size - 1) + [new_tokens]
-    prompts = [rng.choices(range(llm.config.vocab_size), k=prompt_tokens) for _ in lengths]
+    prefilled = _run_together(llm, prompt_tokens, [1] * batch_size, rng)
+    prefill_s = max(h.request.first_token or 0.0 for h in prefilled) - prefilled[0].request.arrival
+    slack = _slack(batch_size, prompt_tokens, llm.prefill_chunk)
+    handles = _run_together(llm, prompt_tokens, [new_tokens + slack] * (batch_size - 1) + [new_tokens], rng)
+    completions = [handle.completion for handle in handles if handle.completion is not None]
+    starts = [handle.request.first_token or 0.0 for handle in handles]
+    ends = [handle.request.last_token or 0.0 for handle in handles]
+    if len(completions[-1].token_ids) != new_tokens or max(starts) > starts[-1] or min(ends) < ends[-1]:
+        raise RuntimeError("the sequences did not decode together; the numbers would mean nothing")
+    ttft_s = statistics.median(completion.timings.first_token_s for completion in completions)
+    return Run(prefill_s, ttft_s, completions[-1].timings.decode_s)
+
+
+def _run_together(llm: LLM, prompt_tokens: int, lengths: Sequence[int], rng: random.Random) -> list[Handle]:
+    """Submit a prompt for each of ``lengths``, wait for the last one to end, stop the others; all have ended."""
+    vocabulary = range(llm.config.vocab_size)
+    prompts = [rng.choices(vocabulary, k=prompt_tokens) for _ in lengths]
     handles: list[Handle] = []
     try:
         for prompt, length in zip(prompts, lengths, strict=True):
             handles.append(llm.submit(prompt, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)))
-        last = handles[-1]
-        while not last.finished:
+        while not handles[-1].finished:
             time.sleep(_POLL_S)  # not wait(): being woken at every token would take the core from the engine
     finally:
         for handle in handles:
             handle.cancel()
     while not all(handle.finished for handle in handles):
         time.sleep(_POLL_S)
-    if last.error is not None:
-        raise last.error
-    starts = [handle.request.first_token or 0.0 for handle in handles]
-    ends = [handle.request.last_token or 0.0 for handle in handles]
-    assert last.completion is not None
-    if len(last.completion.token_ids) != new_tokens or max(starts) > starts[-1] or min(ends) < ends[-1]:
-        raise RuntimeError("the sequences did not decode together; the numbers would mean nothing")
-    return Run(
-        ttft_s=statistics.median(handle.completion.timings.first_token_s for handle in handles if handle.completion),
-        prefill_s=starts[-1] - handles[0].request.arrival,
-        decode_s=last.completion.timings.decode_s,
-    )
+    for handle in handles:
+        if handle.error is not None:
+            raise handle.error
+    return handles
 
 
 def ceiling(llm: LLM) -> dict[str, Any]:
@@ -198,33 +207,39 @@ def _row(llm: LLM, batch_size: int, prompt_tokens: int, new_tokens: int, runs: S
 
 
 def _slack(batch_size: int, prompt_tokens: int, prefill_chunk: int) -> int:
-    """Tokens that the first sequence can get before the last one starts: a step each, with a prompt at least begun."""
-    return batch_size + -(-batch_size * prompt_tokens // prefill_chunk) if batch_size > 1 else 0
+    """Steps, each a token for the first sequence, until the last one starts.
+
+    Beside decodes a step takes a quarter of a chunk of the prompts; a few more steps if they come in one by one.
+    """
+    return batch_size + -(-batch_size * prompt_tokens // max(1, prefill_chunk // 4)) if batch_size > 1 else 0
 
 
 def _room(config: ModelConfig, bench: BenchOptions, prefill_chunk: int) -> int:
     longest = max(bench.prompt_tokens) + bench.new_tokens
     if longest > config.max_seq_len:
         raise ConfigError(
-            f"prompt_tokens + new_tokens ({longest}) exceed the context of {config.max_seq_len} that the model is made for"
+            f"prompt_tokens + new_tokens ({longest}) exceed the context of {config.max_seq_len} of this model"
         )
     return longest + max(_slack(b, p, prefill_chunk) for b in bench.batch_sizes for p in bench.prompt_tokens)
 
 
 def _memory(device: torch.device) -> dict[str, Any]:
-    """Gigabytes (1e9). ``peak_rss_gb`` is of the process so far: loading, compiling and earlier rows included."""
-    memory: dict[str, Any] = {"peak_rss_gb": _peak_rss() / 1e9}
+    """Gigabytes (1e9). ``rss_gb``: held now. ``peak_rss_gb``: of the process so far, with loading, compiling, earlier
+    rows, and half a gigabyte that measuring the bandwidth takes for a moment before the model is loaded."""
+    memory = {"rss_gb": _status_bytes("VmRSS"), "peak_rss_gb": _status_bytes("VmHWM") or _max_rss()}
     if device.type == "cuda":
-        memory["peak_device_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
-    return memory
+        memory["peak_device_gb"] = torch.cuda.max_memory_allocated(device)
+    return {name: None if num_bytes is None else num_bytes / 1e9 for name, num_bytes in memory.items()}
 
 
-def _peak_rss() -> int:
-    """Bytes. Linux' own mark where there is one: getrusage may count the process that started this one."""
+def _status_bytes(name: str) -> int | None:
+    """Of Linux' own account of this process; None elsewhere."""
     status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
+
+
+def _max_rss() -> int:
+    """Bytes. On Linux this may count the process that started this one."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gpt_fast.commands import archive, convert, download, generate, info
+from gpt_fast.commands import archive, bench, convert, download, generate, info
 
-COMMANDS = (generate, info, download, convert, archive)
+COMMANDS = (generate, bench, info, download, convert, archive)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -101,9 +101,9 @@ class LLM:
         self.max_seq_len = self.engine_config.max_seq_len or self.config.max_seq_len
         self.model.eval()
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
-        self._engine = self._build_engine()
+        self.engine = self._build_engine()
         self._ids = itertools.count()
-        self._engine.start(self._warm_up)
+        self.engine.start(self._warm_up)
         self.warm_up_s = time.perf_counter() - begin
         log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
 
@@ -145,7 +145,7 @@ class LLM:
         return self.engine_config.threads or (1 if small and self.device.type == "cpu" else None)
 
     def _warm_up(self) -> None:
-        self._engine.runner.warm_up()
+        self.engine.runner.warm_up()
 
     @overload
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
@@ -168,7 +168,7 @@ class LLM:
         several = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
         params = params or SamplingParams()
         requests = [self.prepare(prompt, sample) for prompt in several for sample in params.samples()]
-        handles = [self._engine.add(request) for request in requests]
+        handles = [self.engine.add(request) for request in requests]
         try:
             completions = [_completion(handle) for handle in handles]
         except BaseException:
@@ -185,7 +185,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, max_uncollected: int | None = None
     ) -> Handle:
         """Queue ``prompt`` and return its handle: poll, wait, cancel. ``max_uncollected``: see ``Handle``."""
-        return self._engine.add(self.prepare(prompt, params), max_uncollected)
+        return self.engine.add(self.prepare(prompt, params), max_uncollected)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Check and encode one request. Raises RequestError naming the field that is wrong."""
@@ -252,29 +252,47 @@ class LLM:
         bandwidth = read_bandwidth(self.device.type, torch.get_num_threads())
         return Roofline(self.model.bytes_per_token(context_len, self.dtype.itemsize), bandwidth)
 
+    def status(self) -> dict[str, Any]:
+        """What is loaded and what it is busy with, for people and probes."""
+        scheduler = self.engine.scheduler
+        return {
+            "compiled": self.engine.runner.compiled,
+            "family": self.config.family,
+            "parameters": self.config.num_parameters,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "max_seq_len": self.max_seq_len,
+            "load_s": round(self.load_s, 3),
+            "warm_up_s": round(self.warm_up_s, 3),
+            "running": len(scheduler.running),
+            "waiting": self.engine.num_waiting,
+            "pages_used": scheduler.pages.num_used,
+            "pages_total": scheduler.pages.num_pages - 1,
+        }
+
     @property
     def changed(self) -> threading.Condition:
         """Notified whenever a request has something new; hold it to look at several handles at once."""
-        return self._engine.changed
+        return self.engine.changed
 
     @property
     def num_preemptions(self) -> int:
         """How often a sequence had to give its pages back and was computed again."""
-        return self._engine.scheduler.num_preemptions
+        return self.engine.scheduler.num_preemptions
 
     @property
     def prefix_hit_rate(self) -> float:
         """Share of all prompt tokens that were found in the prefix cache."""
-        pages = self._engine.scheduler.pages
+        pages = self.engine.scheduler.pages
         return pages.hits / pages.queries if pages.queries else 0.0
 
     def check_idle(self, timeout_s: float = 5.0) -> None:
         """Wait until nothing runs, then raise RuntimeError unless every page is free or cached and accounted for."""
-        self._engine.check_idle(timeout_s)
+        self.engine.check_idle(timeout_s)
 
     def close(self) -> None:
         """Abort what runs and end the engine's thread."""
-        self._engine.close()
+        self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

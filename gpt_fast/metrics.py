@@ -151,7 +151,6 @@ class _Seen:
 
     last_token: float
     num_output: int
-    num_preemptions: int
 
 
 class Metrics:
@@ -206,7 +205,6 @@ class Metrics:
         with self._lock:
             self._follow(request)  # one that ends is no longer running when its last step is reported
             seen = self._seen.pop(request.id, None)
-            self._add("num_preemptions_total", request.num_preemptions - (seen.num_preemptions if seen else 0))
             self._values["request_success_total", request.finish_reason or "abort"] += 1
             found["e2e_request_latency_seconds"].observe(times.total_s)
             found["request_queue_time_seconds"].observe(times.queue_s)
@@ -227,20 +225,16 @@ class Metrics:
             return
         seen = self._seen.get(request.id)
         if seen is None:
-            self._seen[request.id] = _Seen(last, request.num_output, request.num_preemptions)
+            self._seen[request.id] = _Seen(last, request.num_output)
             self._first_token.observe((request.first_token or last) - request.arrival)
             self._add("prompt_tokens_total", request.num_prompt)
             self._add("generation_tokens_total", request.num_output)
-            self._add("num_preemptions_total", request.num_preemptions)
         elif last != seen.last_token:
             # Tokens that one step brought together (speculation) are one arrival, as in vLLM.
             self._token_gap.observe(last - seen.last_token)
             num_output = request.num_output
             self._add("generation_tokens_total", num_output - seen.num_output)
             seen.last_token, seen.num_output = last, num_output
-            if request.num_preemptions != seen.num_preemptions:
-                self._add("num_preemptions_total", request.num_preemptions - seen.num_preemptions)
-                seen.num_preemptions = request.num_preemptions
 
     def _add(self, name: str, amount: float) -> None:
         self._values[name, ""] += amount
@@ -248,19 +242,18 @@ class Metrics:
     # Called by whoever reports.
 
     def gauges(self, engine: Engine) -> None:
-        """Read what the engine knows by itself: requests running and waiting, pages, prefix cache."""
+        """Read what the engine knows by itself: requests, pages, preemptions, prefix cache."""
         scheduler = engine.scheduler
         pages = scheduler.pages
-        now: dict[str, float] = {
-            "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": engine.num_waiting,
-            "kv_cache_usage_perc": pages.num_used / (pages.num_pages - 1),
-            "prefix_cache_queries_total": pages.queries if pages.prefix_cache else 0,
-            "prefix_cache_hits_total": pages.hits if pages.prefix_cache else 0,
-        }
-        with self._lock:
-            for name, value in now.items():
-                self._values[name, ""] = value
+        with self._lock:  # around the reading as well: of two readers the later one writes what is newer
+            values = self._values
+            values["num_requests_running", ""] = len(scheduler.running)
+            values["num_requests_waiting", ""] = engine.num_waiting
+            values["kv_cache_usage_perc", ""] = pages.num_used / (pages.num_pages - 1)
+            values["num_preemptions_total", ""] = scheduler.num_preemptions
+            if pages.prefix_cache:
+                values["prefix_cache_queries_total", ""] = pages.queries
+                values["prefix_cache_hits_total", ""] = pages.hits
 
     def exposition(self) -> str:
         """Everything in Prometheus' text format, version 0.0.4, with vLLM's names. Send it as CONTENT_TYPE."""

@@ -69,6 +69,9 @@ class Session:
             for part in job.sequences:
                 for params in part.params.samples():
                     self._sequences.append(engine.submit(part.prompt, params, MAX_UNCOLLECTED))
+        except RequestError as error:
+            self.cancel()
+            raise job.named(error) from None
         except BaseException:
             self.cancel()
             raise

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from gpt_fast.engine.pages import PageAllocator
+from gpt_fast.families import GenerationDefaults
 from gpt_fast.outputs import Completion, Delta, FinishReason
 from gpt_fast.params import RequestError, SamplingParams
 
@@ -33,8 +36,15 @@ class FakeLLM:
         self.abort_after = abort_after
         self.calls: list[tuple[Any, SamplingParams]] = []
         self.changed = threading.Condition()
+        self.tokenizer = None
+        self.defaults = GenerationDefaults((), None, SamplingParams())
+        scheduler = SimpleNamespace(running=[], num_preemptions=0, pages=PageAllocator(2, 1))
+        self.engine = SimpleNamespace(scheduler=scheduler, num_waiting=0)
         self.handles: list[FakeHandle] = []
         self.silent = False  # of the handles to come
+
+    def status(self) -> dict[str, Any]:
+        return {"running": len(self.handles)}
 
     def submit(self, prompt: str | list[int], params: SamplingParams, max_uncollected: int | None = None) -> FakeHandle:
         """Checks eagerly, like the real one; every poll of the handle gives one more word."""

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_fast import LLM, Completion, RequestError, SamplingParams
-from gpt_fast.engine.handle import EngineError, RequestFailedError
+from gpt_fast.engine.handle import EngineError, Handle, RequestFailedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,7 +43,9 @@ def mixed_requests(count: int = 40) -> list[tuple[list[int], SamplingParams]]:
     common = [draw.randrange(3, 260) for _ in range(48)]
     requests = []
     for i in range(count):
-        prompt = common[: draw.choice([0, 0, 16, 40, 48])] + [draw.randrange(3, 260) for _ in range(draw.randrange(1, 22))]
+        prompt = common[: draw.choice([0, 0, 16, 40, 48])] + [
+            draw.randrange(3, 260) for _ in range(draw.randrange(1, 22))
+        ]
         temperature = 0.0 if i % 3 == 0 else 1.0
         top_p = 0.9 if i % 3 == 1 else None
         params = SamplingParams(
@@ -176,10 +178,14 @@ def test_what_nobody_fetches_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPat
 def test_queue_limit(checkpoint: Path) -> None:
     with load(checkpoint, max_batch=1, max_waiting=2) as llm:
         params = SamplingParams(max_tokens=100, ignore_eos=True)
-        handles = []
-        with pytest.raises(RequestError) as caught:
-            for _ in range(5):
+        handles: list[Handle] = []
+
+        def fill() -> None:
+            while True:
                 handles.append(llm.submit([3], params))
+
+        with pytest.raises(RequestError) as caught:
+            fill()
         assert caught.value.status == 503
         assert caught.value.code == "queue_full"
         assert 2 <= len(handles) <= 4
@@ -201,7 +207,7 @@ def test_a_fault_in_one_request_ends_that_one_alone(llm: LLM) -> None:
     expected = one(llm, [9, 9], params).token_ids
     request = llm.prepare([9, 9], params)
     request.grammar = Broken()
-    bad, good = llm._engine.add(request), llm.submit([9, 9], params)
+    bad, good = llm.engine.add(request), llm.submit([9, 9], params)
     with pytest.raises(RequestFailedError, match="this grammar is broken"):
         list(bad)
     assert tuple(t for d in good for t in d.token_ids) == expected
@@ -215,7 +221,7 @@ def test_when_the_engine_dies_everyone_is_told(checkpoint: Path, monkeypatch: py
         def broken(plan: Any) -> None:
             raise RuntimeError("the device is gone")
 
-        monkeypatch.setattr(llm._engine.runner, "execute", broken)
+        monkeypatch.setattr(llm.engine.runner, "execute", broken)
         with pytest.raises(EngineError, match="the device is gone"):
             list(handle)
         with pytest.raises(EngineError, match="the device is gone"):

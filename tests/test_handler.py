@@ -72,6 +72,7 @@ class Worker:
         self.service = Service("gpt-fast", str(tmp_path), None, self.handler.handle, None, 1, True, metrics)
         self.service.context.model_yaml_config = config
         self.handler.initialize(self.service.context)
+        self.handler.metrics.close()
         self.wire = Wire()
         self.service.set_cl_socket(self.wire)
 
@@ -184,6 +185,16 @@ def test_a_refusal_does_not_touch_its_neighbour(worker: Worker) -> None:
 def test_an_unknown_route_is_404(worker: Worker) -> None:
     assert worker.one({"prompt": "a"}, headers={"url_path": "v2/unheard-of"})[0] == 404
     assert worker.one({"prompt": "a"}, headers={"url_path": ""})[0] == 200
+
+
+def test_pages_need_no_model(worker: Worker) -> None:
+    status, content_type, body, _ = worker.one({}, headers={"url_path": "health"})
+    assert (status, content_type) == (200, "application/json")
+    assert json.loads(body)["status"] == "ready"
+    status, content_type, body, _ = worker.one({}, headers={"url_path": "metrics"})
+    assert content_type.startswith("text/plain")
+    assert b"vllm:num_requests_running" in body
+    assert json.loads(worker.one({}, headers={"url_path": "v1/models"})[2])["data"][0]["id"] == "gpt-fast"
 
 
 def test_a_form_that_arrives_as_nothing_is_explained(worker: Worker) -> None:
@@ -402,9 +413,15 @@ def test_engine_keys_and_device_reach_the_engine(tmp_path: Path, caplog: pytest.
     (tmp_path / "model.safetensors").touch()
     seen: list[Any] = []
     adapter = handler.GPTFastHandler()
-    adapter.build = lambda checkpoint, options: seen.extend((checkpoint, options))
+
+    def build(checkpoint: Path, options: Any) -> Any:
+        seen.extend((checkpoint, options))
+        return FakeLLM()
+
+    adapter.build = build
     config = {"handler": {"compile": False, "max_seq_len": 64, "draft_checkpoint_path": "x", "max_new_tokens": 5}}
     adapter.initialize(context(tmp_path, config))
+    adapter.metrics.close()
     assert seen == [tmp_path, {"compile": False, "max_seq_len": 64, "device": "cpu"}]
     assert "draft_checkpoint_path" in caplog.text, "an option without effect warns"
 

@@ -25,7 +25,7 @@ LAYERS = (
     {"sampling", "structured"},
     {"engine"},
     {"llm"},
-    {"protocol", "serving", "metrics", "bench", "load", "plots", "evaluate", "hf", "archive", "commands", "cli"},
+    {"protocol", "serving", "api", "metrics", "bench", "load", "plots", "evaluate", "hf", "archive", "commands", "cli"},
     {"handler"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -190,6 +190,38 @@ def test_training_lowers_the_held_out_loss_and_the_card_tells(demo: ModuleType, 
     assert config["tie_word_embeddings"] is True
 
 
+def test_muon_treats_fused_matrices_one_by_one(demo: ModuleType) -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(24, 8) @ torch.diag(torch.logspace(0, -1, 8))
+    for part in (gradient, gradient.T):
+        values = torch.linalg.svdvals(demo.orthogonal(part))
+        scale = 3**0.5 if part.shape == (24, 8) else 1.0
+        assert ((values / scale > 0.6) & (values / scale < 1.3)).all()  # "about 1", whatever they were
+
+    def update(sections: list[int] | None, gradient: torch.Tensor) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros_like(gradient))
+        weight.grad = gradient
+        demo.Muon([{"params": [weight], "sections": sections}], lr=1.0, weight_decay=0.0).step()
+        return weight.detach()
+
+    apart = torch.cat([update(None, part) for part in gradient.split([16, 8])])
+    torch.testing.assert_close(update([16, 8], gradient), apart)
+    assert not torch.allclose(update(None, gradient), apart, atol=1e-2)
+
+
+def test_a_run_may_be_shortened_until_its_decay_begins(demo: ModuleType, tmp_path: Path) -> None:
+    long, short = (replace(demo.TARGET, num_steps=n, warmup=10, decay=0.5) for n in (200, 100))
+    assert [demo.rate(long, step) for step in range(50)] == [demo.rate(short, step) for step in range(50)]
+    assert demo.rate(short, 99) == pytest.approx(1 / 50)  # the last step's; zero after it
+    state = {"recipe": repr(replace(long, num_steps=0)), "num_steps": 200, "progress": {"step": 50}}
+    demo.check_same(short, state, tmp_path)
+    demo.check_same(long, {**state, "progress": {"step": 150}}, tmp_path)
+    with pytest.raises(SystemExit, match="another recipe"):
+        demo.check_same(short, {**state, "progress": {"step": 51}}, tmp_path)
+    with pytest.raises(SystemExit, match="another recipe"):
+        demo.check_same(replace(short, muon_lr=1.0), state, tmp_path)
+
+
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     demo: ModuleType, stories: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,9 +7,11 @@ any depth compiles in the time of one block and no later step compiles anything.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 from gpt_fast.attention import StepLayout
@@ -59,6 +61,9 @@ class Runner:
         self._context_len = torch.zeros(max_batch, dtype=torch.int32)
         self._page_table = torch.zeros(max_batch, self.pages_per_sequence, dtype=torch.int32)
         if compile:
+            if shutil.which("openssl") is None:
+                # Precompiled headers are named by a digest that inductor has the openssl program compute.
+                torch._inductor.config.cpp_cache_precompile_headers = False
             for layer in model.layers:
                 layer.compile(fullgraph=True, dynamic=True)
 

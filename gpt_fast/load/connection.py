@@ -16,14 +16,20 @@ from collections.abc import Callable, Mapping
 
 from gpt_fast.load.http import ResponseParser, TransferError
 
+_READ_BYTES = 16384
+
 Receive = Callable[[int, list[bytes], float], bool]
 """Takes status, pieces of the body, and the time.perf_counter() they were read at; False: hang up."""
 
 
-class Connection(asyncio.Protocol):
-    """One connection that carries one request at a time."""
+class Connection(asyncio.BufferedProtocol):
+    """One connection that carries one request at a time.
+
+    Buffered: a plain Protocol has asyncio allocate a quarter of a megabyte for every read.
+    """
 
     def __init__(self) -> None:
+        self._buffer = bytearray(_READ_BYTES)
         self.transport: asyncio.Transport | None = None
         self.parser = ResponseParser()
         self._receive: Receive | None = None
@@ -43,7 +49,7 @@ class Connection(asyncio.Protocol):
         return done
 
     def close(self, reset: bool = False) -> None:
-        """Close; ``reset`` drops what is unsent and unread, as a client that is gone does."""
+        """Close; ``reset``: at once, dropping what is unsent and unread, as a client that is gone does."""
         if self.transport is not None:
             if reset:
                 self.transport.abort()
@@ -54,14 +60,17 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         now = time.perf_counter()
         if self._receive is None or self._done is None or self._done.done():
             self.close(reset=True)  # bytes that nobody asked for: this connection must not be used again
             return
         self.parser.read_at = now
         try:
-            pieces = self.parser.feed(data)
+            pieces = self.parser.feed(bytes(self._buffer[:nbytes]))
             hang_up = bool(pieces) and not self._receive(self.parser.status, pieces, now)
         except Exception as error:  # raised here it would be logged, and the request would hang
             self._fail(error)

@@ -10,9 +10,9 @@ is then told from what it was given, and the latter is encoded as plain text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from gpt_fast.chat import ChatTemplate
 from gpt_fast.params import RequestError
@@ -66,10 +66,13 @@ class SpecialNames:
         return next((len(candidate) for candidate in candidates if candidate in parts), 0)
 
 
-@lru_cache(maxsize=8)
 def special_names(tokenizer: Tokenizer) -> SpecialNames:
-    """Of ``tokenizer``; takes a look at every token the first time, which for a large vocabulary is a tenth of a
-    second."""
+    """Of ``tokenizer``. Looks at every token the first time: a tenth of a second for a large vocabulary."""
+    return _special_names(cast(Hashable, tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _special_names(tokenizer: Any) -> SpecialNames:
     special = [id for id in range(tokenizer.vocab_size) if tokenizer.is_special(id)]
     return SpecialNames(tokenizer.token_bytes(id, skip_special=False).decode(errors="replace") for id in special)
 
@@ -91,7 +94,8 @@ def encode_chat(
     hidden: dict[str, str] = {}  # dangerous string: the character in its place
     names = special_names(tokenizer)
     safe = _hide(messages, names, hidden)
-    rendered = template.render(safe, add_generation_prompt, **(variables or {}))
+    # transformers gives these two to every template, and some only ask whether they are none.
+    rendered = template.render(safe, add_generation_prompt, tools=None, documents=None, **(variables or {}))
     if not hidden:
         return tokenizer.encode(rendered, bos=False, allow_special=True)
     return _encode_parts(tokenizer, names.split(rendered), {ord(char): text for text, char in hidden.items()})

@@ -1,4 +1,4 @@
-"""What the protocols check alike in a JSON body: texts that are no text, numbers no field takes, ids as JSON keys."""
+"""What the protocols check alike in a JSON body: texts that are no text, numbers no field takes."""
 
 from __future__ import annotations
 
@@ -30,20 +30,6 @@ def check_values(name: str, value: Any) -> None:
             pending += [*item.keys(), *item.values()]
         elif isinstance(item, list):
             pending += item
-
-
-def token_biases(value: Any, name: str = "logit_bias") -> dict[int, Any]:
-    """``{"15": 2.5}``, as JSON must write it, by token id. The numbers are SamplingParams' to check."""
-    if not isinstance(value, Mapping):
-        raise RequestError(
-            f"{name} must be an object of token ids and numbers, not {kind(value)}", name, "invalid_type"
-        )
-    biases = {}
-    for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise RequestError(f"{name} has the key {show(key)}, which is no token id", name)
-        biases[int(key)] = bias
-    return biases
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

@@ -38,6 +38,9 @@ class Job(Protocol):
     def content_type(self) -> str:
         """Of the answer, streamed or not."""
 
+    def named(self, error: RequestError) -> RequestError:
+        """``error`` of the engine about a sequence, its field named as the client wrote it."""
+
     def delta(self, index: int, delta: Delta) -> str:
         """What to send, streaming, when sequence ``index`` has something new (its last delta has the completion);
         empty to send nothing."""

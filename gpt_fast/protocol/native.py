@@ -38,6 +38,10 @@ class NativeJob:
     def content_type(self) -> str:
         return TEXT_TYPE if self.stream else JSON_TYPE
 
+    def named(self, error: RequestError) -> RequestError:
+        """The engine's names are this protocol's."""
+        return error
+
     def delta(self, index: int, delta: Delta) -> str:
         """The text itself."""
         return delta.text

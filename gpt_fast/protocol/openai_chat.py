@@ -39,7 +39,9 @@ _NAMES = ("name", "tool_call_id")  # short labels that templates may print
 _LABEL = re.compile(r"[^\s<|\\/>]{1,64}")  # OpenAI's rule for a participant's name
 # What OpenAI's own answers contain, so that one can be sent back as it came, as long as nothing is in it.
 _EMPTY_IN_MESSAGE = ("refusal", "annotations", "audio", "tool_calls", "function_call")
-_OF_TEMPLATE = ("messages", "add_generation_prompt", "tools", "bos_token", "eos_token", "pad_token", "unk_token")
+_OF_TEMPLATE = frozenset(
+    {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token", "pad_token", "unk_token"}
+)
 
 
 class ChatJob(OpenAIJob):
@@ -101,10 +103,10 @@ def parse_chat(body: Mapping[str, Any], context: OpenAIContext) -> ChatJob:
     asked_as, max_tokens = _max_tokens(given)
     params = read_params(
         given | ({"stop": _fallback_stops(given)} if context.template is None else {}),
-        max_tokens=context.chat_max_tokens,
-        temperature=context.default_temperature,
-        **({} if max_tokens is None else {"max_tokens": max_tokens}),
+        max_tokens=max_tokens,
         logprobs=_num_logprobs(given),
+        default_max_tokens=context.chat_max_tokens,
+        default_temperature=context.default_temperature,
     )
     stream = read_switch(given, "stream")
     include_usage = read_include_usage(given, stream)

@@ -5,7 +5,6 @@ Format: https://platform.openai.com/docs/api-reference; streams are server-sent 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import time
@@ -118,7 +117,7 @@ class OpenAIJob:
         self.context = context
         self.stream = ask.stream
         self.content_type = EVENT_TYPE if ask.stream else JSON_TYPE
-        self.sequences: tuple[SequenceRequest, ...] = sequences(ask.prompts, ask.params)
+        self.sequences = tuple(SequenceRequest(prompt, ask.params) for prompt in ask.prompts)
         self.num_samples = ask.params.n
         self.id = self._prefix + context.new_id()
         self.created = int(context.clock())
@@ -147,8 +146,7 @@ class OpenAIJob:
         if self._closed:
             return ""
         self._closed = True
-        body = error_body(error.message, error.status, error.param, error.code)
-        return f"data: {body.strip()}\n\n{_DONE}"
+        return f"data: {error_body(error).strip()}\n\n{_DONE}"
 
     def named(self, error: RequestError) -> RequestError:
         """``error`` of the engine about a sequence, with the field named as the client wrote it."""
@@ -197,20 +195,6 @@ class OpenAIJob:
             "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": sum(completion.num_cached_tokens for completion in firsts)},
         }
-
-
-def sequences(prompts: Sequence[list[int]], params: SamplingParams) -> tuple[SequenceRequest, ...]:
-    """Every prompt ``n`` times, prompt by prompt; the i-th sample is drawn with seed + i."""
-    samples = [params]
-    if params.n > 1:
-        samples = [dataclasses.replace(params, n=1, seed=_seed(params.seed, i)) for i in range(params.n)]
-    return tuple(SequenceRequest(prompt, sample) for prompt in prompts for sample in samples)
-
-
-def _seed(seed: int | None, sample: int) -> int | None:
-    if seed is None:
-        return None
-    return seed + sample if seed + sample < 2**64 - 1 else seed + sample - 2**64  # SamplingParams' range, around
 
 
 def check_length(prompt: Sequence[int], asked: int | None, context: OpenAIContext, param: str, asked_as: str) -> None:

@@ -45,11 +45,11 @@ class CompletionJob(OpenAIJob):
     _object = "text_completion"
     _chunk_object = "text_completion"
 
-    def __init__(self, ask: Ask, context: OpenAIContext, echoes: Sequence[str] | None, num_new: int | None) -> None:
+    def __init__(self, ask: Ask, context: OpenAIContext, echoes: Sequence[str] | None, scores_only: bool) -> None:
         super().__init__(ask, context)
         self._echoes = echoes
-        self._scores_only = num_new == 0
-        self._offsets: dict[int, _Offsets] = {}  # of the sequences that are being streamed
+        self._scores_only = scores_only
+        self._streamed: dict[int, _Offsets | None] = {}  # the sequences that have begun
 
     def delta(self, index: int, delta: Delta) -> str:
         """The events that tell ``delta`` of sequence ``index``, perhaps none."""
@@ -72,20 +72,21 @@ class CompletionJob(OpenAIJob):
         return dataclasses.replace(completion, text="", token_ids=(), finish_reason="length", logprobs=logprobs)
 
     def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        begins = index not in self._offsets
-        echo = self._echo(index)
-        offsets = self._offsets.setdefault(index, self._offsets_of(index, len(echo)))
-        text = (echo if begins else "") + delta.text
+        text = delta.text
+        if index not in self._streamed:
+            text = self._echo(index) + text
+            self._streamed[index] = self._offsets(index) if self._wants_logprobs else None
         if not (text or delta.logprobs or delta.finish_reason):
             return []
-        logprobs = self._logprobs(offsets, delta.logprobs) if self._wants_logprobs else None
+        offsets = self._streamed[index]
+        logprobs = None if offsets is None else self._logprobs(offsets, delta.logprobs)
         return [_choice(index, text, logprobs, delta.finish_reason)]
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         echo = self._echo(index)
         logprobs = None
         if self._wants_logprobs:
-            logprobs = self._logprobs(self._offsets_of(index, len(echo)), completion.logprobs or ())
+            logprobs = self._logprobs(self._offsets(index), completion.logprobs or ())
             if completion.prompt_logprobs is not None:
                 front = self._prompt_logprobs(index, completion.prompt_logprobs, len(echo))
                 logprobs = {name: front[name] + logprobs[name] for name in front}
@@ -101,8 +102,8 @@ class CompletionJob(OpenAIJob):
     def _echo(self, index: int) -> str:
         return self._echoes[index // self.num_samples] if self._echoes is not None else ""
 
-    def _offsets_of(self, index: int, start: int) -> _Offsets:
-        return _Offsets(self.context.tokenizer, self._prompt(index), start)
+    def _offsets(self, index: int) -> _Offsets:
+        return _Offsets(self.context.tokenizer, self._prompt(index), len(self._echo(index)))
 
     def _prompt_logprobs(
         self, index: int, entries: Sequence[TokenLogprobs | None], length: int
@@ -126,7 +127,7 @@ class CompletionJob(OpenAIJob):
                 top.setdefault(self._name(token), logprob)  # likeliest first: of equal names, that one
             lists["tokens"].append(name)
             lists["token_logprobs"].append(entry.logprob)
-            lists["top_logprobs"].append(top if self.ask.params.logprobs else None)
+            lists["top_logprobs"].append(top)
             lists["text_offset"].append(offsets.push(entry.token))
         return lists
 
@@ -142,9 +143,7 @@ class CompletionJob(OpenAIJob):
 class _Offsets:
     """Where each token begins in a text that starts behind ``prompt`` and counts from ``start``, at most ``end``."""
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, prompt: Sequence[int], start: int, end: int | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], start: int, end: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._stream: IncrementalDetokenizer | None = None
         if tokenizer is not None:
@@ -169,7 +168,8 @@ def parse_completion(body: Mapping[str, Any], context: OpenAIContext) -> Complet
     stream = read_switch(given, "stream")
     include_usage = read_include_usage(given, stream)
     num_new = given.get("max_tokens")
-    if num_new == 0 and isinstance(num_new, int) and not echo:
+    scores_only = type(num_new) is int and num_new == 0
+    if scores_only and not echo:
         raise RequestError("max_tokens 0 needs echo: there would be no answer", "max_tokens")
     logprobs = given.get("logprobs")
     if echo and stream and logprobs is not None:
@@ -177,11 +177,11 @@ def parse_completion(body: Mapping[str, Any], context: OpenAIContext) -> Complet
         raise RequestError(message, "stream", "unsupported_value")
     params = read_params(
         given,
-        max_tokens=context.completion_max_tokens,
-        temperature=context.default_temperature,
-        max_tokens_=num_new or (None if num_new is None else 1),
+        max_tokens=1 if scores_only else num_new,
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
+        default_max_tokens=context.completion_max_tokens,
+        default_temperature=context.default_temperature,
     )
     check_count(len(prompts), params.n, context, "prompt")
     echoes = [_text(prompt, context) for prompt in prompts] if echo else None
@@ -192,7 +192,7 @@ def parse_completion(body: Mapping[str, Any], context: OpenAIContext) -> Complet
         check_length(ids, num_new, context, path, "max_tokens")
         encoded.append(ids)
     ask = Ask(model, tuple(encoded), params, given, stream, include_usage)
-    return CompletionJob(ask, context, echoes, num_new)
+    return CompletionJob(ask, context, echoes, scores_only)
 
 
 def _choice(index: int, text: str, logprobs: dict[str, list[Any]] | None, reason: str | None) -> dict[str, Any]:
@@ -209,15 +209,14 @@ def _prompts(prompt: Any) -> list[Prompt]:
     if not prompt:
         raise RequestError("prompt is an empty list", "prompt")
     if isinstance(prompt[0], (str, list)):
-        for i, one in enumerate(prompt):
-            if type(one) is not type(prompt[0]):
-                message = f"prompt.{i} is {kind(one)} and prompt.0 {kind(prompt[0])}; all prompts must be alike"
-                raise RequestError(message, f"prompt.{i}", "invalid_type")
         return [one if isinstance(one, str) else _ids(one, f"prompt.{i}") for i, one in enumerate(prompt)]
     return [_ids(prompt, "prompt")]
 
 
-def _ids(tokens: list[Any], path: str) -> list[int]:
+def _ids(tokens: Any, path: str) -> list[int]:
+    if not isinstance(tokens, list):
+        message = f"{path} is {kind(tokens)}; a prompt is a string or a list of token ids"
+        raise RequestError(message, path, "invalid_type")
     if not tokens:
         raise RequestError(f"{path} is an empty list; give at least one token id", path)
     for i, token in enumerate(tokens):

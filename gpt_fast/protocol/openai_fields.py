@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpt_fast.params import RequestError, SamplingParams
-from gpt_fast.protocol.fields import check_values, kind, show, token_biases, unknown
+from gpt_fast.protocol.fields import check_values, kind, show, unknown
+from gpt_fast.protocol.native import bias_by_id
 
 _SAME_NAME = (  # in SamplingParams; the first line is OpenAI's, the others are vLLM's and our own
     *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "n"),
@@ -93,17 +94,23 @@ def read_fields(body: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any
 
 
 def read_params(
-    given: Mapping[str, Any], *, max_tokens: int | None, temperature: float | None, **more: Any
+    given: Mapping[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    default_max_tokens: int | None,
+    default_temperature: float | None,
 ) -> SamplingParams:
-    """Sampling as ``given`` asks for it; ``max_tokens`` and ``temperature`` are for requests that do not say.
+    """Sampling as ``given`` asks for it, and as the caller has read what the two endpoints spell differently.
 
-    ``more``: fields of SamplingParams that the caller has read itself. Raises RequestError, naming the field as the
-    client wrote it.
+    The defaults are for requests that do not say. Raises RequestError, naming the field as the client wrote it.
     """
     values = {name: given[name] for name in _SAME_NAME if name in given}
-    values |= {name: value for name, value in more.items() if value is not None}
+    values |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "max_tokens": max_tokens}
     if "logit_bias" in given:
-        values["logit_bias"] = token_biases(given["logit_bias"])
+        bias = given["logit_bias"]
+        values["logit_bias"] = bias_by_id(bias) if isinstance(bias, Mapping) else bias
     if "response_format" in given:
         schema = _schema(given["response_format"])
         other = next((name for name in ("json_schema", "regex", "choice") if name in given), None)
@@ -111,13 +118,12 @@ def read_params(
             raise RequestError(f"response_format and {other} exclude each other", other)
         if schema is not None:
             values["json_schema"] = schema
-    if "max_tokens" not in values and max_tokens is not None:
+    if max_tokens is None and default_max_tokens is not None:
         # At least min_tokens: a default must not turn a possible request into a contradictory one.
         least = values.get("min_tokens", 0)
-        max_tokens = max(max_tokens, least if isinstance(least, int) else 0)
-    values.setdefault("max_tokens", max_tokens)
+        values["max_tokens"] = max(default_max_tokens, least if isinstance(least, int) else 0)
     # OpenAI documents 1; a checkpoint that comes with a temperature of its own knows better.
-    values.setdefault("temperature", 1.0 if temperature is None else temperature)
+    values.setdefault("temperature", 1.0 if default_temperature is None else default_temperature)
     try:
         return SamplingParams(**values)
     except RequestError as error:
@@ -139,7 +145,7 @@ def as_written(error: RequestError, given: Mapping[str, Any]) -> RequestError:
     message = error.message
     if message.startswith(error.param):
         message = written + message[len(error.param) :]
-    return RequestError(message, written, error.code, error.status)
+    return RequestError(message, written, error.code, error.status, error.retry_after_s)
 
 
 def read_switch(given: Mapping[str, Any], name: str, default: bool = False) -> bool:

@@ -365,7 +365,7 @@ def test_a_model_that_is_configured_wrongly_says_so_in_the_log(server: Server, n
         assert all(key in line for key in ("checkpoint", "max_seq_len", "max_body_bytes", "converted_ckpt_dir"))
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

@@ -1,0 +1,83 @@
+"""The routes below ``/predictions/<model>/<version>/``: which protocol answers where.
+
+===============================  =========================================================================
+(nothing)                        native.py
+``v1/chat/completions``          OpenAI's, as ``v1/completions``, ``v1/models`` and ``v1/models/<name>``
+``health``                       whether the model is loaded, compiled and warm, and what runs
+``metrics``                      Prometheus' text format under vLLM's names
+===============================  =========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpt_fast.chat import load_template
+from gpt_fast.metrics import CONTENT_TYPE, Metrics
+from gpt_fast.params import RequestError
+from gpt_fast.protocol import native, openai
+from gpt_fast.protocol.body import read_body
+from gpt_fast.protocol.job import Job
+from gpt_fast.settings import HandlerSettings
+
+if TYPE_CHECKING:
+    from gpt_fast.llm import LLM
+
+ROUTES = ("v1/chat/completions", "v1/completions", "v1/models", "health", "metrics")
+
+
+class Page(NamedTuple):
+    """An answer that needs no model."""
+
+    content_type: str
+    body: str
+
+
+class Api:
+    """What one model answers under its routes. ``names``: what requests may call it in OpenAI's ``model``."""
+
+    def __init__(self, llm: LLM, settings: HandlerSettings, names: tuple[str, ...], metrics: Metrics) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._metrics = metrics
+        checkpoint = getattr(llm, "checkpoint", None)
+        self._openai = openai.OpenAIContext(
+            models=names,
+            max_model_len=llm.max_seq_len,
+            tokenizer=llm.tokenizer,
+            template=load_template(checkpoint) if checkpoint is not None else None,
+            default_temperature=llm.defaults.sampling.temperature,
+        )
+
+    def open(self, route: str, entry: Mapping[str, Any], content_length: int | None) -> Job | Page:
+        """The answer to one request: a job for the engine, or a page. Raises RequestError.
+
+        ``entry``: the body as TorchServe delivers it (protocol/body.py).
+        """
+        route = route.strip("/")
+        if route == "health":
+            return Page(native.JSON_TYPE, self.health())
+        if route == "metrics":
+            return Page(CONTENT_TYPE, self._metrics.exposition())
+        if route == "v1/models":
+            return Page(native.JSON_TYPE, openai.models_body(self._openai))
+        if route.startswith("v1/models/"):
+            return Page(native.JSON_TYPE, openai.model_body(route.removeprefix("v1/models/"), self._openai))
+        if route and route not in ROUTES:
+            shown = route if len(route) <= 100 else route[:97] + "..."
+            known = ", ".join(ROUTES)
+            raise RequestError(
+                f"there is no route {shown!r}; there are {known}, and the model itself", None, "not_found", 404
+            )
+        body = read_body(entry, self._settings.max_body_bytes, content_length)
+        if route == "v1/chat/completions":
+            return openai.parse_chat(body, self._openai)
+        if route == "v1/completions":
+            return openai.parse_completion(body, self._openai)
+        return native.parse_request(body, self._settings.max_new_tokens, self._settings.stream)
+
+    def health(self) -> str:
+        """JSON: readiness, and what the engine holds. Only a model that is ready answers at all."""
+        return json.dumps({"status": "ready", "loaded": True, "warm": True, **self._llm.status()}) + "\n"

@@ -1,0 +1,281 @@
+"""``gpt-fast bench``: how fast the engine decodes here, or with ``--url`` how a running server does under load.
+
+stdout carries the tables; with ``--json`` one JSON object follows on a last line, the one that ``--output`` writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt_fast.commands import options
+
+if TYPE_CHECKING:
+    from gpt_fast.load import LoadOptions, Prompt
+
+_DEFAULT_INPUT_LEN = 128
+_DEFAULT_VOCAB_SIZE = 500  # below that of any model, so that the ids exist wherever they are sent
+_PLAIN = (  # options of --url that are fields of LoadOptions
+    *("protocol", "model", "temperature", "num_prompts", "duration_s", "request_rate", "burstiness", "max_concurrency"),
+    *("abort_fraction", "timeout_s", "keep_alive", "seed"),
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command. Options of one mode default to absent, so that the other mode can refuse them by name."""
+    description = __doc__.split("\n\n")[0].split(": ", 1)[1]
+    parser = subparsers.add_parser("bench", help="measure the engine, or a server under load", description=description)
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument(
+        "--url", metavar="URL", help="load a running server, e.g. http://HOST:PORT/predictions/gpt-fast"
+    )
+    target.add_argument("--checkpoint", metavar="DIR", help="measure the engine: a Hugging Face directory, as it is")
+    target.add_argument("--shape", metavar="NAME", help="measure the engine: random weights of a named shape")
+    parser.add_argument("--seed", type=int, default=0, help="prompts, arrivals, sampling (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line of stdout")
+    parser.add_argument("--output", metavar="FILE.json", help="write that object to a file")
+    parser.add_argument("--verbose", action="store_true", help="log what happens; a traceback on errors")
+    engine = parser.add_argument_group("engine, with --checkpoint or --shape")
+    load = parser.add_argument_group("load, with --url")
+    parser.set_defaults(run=run, modes={"engine": _add_engine_options(engine), "load": _add_load_options(load)})
+
+
+def _add(group: argparse._ArgumentGroup, names: set[str], *flags: str, **settings: Any) -> None:
+    names.add(group.add_argument(*flags, default=argparse.SUPPRESS, **settings).dest)
+
+
+def _add_engine_options(group: argparse._ArgumentGroup) -> set[str]:
+    """Returns the names of what it adds."""
+    names: set[str] = set()
+    add = functools.partial(_add, group, names)
+    add("--batch-sizes", type=_integers, metavar="B,...", help="sequences decoded together (default: 1)")
+    add(
+        *("--prompt-tokens", "--context"),
+        type=_integers,
+        metavar="P,...",
+        help="tokens of each prompt, which is the context that decoding starts from; a row for each (default: 128)",
+    )
+    add("--new-tokens", type=int, metavar="N", help="tokens to decode (default: 64)")
+    add("--repeats", type=int, metavar="R", help="runs of each row, of which the median counts (default: 3)")
+    add("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N (default: auto)")
+    add("--dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16 (default: auto)")
+    add("--quantize", metavar="MODE", help="quantize the weights while loading")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on)")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    return names
+
+
+def _add_load_options(group: argparse._ArgumentGroup) -> set[str]:
+    """Returns the names of what it adds."""
+    names: set[str] = set()
+    add = functools.partial(_add, group, names)
+    add("--protocol", metavar="NAME", help="native, openai-completions or openai-chat (default: native)")
+    add("--model", metavar="NAME", help="the model that OpenAI requests name (default: gpt-fast)")
+    add("--header", action="append", metavar="NAME:VALUE", help="send this header as well (may be repeated)")
+    add("--dataset", metavar="FILE", help="prompts: .jsonl or .json (prompt, turns, conversations), or .txt")
+    add("--random-input-len", type=int, metavar="N", help="without a dataset: tokens of each prompt (default: 128)")
+    add("--random-output-len", type=int, metavar="N", help="generate exactly N tokens (same as the two options below)")
+    add("--max-new-tokens", type=int, metavar="N", help="most tokens to generate (default: 128)")
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="go on past the end-of-sequence token, so that the length is known (default: on without a dataset)",
+    )
+    add("--random-vocab-size", type=int, metavar="V", help="draw token ids below V (default: 500)")
+    add("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
+    add("--stream", action=argparse.BooleanOptionalAction, help="stream the answers (default: on)")
+    add("--num-prompts", type=int, metavar="N", help="requests to send, at each level (default: 100)")
+    add("--duration", dest="duration_s", type=float, metavar="S", help="instead: send for so many seconds, each level")
+    add("--request-rate", type=float, metavar="R", help="arrivals per second, Poisson (default: inf, all at once)")
+    add("--burstiness", type=float, metavar="B", help="1: Poisson; less: in bursts; more: regular (default: 1)")
+    add("--max-concurrency", type=int, metavar="N", help="requests under way at most (default: any number)")
+    add("--sweep", type=_integers, metavar="N,...", help="measure at each of these concurrencies")
+    add("--sweep-rate", type=_numbers, metavar="R,...", help="measure at each of these request rates")
+    add("--abort-fraction", type=float, metavar="F", help="share of requests that hang up after the first text")
+    add("--timeout", dest="timeout_s", type=float, metavar="S", help="for one whole request (default: 600)")
+    add("--keep-alive", action="store_const", const=True, help="reuse connections (default: one for each request)")
+    add("--goodput", nargs="+", metavar="METRIC:MS", help="limits that a good request keeps: ttft, tpot, e2el")
+    add("--percentiles", type=_numbers, metavar="P,...", help="of every latency (default: 99)")
+    add("--tokenizer", metavar="DIR", help="count tokens of text by this tokenizer where the server does not say")
+    add("--plot", metavar="FILE.png", help="draw latency and throughput against load; needs the extra plot")
+    return names
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, write."""
+    mode, other = ("load", "engine") if arguments.url else ("engine", "load")
+    for name in sorted(arguments.modes[other] & vars(arguments).keys()):
+        target = "--url" if mode == "load" else "--checkpoint and --shape"
+        print(
+            f"gpt-fast bench: --{name.removesuffix('_s').replace('_', '-')} means nothing with {target}",
+            file=sys.stderr,
+        )
+        return 2
+    if arguments.output and not Path(arguments.output).resolve().parent.is_dir():
+        raise ValueError(f"--output: there is no folder {Path(arguments.output).resolve().parent}")
+    options.set_up_logging(arguments.verbose)
+    given = {name: value for name, value in vars(arguments).items() if name in arguments.modes[mode]}
+    given["seed"] = arguments.seed
+    found = run_load(arguments.url, given) if mode == "load" else run_engine(arguments, given)
+    if arguments.output:
+        Path(arguments.output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(found))
+    return 0 if mode == "engine" or any(row["completed"] for row in found["results"]) else 1
+
+
+def run_engine(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    """The ceiling, then a row for each batch size and prompt length."""
+    from gpt_fast import bench
+
+    fields = {field.name for field in dataclasses.fields(bench.BenchOptions)}
+    wanted = bench.BenchOptions(**{name: value for name, value in given.items() if name in fields})
+    engine = {name: value for name, value in given.items() if name not in fields}
+    bench.measure_bandwidth(engine.get("device", "auto"), engine.get("threads"))
+    with bench.build(checkpoint=arguments.checkpoint, shape_name=arguments.shape, bench=wanted, **engine) as llm:
+        facts = {"benchmark": "engine", "model": arguments.shape or arguments.checkpoint, **bench.ceiling(llm)}
+        print(
+            f"{facts['model']}: {_short(facts['parameters'])} parameters in {facts['dtype']}, "
+            f"on {facts['device']}, {facts['threads']} threads\n"
+            f"ceiling: {facts['machine_bandwidth_gb_s']:.1f} GB/s measured / {_short(facts['bytes_per_token'])}B "
+            f"a token = {facts['ceiling_tokens_per_second']:.1f} tokens/s for one sequence without context"
+        )
+        print("  batch  prompt  first token     prefill       decode         each   bandwidth  of ceiling  peak memory")
+        facts["results"] = bench.benchmark(llm, wanted, lambda row: print(_engine_row(row), flush=True))
+    return facts
+
+
+def _short(number: float) -> str:
+    """260032 -> 260k, 1.1e9 -> 1.1G."""
+    for unit, size in (("G", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e3:.3g} k"
+
+
+def _engine_row(row: dict[str, Any]) -> str:
+    memory = row.get("peak_device_gb", row["peak_rss_gb"])
+    return (
+        f"{row['batch_size']:7d} {row['prompt_tokens']:7d} {1e3 * row['time_to_first_token_s']:9.1f} ms"
+        f"{row['prefill_tokens_per_second']:8.0f} t/s {row['decode_tokens_per_second']:8.1f} t/s"
+        f"{row['decode_tokens_per_second_per_sequence']:9.1f} t/s {row['achieved_bandwidth_gb_s']:6.1f} GB/s"
+        f"{row['share_of_ceiling']:12.1%} {memory:9.2f} GB"
+    )
+
+
+def run_load(url: str, given: dict[str, Any]) -> dict[str, Any]:
+    """One table for each level."""
+    from gpt_fast import load, plots
+    from gpt_fast.load.metrics import parse_goodput
+    from gpt_fast.load.progress import run_level_shown
+
+    prompts, first, base = load_options(url, given)
+    levels = sweep_levels(base, given)
+    percentiles = given.get("percentiles", (99.0,))
+    if not all(0 < p <= 100 for p in percentiles):
+        raise ValueError("percentiles must be above 0 and at most 100")
+    goodput = parse_goodput(given.get("goodput", ()))
+    count_tokens = _token_counter(given["tokenizer"]) if "tokenizer" in given else None
+    if "plot" in given:
+        plots.check(given["plot"])
+        percentiles = sorted({*percentiles, 99.0})  # the plot shows it
+
+    async def measure() -> list[dict[str, Any]]:
+        await load.warm_up(base, first)
+        results = []
+        for level in levels:
+            shown = (
+                f"rate {level.request_rate:g}" if "sweep_rate" in given else f"load {level.max_concurrency or 'any'}"
+            )
+            done = await run_level_shown(level, prompts, shown)
+            result = load.summarize(done, percentiles=percentiles, goodput=goodput, count_tokens=count_tokens)
+            print(load.describe(result), flush=True)
+            results.append(result)
+        return results
+
+    settings = {f.name: getattr(base, f.name) for f in dataclasses.fields(base) if f.name not in ("headers", "url")}
+    settings = {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in settings.items()}  # inf: not JSON
+    found = {"benchmark": "load", "url": url, **settings, "results": asyncio.run(measure())}
+    if "plot" in given:
+        plots.plot_load(found["results"], given["plot"])
+    return found
+
+
+def load_options(url: str, given: dict[str, Any]) -> tuple[Iterator[Prompt], Prompt, LoadOptions]:
+    """What to ask, the prompt to warm up with, and how to ask. Raises ValueError for what contradicts itself."""
+    from gpt_fast.load import LoadOptions, read_prompts, synthetic_prompts
+    from gpt_fast.load.prompts import endless
+
+    if "dataset" in given:
+        _exclude(given, "dataset", "random_input_len", "random_vocab_size")
+    _exclude(given, "random_output_len", "max_new_tokens", "ignore_eos")
+    _exclude(given, "duration_s", "num_prompts")
+    plain = {name: given[name] for name in _PLAIN if name in given}
+    plain["max_new_tokens"] = given.get("random_output_len", given.get("max_new_tokens", 128))
+    plain["ignore_eos"] = given.get("ignore_eos", "random_output_len" in given or "dataset" not in given)
+    plain["stream"] = given.get("stream", True)
+    plain["headers"] = dict(_header(line) for line in given.get("header", ()))
+    sweeping = {"max_concurrency": max(given["sweep"])} if "sweep" in given else {}
+    made = LoadOptions(url, **(plain | sweeping))
+    if "dataset" in given:
+        known = read_prompts(given["dataset"])
+        # The longest: if its answer fits the server's context, every answer does.
+        return endless(known), max(known, key=lambda p: len(p.content) + (p.max_new_tokens or 0)), made
+    prompts = synthetic_prompts(
+        given.get("random_input_len", _DEFAULT_INPUT_LEN),
+        given.get("random_vocab_size", _DEFAULT_VOCAB_SIZE),
+        made.seed,
+        as_text=made.protocol == "openai-chat",
+    )
+    return prompts, next(prompts), made
+
+
+def sweep_levels(base: LoadOptions, given: dict[str, Any]) -> list[LoadOptions]:
+    """One or several levels. Raises ValueError."""
+    _exclude(given, "sweep", "sweep_rate", "max_concurrency")
+    _exclude(given, "sweep_rate", "request_rate")
+    if "sweep" in given:
+        too_few = [n for n in given["sweep"] if base.duration_s is None and n > base.num_prompts]
+        if too_few:
+            raise ValueError(f"--num-prompts {base.num_prompts} never reaches a concurrency of {too_few[0]}")
+        return [dataclasses.replace(base, max_concurrency=n) for n in given["sweep"]]
+    if "sweep_rate" in given:
+        return [dataclasses.replace(base, request_rate=rate) for rate in given["sweep_rate"]]
+    return [base]
+
+
+def _exclude(given: dict[str, Any], name: str, *others: str) -> None:
+    for other in others:
+        if name in given and other in given:
+            flags = [f"--{n.removesuffix('_s').replace('_', '-')}" for n in (name, other)]
+            raise ValueError(f"{flags[0]} and {flags[1]} exclude each other")
+
+
+def _token_counter(directory: str) -> Callable[[str], int]:
+    from gpt_fast.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(directory)
+    return lambda text: len(tokenizer.encode(text, bos=False))
+
+
+def _header(line: str) -> tuple[str, str]:
+    name, colon, value = line.partition(":")
+    if not colon or not name.strip():
+        raise ValueError(f"--header {line!r} is not NAME:VALUE")
+    return name.strip(), value.strip()
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in text.split(","))

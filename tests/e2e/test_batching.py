@@ -1,0 +1,306 @@
+"""Many clients at once through a real TorchServe: each gets its own answer, whoever else comes, goes or misbehaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Reply, Server, serve
+
+from gpt_fast import LLM, Completion, SamplingParams
+from gpt_fast.archive import build_archive
+
+CONFIG = """\
+minWorkers: 1
+maxWorkers: 1
+continuousBatching: true
+batchSize: 64
+maxBatchDelay: 1
+responseTimeout: 60
+startupTimeout: 120
+handler:
+    compile: false
+    dtype: float32
+    device: cpu
+    max_batch: {max_batch}
+    max_waiting: {max_waiting}
+"""
+MODELS = {"gpt-fast": (8, 56), "narrow": (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    store = tmp_path_factory.mktemp("model_store")
+    config = store.parent / "model_config.yaml"
+    for name, (max_batch, max_waiting) in MODELS.items():
+        config.write_text(CONFIG.format(max_batch=max_batch, max_waiting=max_waiting))
+        build_archive(checkpoint, name=name, config=config, output=store, by_reference=True)
+    with serve(store, {name: name for name in MODELS}) as running:
+        for name in MODELS:
+            running.wait_ready(name)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(checkpoint, compile=False, dtype="float32", device="cpu") as engine:
+        yield engine
+
+
+def mixed(count: int) -> list[dict[str, Any]]:
+    """Requests of every kind: long and short, greedy and seeded, streamed and in one piece."""
+    draw = random.Random(0)
+    words = [
+        "Once",
+        "upon",
+        "a",
+        "time",
+        "there",
+        "was",
+        "little",
+        "girl",
+        "named",
+        "Lily",
+        "she",
+        "saw",
+        "big",
+        "red",
+        "ball",
+        "and",
+        "her",
+        "mom",
+        "said",
+    ]
+    requests = []
+    for i in range(count):
+        prompt = " ".join(draw.choice(words) for _ in range(draw.randrange(1, 40)))
+        body: dict[str, Any] = {"prompt": prompt, "max_new_tokens": draw.randrange(1, 60)}
+        if i % 3:
+            body |= {"temperature": 0.9, "top_p": 0.95, "seed": i}
+        if i % 4 == 0:
+            body["stream"] = False
+        requests.append(body)
+    return requests
+
+
+def truth(llm: LLM, body: dict[str, Any]) -> str:
+    fields = {k: v for k, v in body.items() if k not in ("prompt", "stream")}
+    done = llm.generate(body["prompt"], SamplingParams(**fields))
+    assert isinstance(done, Completion)
+    return done.text
+
+
+def text_of(reply: Reply, body: dict[str, Any]) -> str:
+    assert reply.status == 200, reply.text
+    return str(reply.json()["text"]) if body.get("stream") is False else reply.text
+
+
+def get(server: Server, route: str, model: str = "gpt-fast") -> Reply:
+    return server.request("GET", f"/predictions/{model}/1.0/{route}")
+
+
+def idle(server: Server, model: str = "gpt-fast") -> dict[str, Any]:
+    """The health page once nothing runs."""
+    for _ in range(150):
+        status: dict[str, Any] = get(server, "health", model).json()
+        if not status["running"] and not status["waiting"] and not status["pages_used"]:
+            return status
+        time.sleep(0.1)
+    pytest.fail(f"it never came to rest: {status}")
+
+
+def test_forty_clients_at_once_each_get_their_own_answer(server: Server, llm: LLM) -> None:
+    requests = mixed(40)
+    with ThreadPoolExecutor(40) as pool:
+        replies = list(pool.map(server.predict, requests))
+    for body, reply in zip(requests, replies, strict=True):
+        assert text_of(reply, body) == truth(llm, body)
+    idle(server)
+
+
+def test_streams_run_side_by_side(server: Server) -> None:
+    body = {"prompt": "Once", "max_new_tokens": 120, "ignore_eos": True}
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: server.predict(body), range(4)))
+    # One after the other, the last would begin after the first has ended.
+    assert max(r.chunk_times[0] for r in replies) < min(r.chunk_times[-1] for r in replies)
+
+
+def hang_up(server: Server, body: dict[str, Any], after_bytes: int) -> None:
+    raw = json.dumps(body).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        head = f"PUT /predictions/gpt-fast HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        client.sendall(head.encode() + raw)
+        if after_bytes:
+            client.recv(after_bytes)
+
+
+def test_half_the_clients_hang_up_and_the_pages_come_back(server: Server, llm: LLM) -> None:
+    requests = mixed(24)
+    draw = random.Random(1)
+    with ThreadPoolExecutor(48) as pool:
+        gone = [
+            pool.submit(hang_up, server, {**r, "max_new_tokens": 400, "ignore_eos": True}, draw.choice([0, 100, 400]))
+            for r in requests
+        ]
+        replies = list(pool.map(server.predict, requests))
+        for future in gone:
+            future.result()
+    for body, reply in zip(requests, replies, strict=True):
+        assert text_of(reply, body) == truth(llm, body)
+    status = idle(server)
+    assert status["pages_used"] == 0
+
+
+def test_a_full_queue_is_told_with_the_time_to_come_back(server: Server) -> None:
+    body = {"prompt": "Once", "max_new_tokens": 300, "ignore_eos": True}
+    with ThreadPoolExecutor(12) as pool:
+        replies = list(pool.map(lambda _: server.predict(body, "narrow"), range(12)))
+    served = [r for r in replies if r.status == 200]
+    refused = [r for r in replies if r.status == 503]
+    assert len(served) + len(refused) == 12
+    assert 3 <= len(served) < 12
+    assert len({r.text for r in served}) == 1
+    for reply in refused:
+        assert reply.error["code"] == "queue_full"
+        assert reply.error["retry_after"] == 1
+        assert reply.headers["retry-after"] == "1"
+    idle(server, "narrow")
+
+
+def test_a_deadline_in_the_queue_is_a_504_and_in_mid_stream_a_word_in_the_text(server: Server) -> None:
+    long = {"prompt": "Once", "max_new_tokens": 400, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(server.predict, {**long, "timeout_s": 0.4}, "narrow")
+        time.sleep(0.1)
+        second = pool.submit(server.predict, {**long, "timeout_s": 0.01}, "narrow")
+        assert second.result().status == 504
+        assert second.result().error["code"] == "timeout"
+        reply = first.result()
+    assert reply.status == 200
+    if reply.chunk_times[-1] > 0.39:  # unless this machine was faster than the deadline
+        assert json.loads(reply.text.rsplit("\n", 2)[-2])["error"]["code"] == "timeout"
+
+
+def test_bad_requests_do_not_touch_their_neighbours(server: Server, llm: LLM) -> None:
+    good = mixed(12)
+    bad: list[Any] = [
+        b"{",
+        b"",
+        {"prompt": 5},
+        {"prompt": "a", "colour": 1},
+        {"prompt": [99999]},
+        {"prompt": "a " * 3000},
+    ]
+    with ThreadPoolExecutor(24) as pool:
+        refused = [pool.submit(server.predict, body) for body in bad * 2]
+        replies = list(pool.map(server.predict, good))
+    for body, reply in zip(good, replies, strict=True):
+        assert text_of(reply, body) == truth(llm, body)
+    assert {future.result().status for future in refused} == {400}
+
+
+def test_a_worker_killed_in_mid_stream_ends_its_clients_and_comes_back(server: Server) -> None:
+    [worker] = server.workers("narrow")
+    body = {"prompt": "Once", "max_new_tokens": 480, "ignore_eos": True}
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(outcome, server, body) for _ in range(3)]
+        time.sleep(0.15)
+        os.kill(worker["pid"], signal.SIGKILL)
+        begin = time.monotonic()
+        for future in running:
+            future.result(timeout=20)  # an end or an error, but no silence
+        assert time.monotonic() - begin < 20
+    server.wait_ready("narrow", 60)
+    for _ in range(100):
+        if server.workers("narrow")[0]["pid"] != worker["pid"]:
+            break
+        time.sleep(0.2)
+    server.wait_ready("narrow", 60)
+    assert server.predict({"prompt": "Once", "max_new_tokens": 5}, "narrow").status == 200
+
+
+def outcome(server: Server, body: dict[str, Any]) -> object:
+    try:
+        return server.predict(body, "narrow").status
+    except (OSError, ValueError) as error:  # a connection or a body cut short
+        return error
+
+
+def test_metrics_page_and_endpoint(server: Server) -> None:
+    idle(server)
+    page = get(server, "metrics").text
+    assert 'vllm:num_requests_running{model_name="gpt-fast"' in page
+    assert "vllm:time_to_first_token_seconds_bucket" in page
+
+
+# ---- OpenAI's own client --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(server: Server) -> Any:
+    openai = pytest.importorskip("openai")
+    base = f"http://127.0.0.1:{server.port}/predictions/gpt-fast/1.0/v1"
+    return openai.OpenAI(base_url=base, api_key="none", max_retries=0)
+
+
+def test_openai_completions_plain_and_streamed(client: Any, llm: LLM) -> None:
+    expected = truth(llm, {"prompt": "Once upon", "max_tokens": 20, "temperature": 0.0})
+    fields = {"model": "gpt-fast", "prompt": "Once upon", "max_tokens": 20, "temperature": 0}
+    whole = client.completions.create(**fields)
+    assert whole.choices[0].text == expected
+    assert whole.usage.completion_tokens == 20
+    pieces = list(client.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+    assert "".join(p.choices[0].text for p in pieces if p.choices) == expected
+    assert pieces[-1].usage.total_tokens == whole.usage.total_tokens
+    assert len(pieces) > 5
+    several = client.completions.create(
+        **{**fields, "prompt": ["Once upon", "Lily"], "n": 2, "temperature": 1, "seed": 1}
+    )
+    assert [c.index for c in several.choices] == [0, 1, 2, 3]
+    assert len({c.text for c in several.choices}) == 4
+
+
+def test_openai_chat_plain_and_streamed(client: Any) -> None:
+    fields: dict[str, Any] = {
+        "model": "gpt-fast",
+        "messages": [{"role": "user", "content": "Tell me a story."}],
+        "max_tokens": 12,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**fields)
+    assert whole.choices[0].message.role == "assistant"
+    assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
+    pieces = list(client.chat.completions.create(**fields, stream=True))
+    text = "".join(p.choices[0].delta.content or "" for p in pieces if p.choices)
+    assert text == whole.choices[0].message.content
+    assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_openai_models(client: Any) -> None:
+    assert client.models.list().data[0].id == "gpt-fast"
+
+
+def test_openai_errors(client: Any) -> None:
+    import openai
+
+    message = [{"role": "user", "content": "hi"}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="gpt-fast", messages=message, extra_body={"wings": 2})
+    assert caught.value.param == "wings"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="gpt-fast", prompt="Once " * 5000)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="another", prompt="a")
