@@ -36,7 +36,7 @@ from gpt_fast.checkpoint import random_model
 from gpt_fast.config import ConfigError, ModelConfig, at_least
 from gpt_fast.engine.handle import Handle
 from gpt_fast.families import read_config
-from gpt_fast.llm import LLM, pick_device, pick_dtype
+from gpt_fast.llm import LLM, pick_device, pick_dtype, prefers_column_major
 from gpt_fast.params import SamplingParams
 from gpt_fast.roofline import read_bandwidth
 from gpt_fast.shapes import shape
@@ -99,7 +99,9 @@ def build(
         return LLM(checkpoint, progress=True, **options)
     device = pick_device(options.pop("device", "auto"))
     dtype = pick_dtype(options.pop("dtype", "auto"), device, config)
-    return LLM.from_model(random_model(config, dtype, device), **options)
+    return LLM.from_model(
+        random_model(config, dtype, device, column_major=prefers_column_major(device, dtype)), **options
+    )
 
 
 def benchmark(
@@ -160,7 +162,7 @@ def ceiling(llm: LLM) -> dict[str, Any]:
     roofline = llm.roofline()
     return {
         "device": torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else str(llm.device),
-        "threads": torch.get_num_threads(),
+        "bandwidth_threads": torch.get_num_threads(),  # the engine may choose fewer for a small model
         "dtype": str(llm.dtype).removeprefix("torch."),
         "quantize": llm.engine_config.quantize,
         "compile": llm.engine_config.compile,

@@ -58,20 +58,23 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: bool = False,
     *,
+    column_major: bool = False,
     local: ModelConfig | None = None,
     take: Callable[[Part], Slice | None] | None = None,
 ) -> Transformer:
     """The model in a Hugging Face directory, every weight in ``dtype`` on ``device``, without gradients.
 
-    ``progress``: a bar by bytes, when stderr is a terminal. A tensor-parallel rank gives ``local``, the shape of
-    what it holds, and ``take``, which slice of each stored tensor fills the same part of it (None: all of it).
+    ``progress``: a bar by bytes, when stderr is a terminal. ``column_major``: see :func:`build`. A tensor-parallel
+    rank gives ``local``, the shape of what it holds, and ``take``, which slice of each stored tensor fills the same
+    part of it (None: all of it).
 
     Raises CheckpointError, naming files and tensors, for whatever is missing, unexpected, mis-shaped or damaged.
     """
     directory = Path(directory)
     config = read_config(directory)
     config, weights = resolve_tying(config, open_weights(directory))
-    model = build(replace(local, tie_embeddings=config.tie_embeddings) if local else config, dtype, device)
+    shape = replace(local, tie_embeddings=config.tie_embeddings) if local else config
+    model = build(shape, dtype, device, column_major)
     fill(model, config, weights, str(directory), progress=progress, take=take)
     return model
 
@@ -87,13 +90,22 @@ class _NoDraws(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def build(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Transformer:
-    """A Transformer whose weights are allocated and not yet written."""
+def build(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, column_major: bool = False
+) -> Transformer:
+    """A Transformer whose weights are allocated and not yet written.
+
+    ``column_major`` lays the matrices out transposed (their shape stays), which torch's float32 products on a CPU are
+    faster with when there are few rows: docs/log.md. A head that is also the embedding table stays as it is.
+    """
     with torch.device("meta"), _NoDraws():
         model = Transformer(config)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            data = torch.empty(parameter.shape, dtype=dtype, device=device)
+            turned = column_major and isinstance(module, nn.Linear) and parameter.dim() == 2
+            shape = parameter.shape[::-1] if turned else parameter.shape
+            data = torch.empty(shape, dtype=dtype, device=device)
+            data = data.t() if turned else data
             setattr(module, name, nn.Parameter(data, requires_grad=False))
     if config.tie_embeddings:
         model.output.weight = model.tok_embeddings.weight
@@ -231,14 +243,18 @@ def stored_dtype(directory: str | Path) -> torch.dtype:
 
 
 def random_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    column_major: bool = False,
 ) -> Transformer:
     """A model of the shape ``config`` with random weights (normal, standard deviation 0.02), for benchmarks.
 
     Matrices repeat one block of random numbers, because drawing billions takes minutes. The same seed gives the
-    same weights on every device.
+    same weights on every device and in every layout.
     """
-    model = build(config, dtype, device)
+    model = build(config, dtype, device, column_major)
     generator = torch.Generator().manual_seed(seed)
     largest = max(p.numel() for p in model.parameters())
     block = (torch.randn(min(_REPEATED, largest), generator=generator) * 0.02).to(device, dtype)
@@ -249,9 +265,18 @@ def random_model(
             elif parameter.dim() == 1:  # a norm
                 parameter.fill_(1.0)
             else:
-                for piece in torch.split(parameter.view(-1), block.numel()):
-                    piece.copy_(block[: piece.numel()])
+                _repeat(block, parameter)
     return model
+
+
+def _repeat(block: torch.Tensor, matrix: torch.Tensor) -> None:
+    """Fill ``matrix`` with ``block``, shifted a little each time so that no row comes twice."""
+    num_rows, width = matrix.shape
+    step = max(1, block.numel() // width - 1)
+    for i, begin in enumerate(range(0, num_rows, step)):
+        count = min(step, num_rows - begin)
+        shift = i * 37 % (block.numel() - count * width + 1)
+        matrix[begin : begin + count].copy_(block[shift : shift + count * width].view(count, width))
 
 
 def save_checkpoint(

@@ -57,7 +57,13 @@ class LLM:
         self.tokenizer = self._load_tokenizer()
         self.device = pick_device(self.engine_config.device)
         self.dtype = pick_dtype(self.engine_config.dtype, self.device, self.config)
-        self.model = load_model(self.checkpoint, dtype=self.dtype, device=self.device, progress=progress)
+        self.model = load_model(
+            self.checkpoint,
+            dtype=self.dtype,
+            device=self.device,
+            progress=progress,
+            column_major=prefers_column_major(self.device, self.dtype),
+        )
         self.load_s = time.perf_counter() - begin
         self._start()
 
@@ -353,6 +359,11 @@ def pick_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dt
         return torch.bfloat16
     fits = config.num_parameters * 4 < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
     return torch.float32 if fits else torch.bfloat16
+
+
+def prefers_column_major(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matrices are best laid out transposed (checkpoint.build)."""
+    return device.type == "cpu" and dtype == torch.float32
 
 
 def _cpu_has_bfloat16() -> bool:

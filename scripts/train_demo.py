@@ -292,7 +292,7 @@ def shape(dim: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim
 
 
 # Every matrix is a multiple of 32 wide, also when it is shared among four ranks.
-TARGET = Recipe("target", shape(256, 4, 8, 4, 32, 640), num_steps=1800, batch_rows=6)
+TARGET = Recipe("target", shape(256, 4, 8, 4, 32, 640), num_steps=2200, batch_rows=6)
 DRAFT = Recipe("draft", shape(96, 2, 4, 2, 32, 192), num_steps=1800, batch_rows=6, distill=0.9)
 
 
@@ -758,7 +758,7 @@ def main(
         results.append(Result(recipe, model, progress, evaluate(model, setting.heldout)))
         print(f"{recipe.name}: held-out loss {results[-1].loss:.4f}, {progress.seconds / 60:.1f} min")
     rates = agreement(results[0].model, results[1].model, setting.heldout)
-    command = "python scripts/train_demo.py " + shlex.join(sys.argv[1:] if argv is None else argv)
+    command = "python scripts/train_demo.py " + shlex.join(a for a in (argv or sys.argv[1:]) if a != "--resume")
     card = model_card(results, setting, corpus, command, args.machine, rates)
     (args.out / "README.md").write_text(card, encoding="utf-8")
 

@@ -438,3 +438,15 @@ def test_config_and_weights_disagree_on_layers(tmp_path: Path) -> None:
     assert read_config(tmp_path).num_layers == 3
     with pytest.raises(CheckpointError, match=r"9 tensors missing: model.layers.2.input_layernorm.weight"):
         load_model(tmp_path, torch.float32)
+
+
+def test_the_layout_changes_nothing_but_the_strides(tmp_path: Path) -> None:
+    config = ModelConfig("llama", 300, 64, 2, 4, 2, 16, 144, 64)
+    rows, columns = (random_model(config, torch.float32, column_major=turned) for turned in (False, True))
+    assert not columns.layers[0].feed_forward.w2.weight.is_contiguous()  # type: ignore[union-attr,operator]
+    for (name, a), (_, b) in zip(rows.named_parameters(), columns.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    save_checkpoint(rows, tmp_path)
+    tokens = torch.arange(20)[None]
+    loaded = [load_model(tmp_path, torch.float32, column_major=turned) for turned in (False, True)]
+    torch.testing.assert_close(loaded[0](tokens), loaded[1](tokens), atol=1e-5, rtol=1e-5)

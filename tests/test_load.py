@@ -580,7 +580,10 @@ def test_bench_with_a_dataset(bench: Bench, tmp_path: Path) -> None:
         found = bench(server.url, "--dataset", str(tmp_path / "p.txt"), "--num-prompts", "4", "--max-new-tokens", "3")
         asked = [e.body["prompt"] for e in server.exchanges]
         assert "ignore_eos" not in server.exchanges[-1].body
-    assert sorted(asked) == ["first", "first", "second", "second", "second"]  # one of them to warm up
+    assert sorted(asked) == ["first", "first", "first", "second", "second"]  # one of them to warm up
+    with FakeServer(scripted) as server:  # of a fixed length, taken for granted: the longest prompt is tried first
+        bench(server.url, "--dataset", str(tmp_path / "p.txt"), "--num-prompts", "1", "--ignore-eos")
+        assert [e.body["prompt"] for e in server.exchanges] == ["second", "first"]
     (result,) = found["results"]
     assert result["output_tokens_from"] == "pieces"
     assert result["total_input_tokens"] is None
@@ -593,7 +596,7 @@ def test_bench_fails_when_nothing_completes(tmp_path: Path, capsys: pytest.Captu
 
     with FakeServer(answer) as server:
         assert cli.main(["bench", "--url", server.url]) == 1
-    assert "refused: HTTP 503: full" in capsys.readouterr().err
+    assert "was refused: HTTP 503: full" in capsys.readouterr().err
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_run(

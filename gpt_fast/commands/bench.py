@@ -144,13 +144,19 @@ def run_engine(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str
         facts = {"benchmark": "engine", "model": arguments.shape or arguments.checkpoint, **bench.ceiling(llm)}
         print(
             f"{facts['model']}: {_short(facts['parameters'])} parameters in {facts['dtype']}, "
-            f"on {facts['device']}, {facts['threads']} threads\n"
-            f"ceiling: {facts['machine_bandwidth_gb_s']:.1f} GB/s measured / {_short(facts['bytes_per_token'])}B "
+            f"on {facts['device']}\n"
+            f"ceiling: {facts['machine_bandwidth_gb_s']:.1f} GB/s measured ({_threads(facts)}) "
+            f"/ {_short(facts['bytes_per_token'])}B "
             f"a token = {facts['ceiling_tokens_per_second']:.1f} tokens/s for one sequence without context"
         )
         print("  batch  prompt  first token     prefill       decode         each   bandwidth  of ceiling  peak memory")
         facts["results"] = bench.benchmark(llm, wanted, lambda row: print(_engine_row(row), flush=True))
     return facts
+
+
+def _threads(facts: dict[str, Any]) -> str:
+    count = facts["bandwidth_threads"]
+    return f"{count} thread{'s' * (count > 1)}"
 
 
 def _short(number: float) -> str:
@@ -227,8 +233,10 @@ def load_options(url: str, given: dict[str, Any]) -> tuple[Iterator[Prompt], Pro
     made = LoadOptions(url, **(plain | sweeping))
     if "dataset" in given:
         known = read_prompts(given["dataset"])
-        # The longest: if its answer fits the server's context, every answer does.
-        return endless(known), max(known, key=lambda p: len(p.content) + (p.max_new_tokens or 0)), made
+        # Where lengths are taken for granted the longest is tried: if its answer fits the context, every answer does.
+        fixed = made.ignore_eos and made.protocol == "native"
+        longest = max(known, key=lambda p: len(p.content) + (p.max_new_tokens or 0))
+        return endless(known), longest if fixed else known[0], made
     prompts = synthetic_prompts(
         given.get("random_input_len", _DEFAULT_INPUT_LEN),
         given.get("random_vocab_size", _DEFAULT_VOCAB_SIZE),

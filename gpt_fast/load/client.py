@@ -151,7 +151,8 @@ async def warm_up(options: LoadOptions, prompt: Prompt) -> None:
     asked = prompt.max_new_tokens or options.max_new_tokens
     await _send(options, endpoint, record, options.seed, stream=options.stream and not fixed, count=lambda n: None)
     if record.outcome != "completed":
-        raise LoadError(f"{options.url}: the first request was {record.outcome}: {record.error}")
+        verb = "was refused" if record.outcome == "refused" else "failed"
+        raise LoadError(f"{options.url}: the first request {verb}: {record.error}")
     if fixed and record.usage is None:
         raise LoadError(f"{options.url}: the answer to a request without streaming has no usage to count tokens by")
     if fixed and record.num_output != asked:
