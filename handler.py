@@ -91,7 +91,8 @@ class GPTFastHandler:
             self.llm = self.build(self.settings.checkpoint, options)
             self.metrics = Metrics(ctx.model_name, worker_id(sys.argv))
             self.metrics.watch(self.llm.engine)
-            self.metrics.start(write_torchserve)
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # TorchServe would add up the lines of every rank
+                self.metrics.start(write_torchserve)
             self.api = Api(
                 self.llm, self.settings, served_names(ctx.model_name, self.settings.checkpoint), self.metrics
             )

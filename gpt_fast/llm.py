@@ -262,6 +262,7 @@ class LLM:
         """What is loaded and what it is busy with, for people and probes."""
         scheduler = self.engine.scheduler
         return {
+            "pid": os.getpid(),
             "compiled": self.engine.runner.compiled,
             "family": self.config.family,
             "parameters": self.config.num_parameters,

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, get_args
 
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import StepPlan
-from gpt_fast.outputs import FinishReason, Timings
+from gpt_fast.outputs import FinishReason
 
 if TYPE_CHECKING:
     from gpt_fast.engine.engine import Engine
@@ -201,7 +201,7 @@ class Metrics:
     def finished(self, request: Request) -> None:
         """A request has ended, for whatever reason."""
         now = self._clock()
-        times, found = timings(request, now), self._histograms
+        times, found = request.timings(now), self._histograms
         with self._lock:
             self._follow(request)  # one that ends is no longer running when its last step is reported
             seen = self._seen.pop(request.id, None)
@@ -335,23 +335,9 @@ class Metrics:
             log.warning("metrics are no longer reported: %s", error)
 
 
-def timings(request: Request, now: float) -> Timings:
-    """The times of a request that ends at ``now``; a phase that it did not reach took no time."""
-    scheduled = now if request.first_scheduled is None else request.first_scheduled
-    first = now if request.first_token is None else request.first_token
-    last = first if request.last_token is None else request.last_token
-    return Timings(
-        queue_s=scheduled - request.arrival,
-        prefill_s=first - scheduled,
-        first_token_s=first - request.arrival,
-        total_s=now - request.arrival,
-        decode_s=last - first,
-    )
-
-
 def log_line(request: Request, now: float | None = None) -> str:
     """One line about a request that has ended, without a word of what was asked or answered."""
-    times = timings(request, time.monotonic() if now is None else now)
+    times = request.timings(time.monotonic() if now is None else now)
     first_token = "-" if request.first_token is None else f"{times.first_token_s * 1e3:.1f}"
     return (
         f"request id={request.id} prompt_tokens={request.num_prompt} cached_tokens={request.num_cached} "

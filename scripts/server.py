@@ -159,6 +159,8 @@ def launch(args: argparse.Namespace, run_dir: Path, config: Path, log: Path, tmp
     command = [sys.executable, "-m", "ts.model_server", "--start", "--ncs", "--disable-token-auth"]
     command += ["--ts-config", str(config), "--model-store", args.model_store]
     command += ["--models", f"{args.model}={args.archive}"]
+    log_config = Path(__file__).resolve().parent.parent / "configs" / "log4j2.xml"
+    command += ["--log-config", str(log_config)]
     with log.open("wb") as output:
         subprocess.run(
             command,

@@ -111,9 +111,6 @@ class Request:
     def completion(self) -> Completion:
         """The finished request as its caller sees it."""
         assert self.finish_reason is not None
-        now = time.monotonic()
-        first = self.first_token or now
-        last = self.last_token or now
         return Completion(
             text=self.text.text,
             token_ids=tuple(self.output_ids),
@@ -122,11 +119,18 @@ class Request:
             num_cached_tokens=self.num_cached,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
-            timings=Timings(
-                queue_s=(self.first_scheduled or now) - self.arrival,
-                prefill_s=first - (self.first_scheduled or now),
-                first_token_s=first - self.arrival,
-                total_s=now - self.arrival,
-                decode_s=last - first,
-            ),
+            timings=self.timings(time.monotonic()),
+        )
+
+    def timings(self, now: float) -> Timings:
+        """The times of a request that ends at ``now`` (monotonic); a phase that it did not reach took no time."""
+        scheduled = now if self.first_scheduled is None else self.first_scheduled
+        first = now if self.first_token is None else self.first_token
+        last = first if self.last_token is None else self.last_token
+        return Timings(
+            queue_s=scheduled - self.arrival,
+            prefill_s=first - scheduled,
+            first_token_s=first - self.arrival,
+            total_s=now - self.arrival,
+            decode_s=last - first,
         )

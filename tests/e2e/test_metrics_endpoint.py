@@ -33,7 +33,7 @@ class Handler:
         checkpoint = ctx.model_yaml_config["handler"]["checkpoint"]
         self.llm = LLM(checkpoint, compile=False, dtype="float32", device="cpu", threads=1, max_batch=2)
         self.metrics = Metrics(ctx.model_name, worker_id(sys.argv))
-        self.metrics.watch(self.llm._engine)
+        self.metrics.watch(self.llm.engine)
         self.metrics.start(write_torchserve, interval_s=0.1, busy_interval_s=0.2)
 
     def handle(self, data, ctx):
@@ -198,23 +198,26 @@ def test_the_log_has_a_line_for_each_request_and_none_for_each_message(server: S
     assert "Failed to" not in server.log
 
 
-def test_the_metrics_file_serves_where_nothing_is_detected(store: Path) -> None:
+def test_the_shipped_handler_and_the_metrics_file_where_nothing_is_detected(store: Path, checkpoint: Path) -> None:
+    config = store.parent / "shipped.yaml"
+    config.write_text(CONFIG + "    compile: false\n    dtype: float32\n    device: cpu\n    max_batch: 1\n")
+    build_archive(checkpoint, name="shipped", by_reference=True, output=store, config=config)
     properties = {"model_metrics_auto_detect": "false", "metrics_config": str(ROOT / "configs" / "metrics.yaml")}
-    with serve(store, {"metered": "metered"}, properties=properties) as server:
-        server.wait_ready("metered")
-        client = Client(server)
-        client.generate(["Once upon a time"], max_tokens=5, ignore_eos=True)
+    with serve(store, {"shipped": "shipped"}, properties=properties) as server:
+        server.wait_ready("shipped")
+        request = {"prompt": "Once upon a time", "max_new_tokens": 5, "ignore_eos": True}
+        assert server.predict(request, "shipped").status == 200
         wait_for(lambda: scrape(server).value("vllm:generation_tokens_total") == 5)
-        exact = parse(server.request("GET", "/predictions/metered/1.0/metrics").text)
+        exact = parse(server.request("GET", "/predictions/shipped/1.0/metrics").text)
         wait_for(lambda: vllm_part(scrape(server)).keys() == exact.values.keys())
-        found = scrape(server)
-        assert found.value("Requests2XX", Level="Host") >= 2, "TorchServe's own are still there"
+        assert scrape(server).value("vllm:request_success_total", model_name="shipped", finished_reason="length") == 1
+        assert scrape(server).value("Requests2XX", Level="Host") >= 1, "TorchServe's own are still there"
         assert "Failed to" not in server.log
 
         # A worker that dies takes what it has not reported along; its successor goes on with the same series.
-        os.kill(server.workers("metered")[0]["pid"], signal.SIGKILL)
-        wait_for(lambda: server.workers("metered")[0]["status"] != "READY")
-        server.wait_ready("metered")
-        client.generate(["Once upon a time"], max_tokens=5, ignore_eos=True)
+        os.kill(server.workers("shipped")[0]["pid"], signal.SIGKILL)
+        wait_for(lambda: server.workers("shipped")[0]["status"] != "READY")
+        server.wait_ready("shipped")
+        assert server.predict(request, "shipped").status == 200
         wait_for(lambda: scrape(server).value("vllm:generation_tokens_total") == 10)
         assert vllm_part(scrape(server)).keys() == exact.values.keys()
