@@ -34,8 +34,10 @@ class Roofline(NamedTuple):
 
 @cache
 def read_bandwidth(device_type: str, threads: int | None = None) -> float:
-    """Bytes per second of reading on ``cpu`` (by a matrix-vector product, which reads faster than a sum or a dot product
-    does) or ``cuda`` (by a copy, read and write counted).
+    """Bytes per second of reading on ``cpu`` or ``cuda``.
+
+    On a CPU by a matrix-vector product, which reads faster than a sum or a dot product; on CUDA by a copy, read and
+    write counted.
 
     ``threads`` only keys the cache: it should be the number of threads in use. Takes a fraction of a second.
     """
