@@ -60,6 +60,7 @@ from gpt_fast.serving import Piece, Session, as_request_error, wait_for_news  # 
 from gpt_fast.settings import HandlerSettings, read_settings  # noqa: E402
 
 EXIT_AFTER_S = 1.0  # a worker that cannot go on: long enough for its last answer to leave
+LAST_WORDS_S = 1.0
 EXCHANGE_S = 0.1  # a call returns after this long even if nobody has anything to say: new requests wait outside
 PAUSE_S = 0.004  # between two pieces of one stream: a call costs TorchServe about 1.4 ms of a core
 
@@ -81,28 +82,35 @@ class GPTFastHandler:
         model_dir = Path(ctx.system_properties["model_dir"])
         config = ctx.model_yaml_config or {}
         try:
-            self.continuous = serves_continuously(config)
-            self.settings = read_settings(config, model_dir)
-            for warning in self.settings.warnings:
-                log.warning("warning: %s", warning)  # TorchServe's log shows every line of a worker as INFO
-            options = dict(self.settings.engine)
-            options["device"] = pick_device(options.get("device", "auto"), ctx.system_properties.get("gpu_id"))
-            log.info("loading %s with %s", self.settings.checkpoint, options)
-            self.llm = self.build(self.settings.checkpoint, options)
-            self.metrics = Metrics(ctx.model_name, worker_id(sys.argv))
-            self.metrics.watch(self.llm.engine)
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # TorchServe would add up the lines of every rank
-                self.metrics.start(write_torchserve)
-            self.api = Api(
-                self.llm, self.settings, served_names(ctx.model_name, self.settings.checkpoint), self.metrics
-            )
-        except (RuntimeError, MemoryError):
-            raise
-        except ValueError as error:  # something in the configuration or the checkpoint: the message says it all
-            # TorchServe answers a message that contains "CUDA" with "System out of memory".
-            raise RuntimeError(str(error).replace("CUDA", "Cuda")) from None
+            self.load(ctx, config, model_dir)
         except Exception as error:
+            log.error("cannot serve %s: %s", ctx.model_name, error)
+            # TorchServe reads a worker's output in a thread that it stops once it hears of the failure: on a busy
+            # machine that is before the last lines, which say why.
+            sys.stdout.flush()
+            time.sleep(LAST_WORDS_S)
+            if isinstance(error, (RuntimeError, MemoryError)):
+                raise
+            if isinstance(error, ValueError):  # in the configuration or the checkpoint: the message says it all
+                # TorchServe answers a message that contains "CUDA" with "System out of memory".
+                raise RuntimeError(str(error).replace("CUDA", "Cuda")) from None
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def load(self, ctx: Any, config: Mapping[str, Any], model_dir: Path) -> None:
+        """Everything slow: weights, compilation, warm-up."""
+        self.continuous = serves_continuously(config)
+        self.settings = read_settings(config, model_dir)
+        for warning in self.settings.warnings:
+            log.warning("warning: %s", warning)  # TorchServe's log shows every line of a worker as INFO
+        options = dict(self.settings.engine)
+        options["device"] = pick_device(options.get("device", "auto"), ctx.system_properties.get("gpu_id"))
+        log.info("loading %s with %s", self.settings.checkpoint, options)
+        self.llm = self.build(self.settings.checkpoint, options)
+        self.metrics = Metrics(ctx.model_name, worker_id(sys.argv))
+        self.metrics.watch(self.llm.engine)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # TorchServe would add up the lines of every rank
+            self.metrics.start(write_torchserve)
+        self.api = Api(self.llm, self.settings, served_names(ctx.model_name, self.settings.checkpoint), self.metrics)
 
     def build(self, checkpoint: Path, options: Mapping[str, Any]) -> Any:
         """The engine; tests replace it."""

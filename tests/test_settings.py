@@ -34,7 +34,10 @@ def test_the_shipped_configuration_is_valid_and_says_every_engine_key_it_has(arc
     assert settings.checkpoint == archive / "checkpoint"
     assert settings.warnings == ()
     assert settings.engine.keys() <= {f.name for f in dataclasses.fields(EngineConfig)}
-    assert config["batchSize"] == 1
+    assert config["continuousBatching"] is True
+    assert config["maxWorkers"] == 1
+    # The handler must see the request that it has no room for, to refuse it in its own words.
+    assert config["batchSize"] > settings.engine["max_batch"] + settings.engine["max_waiting"]
 
 
 def test_every_key_of_the_shipped_configuration_has_a_comment_above() -> None:

@@ -361,7 +361,7 @@ def test_a_model_that_is_configured_wrongly_says_so_in_the_log(server: Server, n
     wait_for(lambda: says in server.log)
     assert not any(worker["status"] == "READY" for worker in server.workers(name))
     if name == "unknown-key":
-        [line] = {line for line in server.log.splitlines() if "Failed to load model" in line and "kompile" in line}
+        [line] = {line for line in server.log.splitlines() if "cannot serve unknown-key" in line}
         assert all(key in line for key in ("checkpoint", "max_seq_len", "max_body_bytes", "converted_ckpt_dir"))
 
 
