@@ -293,7 +293,7 @@ def shape(dim: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim
 
 # Every matrix is a multiple of 32 wide, also when it is shared among four ranks.
 TARGET = Recipe("target", shape(256, 4, 8, 4, 32, 640), num_steps=2200, batch_rows=6)
-DRAFT = Recipe("draft", shape(96, 2, 4, 2, 32, 192), num_steps=1800, batch_rows=6, distill=0.9)
+DRAFT = Recipe("draft", shape(96, 2, 4, 2, 32, 192), num_steps=600, batch_rows=6, distill=0.9)
 
 
 @dataclass
@@ -600,6 +600,7 @@ def export(model: Transformer, tokenizer_model: bytes, folder: Path, dtype: torc
     for weight in model.parameters():
         weight.data = weight.data.to(dtype).float()
     save_file(hf_weights(model, dtype), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # save_file makes it private, and a server has its own user
     (folder / "tokenizer.model").write_bytes(tokenizer_model)
     generation = {"bos_token_id": BOS, "eos_token_id": EOS}
     contents = {
@@ -681,7 +682,8 @@ stories. Use them to see an engine work; do not give their stories to children u
 
 Nats per token over {len(corpus.heldout)} stories ({sum(map(len, setting.heldout)):,} tokens), each by itself from its
 beginning-of-sequence to its end-of-sequence token; the exported bfloat16 weights, computed in float32. The step whose
-weights are kept was chosen by the same stories, so the figures are slightly kind.
+weights are kept was chosen by the same stories, so the figures are slightly kind. Times are wall time, evaluation and
+whatever else the machine did included.
 
 {results_table(results, setting.heldout, num_chars)}
 
@@ -700,10 +702,11 @@ licence CDLA-Sharing-1.0): excerpts of its training and validation parts, {len(c
 were dropped. {corpus.num_recased:,} of them came lower-cased and got their capitals from what the cased stories do
 with the same words. The held-out stories are chosen by a hash of their text; `--write-heldout FILE` writes them.
 
-Seed {setting.seed}; {recipes}. Muon for the matrices of the blocks (peak learning rate {first.muon_lr}, weight
-decay {first.weight_decay}), AdamW for the embedding and the norms ({first.lr}, betas 0.9 and 0.95); rates up in
-{first.warmup} steps and down to zero over the last {first.decay:.0%}; gradients clipped to norm 1; float32; whole
-stories packed into rows. Trained on {machine}.
+Seed {setting.seed}, on {machine}: {recipes}.
+
+Muon for the matrices of the blocks (peak learning rate {first.muon_lr}, weight decay {first.weight_decay}), AdamW for
+the embedding and the norms ({first.lr}, betas 0.9 and 0.95); rates up in {first.warmup} steps and down to zero over the
+last {first.decay:.0%}; gradients clipped to norm 1; float32; whole stories packed into rows.
 
 Held-out loss by step:
 

@@ -1,0 +1,247 @@
+"""The C++ kernels on this machine: bytes per second of each product, and whole steps of a model's shape.
+
+    python benchmarks/kernels_cpu.py [--shape tinyllama-1.1b] [--kinds bfloat16,int8,int4] [--rows 1,4,8,16,256]
+        [--threads N] [--repeats 5] [--products] [--steps] [--contexts 128,2048] [--torch]
+
+Products: every matrix of the shape in turn, each call with another copy of the weights, so that nothing comes out of a
+cache; ``--torch`` alternates with ``F.linear`` on the plain weights (float32 and bfloat16). Steps: the whole model with
+random weights, one step of so many rows: one sequence's new token, several sequences' tokens, or a prompt's. Shares
+are of the bandwidth that ``gpt_fast.roofline`` measures. Medians; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt_fast import kernels
+from gpt_fast.config import ModelConfig
+from gpt_fast.kernels import cpu, packing
+from gpt_fast.model import inverse_frequencies
+from gpt_fast.roofline import read_bandwidth
+from gpt_fast.shapes import shape
+
+_STREAM_BYTES = 200e6  # several times any cache here
+_GROUP = 32
+_PAGE = 16
+
+
+def random_weights(kind: str, n: int, k: int) -> kernels.LinearWeights:
+    """Packed random weights; a few tiles are drawn and repeated, since drawing billions takes minutes."""
+    rows = min(n, 64)
+    if kind in ("float32", "bfloat16"):
+        data = packing.pack_dense((torch.randn(rows, k) * 0.02).to(getattr(torch, kind)))
+    elif kind == "int8":
+        data = packing.pack_int8(torch.randint(-127, 128, (rows, k), dtype=torch.int8))
+    else:
+        scale = torch.full((rows, k // _GROUP), 0.005).half()
+        data = packing.pack_int4(torch.randint(0, 16, (rows, k), dtype=torch.uint8), scale, -8 * scale)
+    tiles = -(-n // (16 if kind in ("float32", "bfloat16") else 8))
+    whole = packing._empty((tiles, *data.shape[1:]), data.dtype)
+    for begin in range(0, tiles, data.shape[0]):
+        part = whole[begin : begin + data.shape[0]]
+        part.copy_(data[: part.shape[0]])
+    scales = torch.full((n,), 0.02 / 73) if kind == "int8" else None
+    return kernels.LinearWeights(kind, whole, n, k, scales, _GROUP if kind == "int4" else 0)
+
+
+def num_bytes(w: kernels.LinearWeights) -> int:
+    """What one product streams."""
+    return packing.packed_num_bytes(w.data)
+
+
+def median_s(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of one call."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def matrices(c: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(N, K) of each matrix of a block, and the head's."""
+    return {
+        "wqkv": (c.q_dim + 2 * c.kv_dim, c.dim),
+        "wo": (c.dim, c.q_dim),
+        "w13": (2 * c.ffn_dim, c.dim),
+        "w2": (c.dim, c.ffn_dim),
+        "output": (c.vocab_size, c.dim),
+    }
+
+
+def products(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
+    """One row per kind, matrix and number of rows."""
+    found = []
+    for kind in args.kinds:
+        for name, (n, k) in matrices(c).items():
+            first = random_weights(kind, n, k)
+            count = max(2, round(_STREAM_BYTES / num_bytes(first)))
+            copies = [first] + [first._replace(data=clone(first.data)) for _ in range(count - 1)]
+            plain = [packing.unpack_dense(w.data, n) for w in copies] if args.torch and kind.endswith("16") else []
+            for rows in args.rows:
+                x = torch.randn(rows, k)
+                ours, theirs = [], []
+                for i in range(max(args.repeats, count if rows <= 16 else 2)):
+                    w = copies[i % count]
+                    ours.append(median_s(lambda w=w, x=x: product(x, w), 1))
+                    if plain:
+                        p, xn = plain[i % count], x.to(plain[0].dtype)
+                        theirs.append(median_s(lambda p=p, xn=xn: F.linear(xn, p), 1))
+                seconds = statistics.median(ours)
+                row = {
+                    "kind": kind,
+                    "matrix": name,
+                    "rows": rows,
+                    "ms": seconds * 1e3,
+                    "gb_s": num_bytes(first) / seconds / 1e9,
+                    "share": num_bytes(first) / seconds / bandwidth,
+                    "gflops": 2e-9 * rows * n * k / seconds,
+                    "torch_ms": statistics.median(theirs) * 1e3 if theirs else None,
+                }
+                found.append(row)
+                beside = f"   F.linear {row['torch_ms']:8.2f} ms" if theirs else ""
+                print(
+                    f"{kind:9} {name:7} {n:6} x {k:5} {rows:4} rows {row['ms']:8.2f} ms {row['gb_s']:6.1f} GB/s "
+                    f"{row['share']:5.0%} {row['gflops']:7.1f} GFLOPS{beside}",
+                    flush=True,
+                )
+    return found
+
+
+def clone(data: Tensor) -> Tensor:
+    """A copy on huge pages, as packing makes them."""
+    out = packing._empty(tuple(data.shape), data.dtype)
+    out.copy_(data)
+    return out
+
+
+def product(x: Tensor, w: kernels.LinearWeights) -> Tensor:
+    """x times the weights."""
+    return cpu.linear(x, w.kind, w.data, w.out_features, w.scale, w.group_size)
+
+
+class Steps:
+    """A model of random weights and the steps to time on it."""
+
+    def __init__(self, c: ModelConfig, kind: str, longest: int, sequences: int, cache_dtype: torch.dtype) -> None:
+        self.config = c
+        self.pages_each = -(-longest // _PAGE)
+        pages = (sequences * self.pages_each + 1, _PAGE, c.num_kv_heads, c.head_dim)
+        cache = [tuple(torch.zeros(pages, dtype=cache_dtype) for _ in range(2)) for _ in range(c.num_layers)]
+        ones = torch.ones(c.dim)
+        made = {name: size for name, size in matrices(c).items() if name != "output"}
+        layers = []
+        for _ in range(c.num_layers):
+            w = {name: random_weights(kind, *size) for name, size in made.items()}
+            layers.append(kernels.LayerWeights(ones, w["wqkv"], w["wo"], ones, w["w13"], w["w2"]))
+        output = random_weights(kind, *matrices(c)["output"])
+        self.weight_bytes = sum(num_bytes(w) for layer in layers for w in layer if isinstance(w, kernels.LinearWeights))
+        self.weight_bytes += num_bytes(output)
+        table = (torch.randn(c.vocab_size, c.dim) * 0.02).bfloat16()
+        self.decoder = kernels.Decoder(
+            table,
+            layers,
+            ones,
+            output,
+            cache,
+            num_heads=c.num_heads,
+            eps=c.norm_eps,  # type: ignore[arg-type]
+        )
+        self.inv_freq = inverse_frequencies(c)
+
+    def run(self, sequences: int, new_tokens: int, context: int) -> Tensor:
+        """One step of ``new_tokens`` each, the last of which is token ``context`` of its sequence."""
+        slots = range(sequences)
+        positions = torch.arange(context - new_tokens, context).repeat(sequences)
+        pages = torch.arange(sequences * self.pages_each, dtype=torch.int32).view(sequences, -1) + 1
+        slot = torch.arange(sequences).repeat_interleave(new_tokens)
+        places = pages[slot, positions // _PAGE].long() * _PAGE + positions % _PAGE
+        angles = positions.float()[:, None] * self.inv_freq
+        tokens = (positions * 7919 + slot) % self.config.vocab_size
+        starts = torch.arange(sequences + 1, dtype=torch.int32) * new_tokens
+        lengths = torch.full((sequences,), context, dtype=torch.int32)
+        rows = torch.tensor([(s + 1) * new_tokens - 1 for s in slots])
+        return self.decoder.step(tokens, angles.cos(), angles.sin(), starts, lengths, pages, places, rows)
+
+
+def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
+    """One row per kind, step and context."""
+    found = []
+    work = [(rows, 1, args.contexts[0]) if rows <= 16 else (1, rows, rows) for rows in args.rows]
+    work += [(1, 1, context) for context in args.contexts[1:]]
+    for kind in args.kinds:
+        dtype = torch.float32 if kind == "float32" or args.float32_cache else torch.bfloat16
+        model = Steps(c, kind, max(n for _, _, n in work), max(s for s, _, _ in work), dtype)
+        for sequences, new_tokens, context in work:
+            model.run(sequences, new_tokens, context)
+            seconds = median_s(lambda a=(sequences, new_tokens, context), m=model: m.run(*a), args.repeats)
+            read = model.weight_bytes + sequences * context * c.kv_bytes_per_token(dtype.itemsize)
+            row = {
+                "kind": kind,
+                "sequences": sequences,
+                "new_tokens": new_tokens,
+                "context": context,
+                "ms": seconds * 1e3,
+                "tokens_per_second": sequences * new_tokens / seconds,
+                "gb_s": read / seconds / 1e9,
+                "share": read / seconds / bandwidth,
+            }
+            found.append(row)
+            print(
+                f"{kind:9} step: {sequences:2} sequences x {new_tokens:3} new tokens, context {context:5}: "
+                f"{row['ms']:8.1f} ms {row['tokens_per_second']:7.1f} tok/s "
+                f"{row['gb_s']:6.1f} GB/s {row['share']:5.0%}",
+                flush=True,
+            )
+    return found
+
+
+def main() -> None:
+    """See the module's docstring."""
+
+    def integers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="tinyllama-1.1b")
+    parser.add_argument("--kinds", default="bfloat16,int8,int4", type=lambda text: text.split(","))
+    parser.add_argument("--rows", default="1,4,8,16,256", type=integers)
+    parser.add_argument("--contexts", default="128,2048", type=integers)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--products", action="store_true", help="only these")
+    parser.add_argument("--steps", action="store_true", help="only these")
+    parser.add_argument("--torch", action="store_true", help="F.linear beside the products")
+    parser.add_argument("--float32-cache", action="store_true", help="else bfloat16, but with float32 weights")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if not kernels.available():
+        raise SystemExit("the C++ kernels do not run here")
+    c = shape(args.shape)
+    bandwidth = read_bandwidth("cpu", torch.get_num_threads())
+    print(f"{torch.get_num_threads()} threads, {bandwidth / 1e9:.1f} GB/s read")
+    result: dict[str, Any] = {
+        "shape": args.shape,
+        "threads": torch.get_num_threads(),
+        "bandwidth_gb_s": bandwidth / 1e9,
+    }
+    if not args.steps:
+        result["products"] = products(c, args, bandwidth)
+    if not args.products:
+        result["steps"] = steps(c, args, bandwidth)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
