@@ -1,0 +1,230 @@
+"""The C++ kernels of ``cpu/``: built once per machine by the compiler that is there, loaded through ctypes.
+
+Plain C functions on raw pointers build in seconds; including torch's headers would take most of a minute. The library
+is kept in ``$GPT_FAST_CACHE``, else ``$XDG_CACHE_HOME/gpt_fast``, else ``~/.cache/gpt_fast``, under a name made of the
+sources, the flags and the compiler, and put there by an atomic rename, so that processes may build at the same time.
+It links libgomp by the name that torch has loaded already: one pool of threads serves both.
+
+``$GPT_FAST_KERNELS=reference`` switches the kernels off; ``$CXX`` names another compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).with_name("cpu")
+# Without -fno-tree-reassoc gcc gathers integer sums at the end of a block and spills every register on the way.
+FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-fopenmp", "-fPIC", "-shared")
+ISA_FLAGS = {"avx2": ("-mavx2", "-mfma", "-mf16c")}
+FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+_BUILD_TIMEOUT_S = 300
+
+_I, _P = ctypes.c_int64, ctypes.c_void_p
+
+
+class UnavailableError(RuntimeError):
+    """The kernels cannot run here; the message says why."""
+
+
+def instruction_set() -> str:
+    """The variant of the kernels for this CPU. Raises UnavailableError."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        raise UnavailableError(f"there is no variant for {platform.machine()} CPUs")
+    # torch says AVX2 only where FMA is there as well; every such CPU has F16C.
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        raise UnavailableError("this CPU has no AVX2")
+    return "avx2"
+
+
+def cache_dir() -> Path:
+    """Where built libraries are kept."""
+    if "GPT_FAST_CACHE" in os.environ:
+        return Path(os.environ["GPT_FAST_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt_fast"
+
+
+def compiler() -> str:
+    """The C++ compiler: $CXX, else the first of g++, c++, clang++. Raises UnavailableError."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    for name in names:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise UnavailableError(f"no C++ compiler was found (tried {', '.join(names)})")
+
+
+def build() -> Path:
+    """The shared library for this CPU, compiled now unless it is in the cache. Raises UnavailableError."""
+    isa = instruction_set()
+    cxx = compiler()
+    flags = [*FLAGS, *ISA_FLAGS[isa]]
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
+    digest.update("\0".join([*flags, version, platform.machine()]).encode())
+    try:
+        folder = cache_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / f"kernels-{isa}-{digest.hexdigest()[:16]}.so"
+        if not target.exists():
+            _compile([cxx, *flags, str(SOURCES / "kernels.cpp")], target)
+    except (OSError, RuntimeError) as error:  # no home, read-only cache
+        raise UnavailableError(f"the kernels could not be built: {error}") from error
+    return target
+
+
+def _compile(command: Sequence[str], target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / target.name
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(built)], capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            raise UnavailableError(f"{command[0]} took more than {_BUILD_TIMEOUT_S} s") from None
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            raise UnavailableError(f"{command[0]} failed: {lines[0]}")
+        os.replace(built, target)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded kernels. Raises UnavailableError; the first call may compile for some seconds."""
+    if os.environ.get("GPT_FAST_KERNELS", "") == "reference":
+        raise UnavailableError("GPT_FAST_KERNELS=reference")
+    path = build()
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be loaded: {error}") from error
+    lib.gpt_fast_linear.argtypes = [_I, _P, *[_I] * 4, *[_P] * 4, ctypes.c_int]
+    lib.gpt_fast_paged_attention.argtypes = [*[_P] * 10, *[_I] * 9, ctypes.c_int]
+    lib.gpt_fast_rms_norm.argtypes = [_P, _P, _I, _I, ctypes.c_double, _P, ctypes.c_int]
+    lib.gpt_fast_silu_mul.argtypes = [_P, _I, _I, _P, ctypes.c_int]
+    lib.gpt_fast_decoder_step.argtypes = [_P, _P, ctypes.c_int]
+    for name in ("linear", "paged_attention", "rms_norm", "silu_mul", "decoder_step"):
+        getattr(lib, f"gpt_fast_{name}").restype = None
+    lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
+    return lib
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the C++ kernels run here; says why not in one warning."""
+    try:
+        library()
+    except UnavailableError as why:
+        chosen = os.environ.get("GPT_FAST_KERNELS") == "reference"
+        log.log(
+            logging.INFO if chosen else logging.WARNING,
+            "CPU kernels are off, plain torch runs instead and slower: %s",
+            why,
+        )
+        return False
+    return True
+
+
+def linear(
+    x: Tensor,
+    kind: str,
+    data: Tensor,
+    out_features: int,
+    scale: Tensor | None = None,
+    group_size: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x [..., K] -> [..., out_features] float32 with packed weights ``data`` of the format ``kind``."""
+    rows = x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
+    out = torch.empty(rows.shape[0], out_features)
+    library().gpt_fast_linear(
+        FORMATS[kind],
+        rows.data_ptr(),
+        rows.shape[0],
+        rows.shape[1],
+        out_features,
+        group_size,
+        data.data_ptr(),
+        None if scale is None else scale.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out.view(*x.shape[:-1], out_features)
+
+
+def takes_attention(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether :func:`paged_attention` handles these: float32 queries, a float32 or bfloat16 cache, D in eights."""
+    return (
+        q.dtype == torch.float32
+        and k_cache.dtype in (torch.float32, torch.bfloat16)
+        and q.shape[-1] % 8 == 0
+        and k_cache.is_contiguous()
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    page_table: Tensor,
+    write_slots: Tensor,
+    window: int,
+) -> Tensor:
+    """attention.py's ``paged_attention`` for what :func:`takes_attention` accepts."""
+    q, k, v = q.contiguous(), k.float().contiguous(), v.float().contiguous()
+    out = torch.empty_like(q)
+    tokens, heads, head_dim = q.shape
+    page_table = page_table.contiguous()
+    library().gpt_fast_paged_attention(
+        *(t.data_ptr() for t in (q, k, v, k_cache, v_cache, query_start, context_len, page_table, write_slots, out)),
+        tokens,
+        *page_table.shape,
+        k_cache.shape[1],
+        heads,
+        k_cache.shape[2],
+        head_dim,
+        window,
+        k_cache.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., E] float32 contiguous, weight [E] float32."""
+    out = torch.empty_like(x)
+    rows = x.numel() // x.shape[-1]
+    threads = torch.get_num_threads() if rows > 8 else 1
+    library().gpt_fast_rms_norm(x.data_ptr(), weight.data_ptr(), rows, x.shape[-1], eps, out.data_ptr(), threads)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [..., 2 F] float32 contiguous -> [..., F]."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    rows = gate_up.numel() // (2 * width)
+    threads = torch.get_num_threads() if rows > 8 else 1
+    library().gpt_fast_silu_mul(gate_up.data_ptr(), rows, width, out.data_ptr(), threads)
+    return out

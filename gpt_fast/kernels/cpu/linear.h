@@ -1,0 +1,113 @@
+// The loops around all matrix products: out[m, n] = sum over k of x[m, k] * w[n, k].
+//
+// Weights are packed in tiles of kTile outputs whose values for one k (or one block of k) stand side by side, so lanes
+// of a vector are different outputs. Each output is then one chain of additions over ascending k, whatever the number
+// of rows or threads: results do not depend on the company a row is computed in.
+//
+// A Format says how a tile is stored and brings micro<R, T>, which adds a range of k for R rows and T tiles. Few rows:
+// a piece of a tile is read from memory once and used for all rows out of the first-level cache. Many rows: a piece of
+// x stays in the first-level cache for a group of tiles, which stays in the second-level cache for all rows.
+#pragma once
+
+#include <utility>
+
+#include "common.h"
+
+namespace gpt_fast {
+
+enum FormatId : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
+
+// One linear layer. All pointers are borrowed.
+struct Linear {
+    int64_t format;
+    int64_t n;
+    int64_t k;
+    int64_t group_size;  // int4
+    const uint8_t* data;  // packed
+    const float* scale;  // int8: [n]
+    const float* bias;  // [n] or null
+};
+
+constexpr int64_t kFewRows = 16;
+constexpr int64_t kRowsAtOnce = 256;  // rows whose sums a thread holds at a time
+constexpr int64_t kDepth = 512;  // values of k in one pass, a multiple of every group size
+
+template <class Format, int R>
+inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile, int64_t tiles,
+                       int64_t k, int64_t k_end, float* acc, int64_t acc_stride) {
+    constexpr int T = Format::tiles_at_once(R);
+    int64_t t = 0;
+    for (; t + T <= tiles; t += T)
+        w.template micro<R, T>(x, row, tile + t, k, k_end, acc + t * Format::kTile, acc_stride);
+    if constexpr (T > 1)
+        for (; t < tiles; ++t)
+            w.template micro<R, 1>(x, row, tile + t, k, k_end, acc + t * Format::kTile, acc_stride);
+}
+
+// Picks the micro kernel for a number of rows that is only known now.
+template <class Format, int R = Format::kMaxRows>
+inline void micro_any(int64_t rows, const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile,
+                      int64_t tiles, int64_t k, int64_t k_end, float* acc, int64_t acc_stride) {
+    if constexpr (R > 1) {
+        if (rows < R) return micro_any<Format, R - 1>(rows, x, row, w, tile, tiles, k, k_end, acc, acc_stride);
+    }
+    micro_rows<Format, R>(x, row, w, tile, tiles, k, k_end, acc, acc_stride);
+}
+
+// All rows of one range of k and some tiles; the rows are cut into nearly equal pieces.
+template <class Format>
+inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
+                     int64_t tiles, int64_t k, int64_t k_end, float* acc, int64_t acc_stride) {
+    const int64_t pieces = ceil_div(rows, Format::kMaxRows);
+    for (int64_t p = 0; p < pieces; ++p) {
+        const int64_t begin = rows * p / pieces, end = rows * (p + 1) / pieces;
+        micro_any<Format>(end - begin, x, row + begin, w, tile, tiles, k, k_end, acc + begin * acc_stride, acc_stride);
+    }
+}
+
+// out [rows, n], row stride n; residual null or [rows, n], may be out itself. Called by the whole team.
+template <class Format>
+void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
+                   float* out, const float* residual) {
+    static thread_local Scratch sums;
+    const int64_t n = layer.n, k = w.depth(), tiles = ceil_div(n, Format::kTile);
+    const bool few = rows <= kFewRows;
+    // Small enough that threads end together, large enough that each reads long runs of memory.
+    const int64_t at_most = few ? 64 / Format::kTile : Format::kManyRowsTiles;
+    int64_t step = tiles / (4 * team.size);
+    step = step < 1 ? 1 : step > at_most ? at_most : step;
+    const int64_t stride = step * Format::kTile;
+    float* acc = sums.get<float>((rows < kRowsAtOnce ? rows : kRowsAtOnce) * stride);
+    team.share(tiles, step, [&](int64_t tile, int64_t tile_end) {
+        const int64_t width = tile_end - tile;
+        for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
+            const int64_t count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
+            std::memset(acc, 0, static_cast<size_t>(count * stride) * sizeof(float));
+            if (few) {
+                constexpr int64_t at_once = Format::tiles_at_once(1);
+                for (int64_t t = 0; t < width; t += at_once)
+                    for (int64_t d = 0; d < k; d += kDepth)
+                        all_rows<Format>(x, row, count, w, tile + t, t + at_once < width ? at_once : width - t, d,
+                                         d + kDepth < k ? d + kDepth : k, acc + t * Format::kTile, stride);
+            } else {
+                for (int64_t d = 0; d < k; d += kDepth)
+                    all_rows<Format>(x, row, count, w, tile, width, d, d + kDepth < k ? d + kDepth : k, acc, stride);
+            }
+            const int64_t first = tile * Format::kTile;
+            const int64_t columns = (n - first < width * Format::kTile) ? n - first : width * Format::kTile;
+            for (int64_t m = 0; m < count; ++m) {
+                const float* from = acc + m * stride;
+                float* to = out + (row + m) * n + first;
+                const float* add = residual ? residual + (row + m) * n + first : nullptr;
+                for (int64_t j = 0; j < columns; ++j) {
+                    float value = from[j];
+                    if constexpr (Format::kOutputScale) value *= layer.scale[first + j];
+                    if (layer.bias) value += layer.bias[first + j];
+                    to[j] = add ? add[j] + value : value;
+                }
+            }
+        }
+    });
+}
+
+}  // namespace gpt_fast

@@ -1,0 +1,162 @@
+"""Weights as the C++ kernels stream them, and back. Everything here is plain torch and loses nothing.
+
+A matrix [N, K] becomes tiles of 16 (float32, bfloat16) or 8 (int8, int4) outputs, the last one filled up with zeros, so
+that lanes of a vector are different outputs and a thread reads memory from front to back:
+
+    float32, bfloat16  [ceil(N / 16), K, 16]; bfloat16 stores output j beside output j + 8
+    int8               [ceil(N / 8), ceil(K / 32), 8, 8 outputs, 4 k]; the last block of k filled up with zeros
+    int4               [ceil(N / 8), K / group_size, 32 + 4 * group_size] uint8: 8 scales and 8 mins in float16, then
+                       per block of 32 k [4, 8 outputs, 4] bytes
+
+The plain format of int4 is [N, K / 2] bytes: in each block of 32 values, byte j holds value j in its low and value
+j + 16 in its high half; a value is ``q * scale + min`` with scale and min [N, K / group_size] in float16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 32  # values of k with one activation scale
+GROUP_SIZES = (32, 64, 128)
+_DENSE_TILE, _TILE = 16, 8
+_HUGE_PAGE = 2 * 2**20
+_MADV_HUGEPAGE = 14
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor on huge pages where the system has them: fewer address translations while streaming."""
+    out = torch.empty(shape, dtype=dtype)
+    begin = -(-out.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    num_bytes = out.data_ptr() + out.numel() * out.element_size() - begin
+    if num_bytes >= _HUGE_PAGE and sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), _MADV_HUGEPAGE)
+    return out
+
+
+def _pad_rows(t: Tensor, multiple: int) -> Tensor:
+    missing = -t.shape[0] % multiple
+    return torch.cat((t, t.new_zeros(missing, *t.shape[1:]))) if missing else t
+
+
+def _dense_view(packed: Tensor) -> Tensor:
+    """[tiles, 16 outputs, K] of [tiles, K, 16]."""
+    tiles, k, _ = packed.shape
+    if packed.dtype == torch.bfloat16:
+        return packed.view(tiles, k, 8, 2).permute(0, 3, 2, 1)
+    return packed.view(tiles, k, 2, 8).permute(0, 2, 3, 1)
+
+
+def pack_dense(w: Tensor) -> Tensor:
+    """w [N, K] float32 or bfloat16 -> [ceil(N / 16), K, 16] of the same dtype."""
+    if w.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"pack_dense takes float32 or bfloat16, not {w.dtype}")
+    n, k = w.shape
+    whole = n // _DENSE_TILE
+    packed = _empty((-(-n // _DENSE_TILE), k, _DENSE_TILE), w.dtype)
+    view = _dense_view(packed)
+    view[:whole].copy_(w[: whole * _DENSE_TILE].view(whole, 2, 8, k))
+    if whole < packed.shape[0]:
+        view[whole:].copy_(_pad_rows(w[whole * _DENSE_TILE :], _DENSE_TILE).view(1, 2, 8, k))
+    return packed
+
+
+def unpack_dense(packed: Tensor, out_features: int) -> Tensor:
+    """The inverse of :func:`pack_dense`: [out_features, K]."""
+    tiles, k, _ = packed.shape
+    return _dense_view(packed).reshape(tiles * _DENSE_TILE, k)[:out_features].contiguous()
+
+
+def pack_int8(w: Tensor) -> Tensor:
+    """w [N, K] int8 -> [ceil(N / 8), ceil(K / 32), 8, 8, 4] int8."""
+    if w.dtype != torch.int8:
+        raise ValueError(f"pack_int8 takes int8, not {w.dtype}")
+    w = _pad_rows(F.pad(w, (0, -w.shape[1] % BLOCK)), _TILE)
+    tiles, blocks = w.shape[0] // _TILE, w.shape[1] // BLOCK
+    packed = _empty((tiles, blocks, 8, _TILE, 4), torch.int8)
+    # Four values as one 32-bit element: the copy is several times faster.
+    packed.view(torch.int32)[..., 0].copy_(w.view(torch.int32).view(tiles, _TILE, blocks, 8).permute(0, 2, 3, 1))
+    return packed
+
+
+def unpack_int8(packed: Tensor, out_features: int, in_features: int) -> Tensor:
+    """The inverse of :func:`pack_int8`: [out_features, in_features]."""
+    tiles, blocks = packed.shape[:2]
+    w = packed.permute(0, 3, 1, 2, 4).reshape(tiles * _TILE, blocks * BLOCK)
+    return w[:out_features, :in_features].contiguous()
+
+
+def nibbles(q: Tensor) -> Tensor:
+    """Values 0..15 [N, K] uint8 -> the plain bytes [N, K / 2]."""
+    n, k = q.shape
+    if k % BLOCK:
+        raise ValueError(f"K ({k}) is not a multiple of {BLOCK}")
+    halves = q.view(n, k // BLOCK, 2, BLOCK // 2)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(n, k // 2)
+
+
+def from_nibbles(data: Tensor) -> Tensor:
+    """The inverse of :func:`nibbles`: [N, K / 2] -> [N, K]."""
+    n, half = data.shape
+    blocks = data.view(n, 2 * half // BLOCK, BLOCK // 2)
+    return torch.stack((blocks & 15, blocks >> 4), dim=2).reshape(n, 2 * half)
+
+
+def pack_int4(q: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """Values 0..15 ``q`` [N, K] uint8 with scale and minimum [N, K / group_size] -> the streamed layout."""
+    return pack_int4_plain(nibbles(q), scale, minimum)
+
+
+def pack_int4_plain(data: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """Plain bytes [N, K / 2] with float16 scale and minimum [N, K / group_size] -> the streamed layout (uint8)."""
+    groups = scale.shape[1]
+    group_size = 2 * data.shape[1] // groups
+    check_group_size(2 * data.shape[1], group_size)
+    data, scale, minimum = (_pad_rows(t, _TILE) for t in (data, scale.half(), minimum.half()))
+    tiles = data.shape[0] // _TILE
+    packed = _empty((tiles, groups, 32 + 4 * group_size), torch.uint8)
+    packed[:, :, :16] = _header(scale, tiles)
+    packed[:, :, 16:32] = _header(minimum, tiles)
+    body = packed[:, :, 32:].view(torch.int32)  # [tiles, groups, group_size]: four bytes an element
+    blocks = group_size // BLOCK
+    source = data.contiguous().view(torch.int32).view(tiles, _TILE, groups, blocks, 4)
+    body.unflatten(2, (blocks, 4, _TILE)).copy_(source.permute(0, 2, 3, 4, 1))
+    return packed
+
+
+def _header(values: Tensor, tiles: int) -> Tensor:
+    """[tiles * 8, groups] float16 -> bytes [tiles, groups, 16]."""
+    return values.view(tiles, _TILE, -1).transpose(1, 2).contiguous().view(torch.uint8)
+
+
+def unpack_int4(packed: Tensor, out_features: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of :func:`pack_int4`: values [N, K] uint8, scale and minimum [N, K / group_size] float16."""
+    data, scale, minimum = unpack_int4_plain(packed, out_features)
+    return from_nibbles(data), scale, minimum
+
+
+def unpack_int4_plain(packed: Tensor, out_features: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of :func:`pack_int4_plain`."""
+    tiles, groups, width = packed.shape
+    body = packed[:, :, 32:].reshape(tiles, groups, (width - 32) // 128, 4, _TILE, 4)
+    data = body.permute(0, 4, 1, 2, 3, 5).reshape(tiles * _TILE, -1)[:out_features]
+    heads = (packed[:, :, at : at + 16].contiguous().view(torch.float16) for at in (0, 16))  # [tiles, groups, 8]
+    scale, minimum = (h.transpose(1, 2).reshape(tiles * _TILE, groups)[:out_features] for h in heads)
+    return data.contiguous(), scale.contiguous(), minimum.contiguous()
+
+
+def check_group_size(k: int, group_size: int) -> None:
+    """Raise ValueError unless rows of ``k`` values can be cut into groups of ``group_size``."""
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size {group_size} is not one of {', '.join(map(str, GROUP_SIZES))}")
+    if k % group_size:
+        raise ValueError(f"K ({k}) is not a multiple of group_size ({group_size})")
+
+
+def packed_num_bytes(t: Tensor) -> int:
+    """Bytes that one product streams."""
+    return t.numel() * t.element_size()

@@ -1,0 +1,62 @@
+"""Plain-torch twins of the kernels: the same semantics on plain weights, for tests and where nothing can be compiled.
+
+Twins agree to rounding, not bit for bit: torch adds in another order. The quantized activations are the same integers.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt_fast.kernels.packing import BLOCK, from_nibbles
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] -> values [..., blocks, 32] int8 and scales [..., blocks] float32, blocks = ceil(K / 32).
+
+    Scale: largest magnitude of a block / 127. Values: rounded to nearest, ties to even; missing ones are zero.
+    """
+    blocks = F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    most = blocks.abs().amax(-1)
+    inverse = torch.where(most == 0, most, 127 / most)
+    return (blocks * inverse[..., None]).round().nan_to_num().to(torch.int8), most / 127
+
+
+def rounded_activations(x: Tensor) -> Tensor:
+    """x [..., K] as the integer products see it, float32."""
+    values, scales = quantize_activations(x)
+    return (values * scales[..., None]).flatten(-2)[..., : x.shape[-1]]
+
+
+def linear_dense(x: Tensor, w: Tensor) -> Tensor:
+    """x [..., K], w [N, K] float32 or bfloat16 -> [..., N] float32."""
+    return F.linear(x.float(), w.float())
+
+
+def linear_int8(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """x [..., K], w [N, K] int8, scale [N] float32 -> [..., N] float32."""
+    return F.linear(rounded_activations(x), w.float()) * scale
+
+
+def linear_int4(x: Tensor, data: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """x [..., K], data [N, K / 2] bytes (packing.py), scale and minimum [N, K / group_size] -> [..., N] float32."""
+    return F.linear(rounded_activations(x), dequantize_int4(data, scale, minimum))
+
+
+def dequantize_int4(data: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """[N, K] float32: ``q * scale + min``."""
+    q = from_nibbles(data).unflatten(-1, (scale.shape[1], -1))
+    values: Tensor = q * scale.float()[..., None] + minimum.float()[..., None]
+    return values.flatten(-2)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., E] float32, weight [E] -> the same shape."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [..., 2 F], gate and up side by side -> silu(gate) * up [..., F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
