@@ -59,9 +59,6 @@ stage() {
   fi
 }
 
-# torch.compile hashes its precompiled C++ headers with the openssl command, and gives up where there is none.
-command -v openssl >/dev/null 2>&1 || export TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS=0
-
 is_new_enough() { "$1" -c 'import sys; raise SystemExit(sys.version_info < (3, 10))' 2>/dev/null; }
 
 # Prints a Python that can run this: $PYTHON if set, else the first on PATH.
