@@ -91,15 +91,21 @@ class _NoDraws(TorchFunctionMode):
 
 
 def build(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, column_major: bool = False
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    column_major: bool = False,
+    swap: Callable[[Transformer], object] | None = None,
 ) -> Transformer:
-    """A Transformer whose weights are allocated and not yet written.
+    """A Transformer whose weights are allocated and not yet written. ``swap`` may exchange modules before that.
 
     ``column_major`` lays the matrices out transposed (their shape stays), which torch's float32 products on a CPU are
     faster with when there are few rows: docs/log.md. A head that is also the embedding table stays as it is.
     """
     with torch.device("meta"), _NoDraws():
         model = Transformer(config)
+    if swap:
+        swap(model)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             turned = column_major and isinstance(module, nn.Linear) and parameter.dim() == 2
@@ -121,16 +127,22 @@ def fill(
     *,
     progress: bool = False,
     take: Callable[[Part], Slice | None] | None = None,
+    store: Callable[[Part, StoredTensor, Slice | None, Callable[[int], object] | None], bool] | None = None,
 ) -> None:
-    """Write ``weights``, a whole checkpoint of ``config``, into the allocated ``model``. See :func:`load_model`."""
+    """Write ``weights``, a whole checkpoint of ``config``, into the allocated ``model``. See :func:`load_model`.
+
+    ``store`` may write a part itself, for modules that hold no plain weight: it returns whether it has.
+    """
     wanted = parts(config)
     check_weights(wanted, weights, where)
     parameters = dict(model.named_parameters())
     total = sum(weights[part.source].num_bytes for part in wanted)
     with progress_bar(total, progress, "loading weights") as report, torch.no_grad():
         for part, own in zip(wanted, parts(model.config), strict=True):
-            target = parameters[own.target][own.start : own.start + own.shape[0]]
-            weights[part.source].copy_to(target, take(part) if take else None, report)
+            chosen = take(part) if take else None
+            if store is None or not store(own, weights[part.source], chosen, report):
+                target = parameters[own.target][own.start : own.start + own.shape[0]]
+                weights[part.source].copy_to(target, chosen, report)
 
 
 def resolve_tying(

@@ -1,4 +1,7 @@
-"""``gpt-fast``: generate, info, download, convert and archive from a shell, each a thin verb over the package."""
+"""``gpt-fast``: generate, bench, info, download, convert, quantize, eval and archive from a shell.
+
+Each command is a thin verb over the package.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gpt_fast.commands import archive, bench, convert, download, generate, info
+from gpt_fast.commands import archive, bench, convert, download, generate, info, quantize
+from gpt_fast.commands import eval as evaluate
 
-COMMANDS = (generate, bench, info, download, convert, archive)
+COMMANDS = (generate, bench, info, download, convert, quantize, evaluate, archive)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

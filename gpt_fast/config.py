@@ -105,7 +105,7 @@ class EngineConfig:
 
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    quantize: str | None = None
+    quantize: str | None = None  # int8 | int4 | fp8: round the weights while loading
     compile: bool = True
     max_seq_len: int | None = None  # tokens, prompt and completion together; None: what the model was made for
     max_batch: int = 8  # sequences decoded together
@@ -119,6 +119,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         choices("device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
         choices("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        choices("quantize", self.quantize, (None, "int8", "int4", "fp8"))
         for name in ("max_batch", "page_size"):
             at_least(name, getattr(self, name), 1)
         for name in ("max_seq_len", "max_waiting", "prefill_chunk", "num_pages", "threads"):

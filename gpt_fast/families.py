@@ -16,8 +16,11 @@ from gpt_fast.config import ConfigError, ModelConfig, RopeScaling
 from gpt_fast.family_table import FAMILIES, CheckpointError, Family, Part, parts
 from gpt_fast.params import RequestError, SamplingParams
 
+QUANT_METHODS = ("gpt_fast", "gptq", "awq")  # that quantize/ reads
+
 __all__ = [
     "FAMILIES",
+    "QUANT_METHODS",
     "CheckpointError",
     "Family",
     "GenerationDefaults",
@@ -59,9 +62,11 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     get = _Reader(row, raw, where)
     if raw.get("quantization_config"):
         method = get.mapping("quantization_config").get("quant_method", "an unnamed method")
-        raise CheckpointError(
-            f"{where}: quantization_config ({method}) is not supported; use the unquantized checkpoint"
-        )
+        if method not in QUANT_METHODS:
+            raise CheckpointError(
+                f"{where}: quantization_config ({method}) is not supported, only {', '.join(QUANT_METHODS)}; "
+                "use the unquantized checkpoint"
+            )
     if get("hidden_act", str) not in ("silu", "swish"):
         raise CheckpointError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
     dim, num_heads = get.size("hidden_size"), get.size("num_attention_heads")

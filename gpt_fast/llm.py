@@ -14,7 +14,6 @@ from typing import Any, cast, overload
 
 import torch
 
-from gpt_fast.checkpoint import load_model
 from gpt_fast.config import ConfigError, EngineConfig, ModelConfig, from_mapping
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.handle import Handle
@@ -27,6 +26,7 @@ from gpt_fast.families import GenerationDefaults, read_config, read_generation_d
 from gpt_fast.model import Transformer
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import RequestError, SamplingParams
+from gpt_fast.quantize import check_device, load_model, quant_config, quantize_model
 from gpt_fast.roofline import Roofline, read_bandwidth
 from gpt_fast.structured import GrammarCompiler
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerMissing, load_tokenizer
@@ -57,12 +57,14 @@ class LLM:
         self.tokenizer = self._load_tokenizer()
         self.device = pick_device(self.engine_config.device)
         self.dtype = pick_dtype(self.engine_config.dtype, self.device, self.config)
+        check_device(self.checkpoint, self.engine_config.quantize, self.device)
         self.model = load_model(
             self.checkpoint,
             dtype=self.dtype,
             device=self.device,
             progress=progress,
             column_major=prefers_column_major(self.device, self.dtype),
+            quantize=self.engine_config.quantize,
         )
         self.load_s = time.perf_counter() - begin
         self._start()
@@ -79,7 +81,8 @@ class LLM:
         """Serve ``model`` as it is, on its device and in its dtype: random weights, or a model built in memory.
 
         Without a ``tokenizer`` prompts are token ids and completions have no text. ``options`` are the fields of
-        EngineConfig, except ``device`` and ``dtype``. Raises ConfigError. There is no ``checkpoint`` attribute.
+        EngineConfig, except ``device`` and ``dtype``; ``quantize`` changes ``model``
+        itself. Raises ConfigError. There is no ``checkpoint`` attribute.
         """
         for name in ("device", "dtype"):
             if name in options:
@@ -92,14 +95,15 @@ class LLM:
         self.device = model.tok_embeddings.weight.device
         self.dtype = model.norm.weight.dtype
         self.model = model
+        if self.engine_config.quantize is not None:
+            check_device(None, self.engine_config.quantize, self.device)
+            quantize_model(model, quant_config(self.engine_config.quantize))
         self.load_s = 0.0
         self._start()
         return self
 
     def _configure(self, options: dict[str, Any]) -> None:
         self.engine_config = from_mapping(EngineConfig, options, "LLM()")
-        if self.engine_config.quantize is not None:
-            raise ConfigError(f"quantize: {self.engine_config.quantize!r} is not supported yet; leave it out")
 
     def _start(self) -> None:
         """Build the engine around the model and warm it up."""

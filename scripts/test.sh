@@ -46,8 +46,6 @@ else
 fi
 
 export PATH="$VENV/bin:$PATH"
-cores="$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
-# The models of the tests are tiny: more threads only wait for each other, and several tests run servers.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the models are tiny: threads only wait for each other
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" # a thread that spins takes the core that another test needs
 export PYTHONUNBUFFERED=1                            # progress shows in a log file too

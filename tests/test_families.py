@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
     "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+    "quantized": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
     "string size": ({"hidden_size": "64"}, "hidden_size must be int, not '64'"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
     "heads": ({"num_attention_heads": 32, "num_key_value_heads": 5}, "num_key_value_heads"),

@@ -1,0 +1,89 @@
+"""``gpt-fast eval``: how good a checkpoint is: perplexity of a text, or tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("eval", help="perplexity, or evaluation tasks", description=__doc__)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, as it is")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--perplexity", metavar="FILE", help="a text file; documents end with the separator")
+    what.add_argument(
+        "--examples", metavar="FILE.jsonl", help="accuracy on lines of choices, or of contexts and continuations"
+    )
+    what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness; needs the extra eval")
+    parser.add_argument(
+        "--separator", default="<|endoftext|>", metavar="TEXT", help="'' for none (default: %(default)s)"
+    )
+    parser.add_argument("--context", type=int, metavar="N", help="tokens of a window (default: the model's)")
+    parser.add_argument("--stride", type=int, metavar="N", help="tokens that windows move on by (default: half of it)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="stop after scoring so many")
+    parser.add_argument("--limit", type=int, metavar="N", help="so many examples, of each task")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 (default: %(default)s)")
+    parser.add_argument("--quantize", metavar="MODE", help="quantize the weights while loading: int8, int4, fp8")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line of stdout")
+    parser.add_argument("--verbose", action="store_true", help="a traceback on errors")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load the model without an engine, measure, print."""
+    import torch
+
+    from gpt_fast.evaluate import Scorer, evaluate_tasks, perplexity, read_examples
+    from gpt_fast.families import read_config
+    from gpt_fast.llm import pick_device, pick_dtype
+    from gpt_fast.quantize import load_model
+    from gpt_fast.tokenizer import load_tokenizer
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    device = pick_device(arguments.device)
+    dtype = pick_dtype(arguments.dtype, device, read_config(arguments.checkpoint))
+    tokenizer = load_tokenizer(arguments.checkpoint)
+    model = load_model(arguments.checkpoint, dtype, device, progress=True, quantize=arguments.quantize)
+    facts: dict[str, Any] = {
+        "checkpoint": arguments.checkpoint,
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantize": arguments.quantize,
+        "bytes_per_token": model.bytes_per_token(0, dtype.itemsize),
+    }
+    if arguments.perplexity:
+        text = Path(arguments.perplexity).read_text(encoding="utf-8")
+        found = perplexity(
+            model,
+            tokenizer,
+            text,
+            context=arguments.context,
+            stride=arguments.stride,
+            max_tokens=arguments.max_tokens,
+            separator=arguments.separator,
+        )
+        facts |= {"perplexity_of": arguments.perplexity, **dataclasses.asdict(found)}
+        print(
+            f"perplexity {found.perplexity:.4f} over {found.num_tokens} tokens of {found.num_documents} documents, "
+            f"{found.bits_per_byte:.4f} bits per byte"
+        )
+    elif arguments.examples:
+        examples = read_examples(arguments.examples, arguments.limit)
+        facts |= {"examples_of": arguments.examples, **Scorer(model, tokenizer, arguments.context).accuracy(examples)}
+        print(f"accuracy {facts['accuracy']:.4f} on {facts['num_examples']} examples")
+    else:
+        results = evaluate_tasks(
+            Scorer(model, tokenizer, arguments.context), arguments.tasks.split(","), arguments.limit
+        )
+        facts["tasks"] = results
+        for name, metrics in results.items():
+            print(f"{name}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float)))
+    if arguments.json:
+        print(json.dumps(facts))
+    return 0

@@ -1,0 +1,102 @@
+"""Linear layers with quantized weights, in the place of ``nn.Linear``.
+
+Their weights are buffers in the format of scheme.py. The products come from one place, so that a fast kernel replaces
+the plain one by an import.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt_fast.quantize.reference import dequantize_int4, linear_fp8, linear_int4, linear_int8
+from gpt_fast.quantize.rtn import quantize_rows
+from gpt_fast.quantize.scheme import Scheme
+
+
+class QuantizedLinear(nn.Module):
+    """What the three kinds share: allocation, writing, the bias.
+
+    The buffers are those of ``scheme.tensors``, on ``device``, not yet written.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, scheme: Scheme, bias: nn.Parameter | None, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        for name, (dtype, shape) in scheme.tensors(out_features, in_features).items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
+        self.register_parameter("bias", bias)
+
+    def write(self, start: int, rows: Tensor) -> None:
+        """Quantize ``rows`` [n, K] by rounding to nearest and store them as outputs [start, start + n)."""
+        for name, tensor in quantize_rows(rows, self.scheme).items():
+            self.get_buffer(name)[start : start + rows.shape[0]].copy_(tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N] in the dtype of ``x``."""
+        out = self.product(x)
+        return out if self.bias is None else out + self.bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """The output without the bias."""
+        raise NotImplementedError
+
+    def dequantized(self) -> Tensor:
+        """The weight that this layer multiplies with, float32 [N, K]."""
+        return self.weight.float() * self.scale[:, None]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.scheme}"
+
+
+class Int8Linear(QuantizedLinear):
+    """int8 with a scale per output channel."""
+
+    def product(self, x: Tensor) -> Tensor:
+        return linear_int8(x, self.weight, self.scale)
+
+
+class Fp8Linear(QuantizedLinear):
+    """float8_e4m3fn with a scale per output channel."""
+
+    def product(self, x: Tensor) -> Tensor:
+        return linear_fp8(x, self.weight, self.scale)
+
+
+class Int4Linear(QuantizedLinear):
+    """int4 with a scale and a minimum per group of inputs.
+
+    ``order``: int64 [K] or None. Input ``order[i]`` is multiplied with column i: checkpoints of others may have sorted
+    their columns (hub.py).
+    """
+
+    min: Tensor
+    order: Tensor | None
+
+    def __init__(
+        self, in_features: int, out_features: int, scheme: Scheme, bias: nn.Parameter | None, device: torch.device | str
+    ) -> None:
+        super().__init__(in_features, out_features, scheme, bias, device)
+        self.register_buffer("order", None)
+        self.padding = scheme.padded(in_features) - in_features
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
+        if self.padding:
+            x = F.pad(x, (0, self.padding))  # zeros: what the padded columns hold does not count
+        return linear_int4(x, self.weight, self.scale, self.min)
+
+    def dequantized(self) -> Tensor:
+        columns = dequantize_int4(self.weight, self.scale, self.min)[:, : self.in_features]
+        return columns if self.order is None else columns[:, self.order.argsort()]
+
+
+KINDS: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "int4": Int4Linear, "fp8": Fp8Linear}

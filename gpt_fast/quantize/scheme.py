@@ -1,0 +1,137 @@
+"""What is quantized how: by rule, as data, and its spelling in ``config.json``.
+
+The rule. Linear layers of the blocks take the mode's scheme. The head takes int8 in the modes int8 and int4 (it is
+where errors cost most, and int4 there would save 5 % of the bytes of a 1.1-billion model), fp8 in fp8. The embedding
+table stays as it is, since one row of it is read per token, and so do a head that is tied to it, norms and biases.
+
+The format. A linear layer ``X`` of N outputs and K inputs is stored as plain tensors:
+
+======  =========================================  =================================  ==============
+scheme  ``X.weight``                               ``X.scale``                        ``X.min``
+======  =========================================  =================================  ==============
+int8    int8 [N, K]                                float32 [N]                        --
+fp8     float8_e4m3fn [N, K]                       float32 [N]                        --
+int4    uint8 [N, P / 2]                           float16 [N, P / group_size]        as ``scale``
+======  =========================================  =================================  ==============
+
+int8 and fp8: ``value = weight * scale``. int4: ``value = q * scale + min`` with q in 0..15; P is K rounded up to a
+multiple of the group size, and what stands in the padding means nothing. Byte j (0..15) of each 16 bytes, which are 32
+values, is ``q[j] | q[j + 16] << 4``: two halves of a vector register come out of one mask and one shift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from gpt_fast.config import ConfigError, ModelConfig
+from gpt_fast.family_table import CheckpointError
+
+METHOD = "gpt_fast"  # quant_method of the checkpoints written here
+MODES = ("int8", "int4", "fp8")
+GROUP_SIZES = (32, 64, 128)
+BLOCK = 32  # values packed together in int4
+_BITS = {"int8": 8, "int4": 4, "fp8": 8}
+
+Kind = Literal["int8", "int4", "fp8"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one linear layer is stored."""
+
+    kind: Kind
+    group_size: int = 0  # int4: values that share a scale and a minimum
+
+    def padded(self, in_features: int) -> int:
+        """``in_features`` with the padding of the last group."""
+        return -(-in_features // self.group_size) * self.group_size if self.kind == "int4" else in_features
+
+    def tensors(self, out_features: int, in_features: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Name, dtype and shape of what is stored; the first dimension of each is the outputs'."""
+        n, k = out_features, in_features
+        if self.kind == "int4":
+            groups = self.padded(k) // self.group_size
+            return {
+                "weight": (torch.uint8, (n, self.padded(k) // 2)),
+                "scale": (torch.float16, (n, groups)),
+                "min": (torch.float16, (n, groups)),
+            }
+        return {
+            "weight": (torch.int8 if self.kind == "int8" else torch.float8_e4m3fn, (n, k)),
+            "scale": (torch.float32, (n,)),
+        }
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """The schemes of the two kinds of linear layers; None leaves them as they are."""
+
+    blocks: Scheme | None
+    head: Scheme | None
+
+    def scheme(self, module: str, tied: bool) -> Scheme | None:
+        """For the linear layer ``module`` of Transformer, named as there."""
+        if module == "output":
+            return None if tied else self.head
+        return self.blocks if module.startswith("layers.") else None
+
+    def to_json(self) -> dict[str, Any]:
+        """``quantization_config`` of a checkpoint's ``config.json``."""
+        main = self.blocks or self.head
+        assert main is not None
+        return {
+            "quant_method": METHOD,
+            "bits": _BITS[main.kind],
+            "group_size": main.group_size or -1,  # -1: one scale a row, as other formats spell it
+            "symmetric": main.kind != "int4",
+            "modules": {
+                name: _spell(scheme) for name, scheme in (("layers", self.blocks), ("output", self.head)) if scheme
+            },
+        }
+
+
+def quant_config(mode: str, group_size: int = 32, quantize_head: bool = True) -> QuantConfig:
+    """The rule of this module for ``mode``. Raises ConfigError for one that is not known."""
+    if mode not in MODES:
+        raise ConfigError(f"quantize: {mode!r} is not one of {', '.join(MODES)}")
+    if group_size not in GROUP_SIZES:
+        raise ConfigError(f"group_size: {group_size} is not one of {', '.join(map(str, GROUP_SIZES))}")
+    if mode == "int4":
+        return QuantConfig(Scheme("int4", group_size), Scheme("int8") if quantize_head else None)
+    scheme = Scheme("fp8" if mode == "fp8" else "int8")
+    return QuantConfig(scheme, scheme if quantize_head else None)
+
+
+def parse_quant_config(raw: Mapping[str, Any], where: str) -> QuantConfig:
+    """The inverse of ``QuantConfig.to_json``. Raises CheckpointError naming the key."""
+    modules = raw.get("modules")
+    if not isinstance(modules, dict) or not modules or not modules.keys() <= {"layers", "output"}:
+        raise CheckpointError(
+            f"{where}: quantization_config.modules must give schemes for layers and output, not {modules!r}"
+        )
+    schemes = {name: _parse(spelling, where) for name, spelling in modules.items()}
+    return QuantConfig(schemes.get("layers"), schemes.get("output"))
+
+
+def check_config(config: ModelConfig) -> None:
+    """Raise ConfigError for a model without anything to quantize."""
+    if not config.num_layers:
+        raise ConfigError("quantize: the model has no layers")
+
+
+def _spell(scheme: Scheme) -> str:
+    return f"{scheme.kind}-g{scheme.group_size}" if scheme.kind == "int4" else scheme.kind
+
+
+def _parse(spelling: object, where: str) -> Scheme:
+    known: dict[str, Scheme] = {_spell(s): s for s in (Scheme("int8"), Scheme("fp8"))}
+    known |= {_spell(s): s for s in (Scheme("int4", g) for g in GROUP_SIZES)}
+    if spelling not in known:
+        raise CheckpointError(
+            f"{where}: quantization_config.modules: {spelling!r} is not one of {', '.join(sorted(known))}"
+        )
+    return known[str(spelling)]

@@ -1,0 +1,336 @@
+"""Quantized weights: formats to the byte, layers, and every way to load gives the same model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from gpt_fast.checkpoint import load_model as load_unquantized
+from gpt_fast.checkpoint import random_model, save_checkpoint
+from gpt_fast.config import ConfigError, ModelConfig
+from gpt_fast.families import CheckpointError, parts, read_json
+from gpt_fast.llm import LLM
+from gpt_fast.params import SamplingParams
+from gpt_fast.quantize import load_model, quant_config, quantize_checkpoint, quantize_model
+from gpt_fast.quantize.linear import KINDS, Int4Linear, QuantizedLinear
+from gpt_fast.quantize.reference import dequantize_int4, pack_int4, unpack_int4
+from gpt_fast.quantize.rtn import encode, find_grid, pad_groups, quantize_rows
+from gpt_fast.quantize.scheme import Scheme, parse_quant_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TINY = ModelConfig("llama", 64, 32, 2, 4, 2, 8, 48, 128)  # 48 inputs are a group and a half
+SHAPES = {
+    "untied": TINY,
+    "tied": replace(TINY, tie_embeddings=True),
+    "biases": replace(TINY, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "qwen3": replace(TINY, family="qwen3", qk_norm=True),
+}
+SCHEMES = [Scheme("int8"), Scheme("fp8"), Scheme("int4", 32), Scheme("int4", 64), Scheme("int4", 128)]
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def write(directory: Path, config: ModelConfig = TINY, dtype: torch.dtype = torch.float32) -> Path:
+    save_checkpoint(random_model(config, dtype), directory)
+    return directory
+
+
+def layer(scheme: Scheme, weight: Tensor, bias: Tensor | None = None) -> QuantizedLinear:
+    parameter = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    made = KINDS[scheme.kind](weight.shape[1], weight.shape[0], scheme, parameter, "cpu")
+    made.write(0, weight)
+    return made
+
+
+# Formats
+
+
+def test_packed_bytes_hold_what_the_format_says() -> None:
+    codes = torch.randint(0, 16, (3, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = pack_int4(codes)
+    assert packed.shape == (3, 48)
+    for block in range(3):
+        for j in range(16):
+            low, high = codes[:, 32 * block + j], codes[:, 32 * block + j + 16]
+            assert torch.equal(packed[:, 16 * block + j], low | (high << 4))
+    assert torch.equal(unpack_int4(packed), codes)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("k", [172, 128, 20])
+def test_tensors_have_the_shapes_that_are_declared(scheme: Scheme, k: int) -> None:
+    made = quantize_rows(noise(5, k), scheme)
+    assert {n: (t.dtype, tuple(t.shape)) for n, t in made.items()} == scheme.tensors(5, k)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4", "fp8"])
+def test_config_round_trip(mode: str) -> None:
+    config = quant_config(mode, 64)
+    raw = json.loads(json.dumps(config.to_json()))
+    assert raw["quant_method"] == "gpt_fast"
+    assert raw["bits"] == (4 if mode == "int4" else 8)
+    assert parse_quant_config(raw, "x") == config
+
+
+@pytest.mark.parametrize("modules", [None, {}, {"layers": "int5"}, {"nothing": "int8"}, {"layers": "int4-g7"}])
+def test_unknown_schemes_are_refused(modules: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"quantization_config\.modules"):
+        parse_quant_config({"modules": modules}, "x")
+
+
+# Rounding
+
+
+def test_int8_is_off_by_half_a_step_at_most() -> None:
+    weight = noise(7, 50) * torch.logspace(-6, 3, 7)[:, None]
+    made = quantize_rows(weight, Scheme("int8"))
+    error = (made["weight"].float() * made["scale"][:, None] - weight).abs()
+    assert (error <= 0.5001 * weight.abs().amax(1, keepdim=True) / 127).all()
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_the_search_beats_the_plain_range(group_size: int) -> None:
+    weight = noise(64, 512) * 0.02
+    grid = find_grid(weight, group_size)
+    found = dequantize_int4(pack_int4(encode(weight, grid)), grid.scale, grid.minimum)
+    groups = weight.unflatten(1, (-1, group_size))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = (high - low) / 15
+    plain = (((groups - low) / step).round() * step + low).flatten(1)
+    assert (found - weight).square().mean() < 0.9 * (plain - weight).square().mean()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.37, 3e-7, 2e4])
+def test_constant_rows_survive(scheme: Scheme, value: float) -> None:
+    weight = torch.full((3, 40), value)
+    made = layer(scheme, weight).dequantized()
+    assert torch.allclose(made, weight, rtol=1e-3 if scheme.kind != "fp8" else 0.07, atol=1e-7)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_any_rows_can_be_quantized_alone(scheme: Scheme) -> None:
+    weight = noise(10, 172)
+    whole, pieces = layer(scheme, weight), layer(scheme, torch.zeros(10, 172))
+    for begin in (0, 3, 7):
+        pieces.write(begin, weight[begin : begin + 4])
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), pieces.state_dict()[name].view(torch.uint8)), name
+
+
+def test_padding_does_not_change_a_range() -> None:
+    weight = noise(4, 40)
+    assert torch.equal(pad_groups(weight, 32)[:, :40], weight)
+    assert torch.equal(pad_groups(weight, 32)[:, 40:], weight[:, 39:].expand(4, 24))
+
+
+# Layers
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("k", [172, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_dequantized_weight(scheme: Scheme, k: int, dtype: torch.dtype) -> None:
+    made = layer(scheme, noise(24, k), noise(24, seed=1).to(dtype))
+    x = noise(2, 3, k, seed=2).to(dtype)
+    out = made(x)
+    assert out.dtype == dtype
+    assert made.bias is not None
+    expected = F.linear(x.float(), made.dequantized()) + made.bias.float()
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02
+    assert torch.allclose(out.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_sorted_columns_meet_their_own_inputs() -> None:
+    weight = noise(8, 48)
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
+    made = layer(Scheme("int4", 32), weight[:, order])
+    assert isinstance(made, Int4Linear)
+    made.order = order
+    x = noise(5, 48, seed=1)
+    assert torch.allclose(made(x), F.linear(x, made.dequantized()), atol=1e-5)
+    assert (made.dequantized() - weight).abs().max() < 0.3
+
+
+# Models: what is quantized, and every way to get there
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loading_writing_and_changing_a_model_agree(tmp_path: Path, shape: str, mode: str) -> None:
+    source = write(tmp_path / "a", SHAPES[shape])
+    at_load = load_model(source, torch.float32, quantize=mode, column_major=True)
+    in_memory = load_unquantized(source, torch.float32)
+    quantize_model(in_memory, quant_config(mode))
+    quantize_checkpoint(source, tmp_path / "b", quant_config(mode))
+    from_disk = load_model(tmp_path / "b", torch.float32)
+    tokens = torch.arange(20)[None]
+    for model in (in_memory, from_disk):
+        assert model.state_dict().keys() == at_load.state_dict().keys()
+        for name, tensor in model.state_dict().items():
+            other = at_load.state_dict()[name]
+            assert tensor.dtype == other.dtype
+            assert torch.equal(tensor.float(), other.float()), name
+        assert torch.allclose(model(tokens), at_load(tokens), atol=1e-5)
+
+
+def test_the_rule() -> None:
+    model = random_model(TINY, torch.float32)
+    quantize_model(model, quant_config("int4", 64))
+    kinds = {name: module.scheme for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    names = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
+    assert kinds == {
+        **{f"layers.{i}.{name}": Scheme("int4", 64) for i in range(2) for name in names},
+        "output": Scheme("int8"),
+    }
+    tied = random_model(SHAPES["tied"], torch.float32)
+    quantize_model(tied, quant_config("int8"))
+    assert tied.output.weight is tied.tok_embeddings.weight
+    kept = random_model(TINY, torch.float32)
+    quantize_model(kept, quant_config("int4", quantize_head=False))
+    assert isinstance(kept.output, nn.Linear)
+
+
+def test_bytes_per_token_count_the_quantized_weights() -> None:
+    model = random_model(TINY, torch.float32)
+    quantize_model(model, quant_config("int8"))
+    matrices = [p.shape for p in parts(TINY) if len(p.shape) == 2 and p.target != "tok_embeddings.weight"]
+    norms = 4 * 32 * 5
+    expected = sum(n * k + 4 * n for n, k in matrices) + norms + 4 * 32  # and one row of the embedding
+    assert model.bytes_per_token(0, 4) == expected
+
+
+def test_a_checkpoint_in_bfloat16_keeps_the_rest_so(tmp_path: Path) -> None:
+    quantize_checkpoint(write(tmp_path / "a", dtype=torch.bfloat16), tmp_path / "b", quant_config("int4"))
+    stored = safetensors.torch.load_file(tmp_path / "b" / "model.safetensors")
+    assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert stored["model.layers.0.self_attn.q_proj.weight"].shape == (32, 16)
+    assert stored["model.layers.0.self_attn.q_proj.min"].dtype == torch.float16
+    assert stored["lm_head.weight"].dtype == torch.int8
+    assert read_json(tmp_path / "b" / "config.json")["quantization_config"]["group_size"] == 32
+    assert not (tmp_path / "b.partial").exists()
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    path = directory / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
+    change(tensors)
+    safetensors.torch.save_file(tensors, path)
+
+
+Q_SCALE = "model.layers.0.self_attn.q_proj.scale"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(Q_SCALE), f"missing: {Q_SCALE}"),
+        (lambda t: t.update({Q_SCALE: t[Q_SCALE].double()}), f"{Q_SCALE} is stored as torch.float64"),
+        (lambda t: t.update({Q_SCALE: t[Q_SCALE][:5].clone()}), rf"{Q_SCALE} \[5\], not \[32\]"),
+        (lambda t: t.update({"more": torch.zeros(1)}), "unexpected: more"),
+    ],
+)
+def test_damaged_checkpoints_are_refused(tmp_path: Path, change: Callable[[Any], Any], message: str) -> None:
+    quantize_checkpoint(write(tmp_path / "a"), tmp_path / "b", quant_config("int8"))
+    rewrite(tmp_path / "b", change)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "b", torch.float32)
+
+
+def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "a")
+    quantize_checkpoint(source, tmp_path / "b", quant_config("int8"))
+    with pytest.raises(CheckpointError, match="quantized already"):
+        quantize_checkpoint(tmp_path / "b", tmp_path / "c", quant_config("int8"))
+    with pytest.raises(ConfigError, match="quantized already"):
+        load_model(tmp_path / "b", torch.float32, quantize="int8")
+    with pytest.raises(CheckpointError, match="not empty"):
+        quantize_checkpoint(source, tmp_path / "b", quant_config("int8"))
+    (tmp_path / "d.partial").mkdir()
+    with pytest.raises(CheckpointError, match="left from an interrupted run"):
+        quantize_checkpoint(source, tmp_path / "d", quant_config("int8"))
+    with pytest.raises(ConfigError, match="int3"):
+        quant_config("int3")
+    with pytest.raises(ConfigError, match="group_size: 48"):
+        quant_config("int4", 48)
+
+
+# The engine
+
+
+def test_llm_generates_alike_from_a_checkpoint_and_by_an_option(tmp_path: Path) -> None:
+    source = write(tmp_path / "a")
+    quantize_checkpoint(source, tmp_path / "b", quant_config("int4"))
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    options: dict[str, Any] = {"dtype": "float32", "compile": False, "max_seq_len": 64}
+    with LLM(source, quantize="int4", **options) as llm:
+        by_option = llm.generate([3, 1, 4], params).token_ids
+        read = llm.model.bytes_per_token(0, 4)
+    with LLM(tmp_path / "b", **options) as llm:
+        assert llm.generate([3, 1, 4], params).token_ids == by_option
+        assert llm.model.bytes_per_token(0, 4) == read
+    options.pop("dtype")
+    with LLM.from_model(random_model(TINY, torch.float32), quantize="int4", **options) as llm:
+        assert llm.generate([3, 1, 4], params).token_ids == by_option
+
+
+def test_llm_refuses_modes_and_devices(tmp_path: Path) -> None:
+    source = write(tmp_path / "a")
+    with pytest.raises(ConfigError, match="quantize: 'int3'"):
+        LLM(source, quantize="int3")
+    with pytest.raises(ConfigError, match="fp8 is not supported on cpu"):
+        LLM(source, quantize="fp8", device="cpu")
+    quantize_checkpoint(source, tmp_path / "b", quant_config("fp8"))
+    with pytest.raises(ConfigError, match="fp8 is not supported on cpu"):
+        LLM(tmp_path / "b", device="cpu")
+
+
+@pytest.mark.parametrize("mode", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_compiled_equals_eager_and_nothing_compiles_in_service(tmp_path: Path, mode: str) -> None:
+    source = write(tmp_path / "a")
+    prompts = [[3] * n for n in (1, 5, 40, 17)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    options: dict[str, Any] = {"dtype": "float32", "max_seq_len": 64, "max_batch": 3, "prefill_chunk": 16}
+    with LLM(source, quantize=mode, compile=False, **options) as llm:
+        eager = [c.token_ids for c in llm.generate(prompts, params)]
+    with LLM(source, quantize=mode, **options) as llm:
+        assert llm.engine.runner.compiled
+        compiled = counters["stats"]["unique_graphs"]
+        assert [c.token_ids for c in llm.generate(prompts, params)] == eager
+        assert counters["stats"]["unique_graphs"] == compiled
+
+
+# The command
+
+
+def test_the_command_writes_a_checkpoint_that_others_take(tmp_path: Path) -> None:
+    source = write(tmp_path / "a")
+    (source / "generation_config.json").write_text('{"eos_token_id": 2}')
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "gpt_fast.cli", "quantize", "--checkpoint", str(source), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    done = run("--mode", "int4", "--group-size", "64", "--out", str(tmp_path / "b"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "b" / "generation_config.json").exists()
+    model = load_model(tmp_path / "b", torch.float32)
+    assert model.layers[0].attention.wo.scheme == Scheme("int4", 64)
+    refused = run("--mode", "int8", "--group-size", "64", "--out", str(tmp_path / "c"))
+    assert refused.returncode == 1
+    assert "--group-size means nothing" in refused.stderr
