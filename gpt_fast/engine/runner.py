@@ -61,9 +61,6 @@ class Runner:
         self._context_len = torch.zeros(max_batch, dtype=torch.int32)
         self._page_table = torch.zeros(max_batch, self.pages_per_sequence, dtype=torch.int32)
         if compile:
-            if shutil.which("openssl") is None:
-                # Precompiled headers are named by a digest that inductor has the openssl program compute.
-                torch._inductor.config.cpp_cache_precompile_headers = False
             for layer in model.layers:
                 layer.compile(fullgraph=True, dynamic=True)
 
@@ -122,6 +119,10 @@ class Runner:
 
         Without a working C++ compiler the blocks run uncompiled, after one warning.
         """
+        if shutil.which("openssl") is None:
+            # Precompiled headers are named by a digest that inductor has the openssl program compute. Set here, in the
+            # thread that compiles: another thread's setting does not count.
+            torch._inductor.config.cpp_cache_precompile_headers = False
         try:
             self._run_shapes(report)
         except Exception as error:  # the compiler raises many types, none of them public
