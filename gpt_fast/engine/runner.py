@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 
 import torch
+import torch._dynamo.config
 import torch._inductor.config
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.model import Transformer
 
 log = logging.getLogger(__name__)
+
+_BLOCK_VARIANTS = 128
 
 
 class Runner:
@@ -119,10 +122,12 @@ class Runner:
 
         Without a working C++ compiler the blocks run uncompiled, after one warning.
         """
+        # Set here, in the thread that compiles: another thread's setting does not count.
         if shutil.which("openssl") is None:
-            # Precompiled headers are named by a digest that inductor has the openssl program compute. Set here, in the
-            # thread that compiles: another thread's setting does not count.
+            # Precompiled headers are named by a digest that inductor has the openssl program compute.
             torch._inductor.config.cpp_cache_precompile_headers = False
+        # Dynamo counts the variants of Block.forward over all models of the process: two for each kind of block.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _BLOCK_VARIANTS)
         try:
             self._run_shapes(report)
         except Exception as error:  # the compiler raises many types, none of them public

@@ -3,6 +3,7 @@ engine's own answers alone, together, compiled and eager."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -13,6 +14,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from gpt_fast import LLM, SamplingParams
+from gpt_fast.checkpoint import random_model
+from gpt_fast.engine.runner import Runner
+from gpt_fast.shapes import shape
 
 GREEDY_64 = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 
@@ -72,3 +76,22 @@ def test_nothing_compiles_after_warm_up(tmp_path: Path) -> None:
             llm.generate([3] * length, SamplingParams(max_tokens=5, ignore_eos=True))
         llm.generate([[3] * n for n in (1, 40, 17, 80, 2)], SamplingParams(max_tokens=9, ignore_eos=True, top_p=0.9))
         assert counters["stats"]["unique_graphs"] == compiled
+
+
+def test_other_models_of_the_process_leave_room_to_compile() -> None:
+    """Dynamo counts compiled variants by code object, and every model's blocks share one: they must not run out."""
+    config = dataclasses.replace(
+        shape("tinyllama-1.1b"), num_layers=1, dim=32, ffn_dim=64, num_heads=2, num_kv_heads=2, head_dim=16
+    )
+    runner = Runner(
+        random_model(config, torch.float32),
+        max_batch=1,
+        max_seq_len=32,
+        num_pages=3,
+        page_size=16,
+        prefill_chunk=16,
+        compile=True,
+    )
+    with torch._dynamo.config.patch(recompile_limit=1):
+        runner.warm_up()
+    assert runner.compiled
