@@ -16,7 +16,7 @@ import torch
 
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.checkpoint import random_model
-from gpt_fast.llm import pick_device, pick_dtype, prefers_column_major
+from gpt_fast.placement import place
 from gpt_fast.shapes import shape
 
 
@@ -31,9 +31,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     config = shape(arguments.shape)
-    device = pick_device(arguments.device)
-    dtype = pick_dtype(arguments.dtype, device, config)
-    model = random_model(config, dtype, device, column_major=prefers_column_major(device, dtype))
+    where = place(config, torch.bfloat16, device=arguments.device, dtype=arguments.dtype)
+    model = random_model(config, where.dtype, where.device, column_major=where.column_major)
     firsts: dict[str, list[float]] = {"fresh": [], "cached": []}
     with LLM.from_model(model, max_batch=2, max_seq_len=arguments.prefix + arguments.tail + 16) as llm:
         generator = torch.Generator().manual_seed(0)

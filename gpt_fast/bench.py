@@ -36,8 +36,9 @@ from gpt_fast.checkpoint import random_model
 from gpt_fast.config import ConfigError, ModelConfig, at_least
 from gpt_fast.engine.handle import Handle
 from gpt_fast.families import read_config
-from gpt_fast.llm import LLM, pick_device, pick_dtype, prefers_column_major
+from gpt_fast.llm import LLM
 from gpt_fast.params import SamplingParams
+from gpt_fast.placement import pick_device, place
 from gpt_fast.roofline import read_bandwidth
 from gpt_fast.shapes import shape
 
@@ -97,11 +98,15 @@ def build(
     }
     if checkpoint is not None:
         return LLM(checkpoint, progress=True, **options)
-    device = pick_device(options.pop("device", "auto"))
-    dtype = pick_dtype(options.pop("dtype", "auto"), device, config)
-    return LLM.from_model(
-        random_model(config, dtype, device, column_major=prefers_column_major(device, dtype)), **options
+    where = place(
+        config,
+        torch.bfloat16,
+        device=options.pop("device", "auto"),
+        dtype=options.pop("dtype", "auto"),
+        kernels=options.get("kernels", True),
     )
+    model = random_model(config, where.dtype, where.device, column_major=where.column_major)
+    return LLM.from_model(model, **options)
 
 
 def benchmark(
@@ -165,7 +170,7 @@ def ceiling(llm: LLM) -> dict[str, Any]:
         "bandwidth_threads": torch.get_num_threads(),  # the engine may choose fewer for a small model
         "dtype": str(llm.dtype).removeprefix("torch."),
         "quantize": llm.engine_config.quantize,
-        "compile": llm.engine_config.compile,
+        "path": llm.engine.runner.path,
         "torch": torch.__version__,
         "parameters": llm.config.num_parameters,
         "bytes_per_token": roofline.bytes_per_token,

@@ -49,6 +49,7 @@ __all__ = [
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _SHOWN = 5  # names listed in an error
+_OF_QUANTIZED = (".scale", ".scales", ".min")  # float16 whatever the rest is
 _REPEATED = 4_194_301  # elements, a prime: rows of a filled matrix are not copies of each other
 
 
@@ -244,10 +245,10 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def stored_dtype(directory: str | Path) -> torch.dtype:
-    """The floating-point dtype most bytes of a Hugging Face directory's weights have."""
+    """The floating-point dtype most bytes of a Hugging Face directory's weights have, quantized ones left out."""
     num_bytes: dict[torch.dtype, int] = {}
-    for tensor in open_weights(directory).values():
-        if tensor.dtype.is_floating_point:
+    for name, tensor in open_weights(directory).items():
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and not name.endswith(_OF_QUANTIZED):
             num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.num_bytes
     if not num_bytes:
         raise CheckpointError(f"{directory} holds no floating-point weights")

@@ -106,7 +106,8 @@ class EngineConfig:
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     quantize: str | None = None  # int8 | int4 | fp8: round the weights while loading
-    compile: bool = True
+    compile: bool = True  # torch.compile, where the kernels do not run whole steps
+    kernels: bool = True  # own C++ kernels on a CPU, Triton's on a GPU; False: plain torch
     max_seq_len: int | None = None  # tokens, prompt and completion together; None: what the model was made for
     max_batch: int = 8  # sequences decoded together
     max_waiting: int | None = None  # requests that may queue; None: any number

@@ -14,6 +14,7 @@ from typing import Any, cast, overload
 
 import torch
 
+from gpt_fast.checkpoint import stored_dtype
 from gpt_fast.config import ConfigError, EngineConfig, ModelConfig, from_mapping
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.handle import Handle
@@ -25,7 +26,9 @@ from gpt_fast.engine.text import TextStream
 from gpt_fast.families import GenerationDefaults, read_config, read_generation_defaults
 from gpt_fast.model import Transformer
 from gpt_fast.outputs import Completion, Delta
+from gpt_fast.packed import pack_model
 from gpt_fast.params import RequestError, SamplingParams
+from gpt_fast.placement import place
 from gpt_fast.quantize import check_device, load_model, quant_config, quantize_model
 from gpt_fast.roofline import Roofline, read_bandwidth
 from gpt_fast.structured import GrammarCompiler
@@ -55,15 +58,16 @@ class LLM:
         self.config: ModelConfig = read_config(self.checkpoint)
         self.defaults = read_generation_defaults(self.checkpoint)
         self.tokenizer = self._load_tokenizer()
-        self.device = pick_device(self.engine_config.device)
-        self.dtype = pick_dtype(self.engine_config.dtype, self.device, self.config)
+        o = self.engine_config
+        where = place(self.config, stored_dtype(self.checkpoint), device=o.device, dtype=o.dtype, kernels=o.kernels)
+        self.device, self.dtype = where.device, where.dtype
         check_device(self.checkpoint, self.engine_config.quantize, self.device)
         self.model = load_model(
             self.checkpoint,
             dtype=self.dtype,
             device=self.device,
             progress=progress,
-            column_major=prefers_column_major(self.device, self.dtype),
+            column_major=where.column_major,
             quantize=self.engine_config.quantize,
         )
         self.load_s = time.perf_counter() - begin
@@ -81,8 +85,9 @@ class LLM:
         """Serve ``model`` as it is, on its device and in its dtype: random weights, or a model built in memory.
 
         Without a ``tokenizer`` prompts are token ids and completions have no text. ``options`` are the fields of
-        EngineConfig, except ``device`` and ``dtype``; ``quantize`` changes ``model``
-        itself. Raises ConfigError. There is no ``checkpoint`` attribute.
+        EngineConfig, except ``device`` and ``dtype``. ``quantize`` changes ``model`` itself, and so do ``kernels``: its
+        linear layers are packed, and it is for inference from then on. Raises ConfigError. There is no
+        ``checkpoint`` attribute.
         """
         for name in ("device", "dtype"):
             if name in options:
@@ -110,6 +115,8 @@ class LLM:
         begin = time.perf_counter()
         self.max_seq_len = self.engine_config.max_seq_len or self.config.max_seq_len
         self.model.eval()
+        if self.engine_config.kernels:
+            pack_model(self.model)
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
         self.engine = self._build_engine()
         self._ids = itertools.count()
@@ -268,6 +275,7 @@ class LLM:
         return {
             "pid": os.getpid(),
             "compiled": self.engine.runner.compiled,
+            "path": self.engine.runner.path,
             "family": self.config.family,
             "parameters": self.config.num_parameters,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -338,38 +346,3 @@ def _completion(handle: Handle) -> Completion:
         if delta.completion is not None:
             return delta.completion
     raise AssertionError("a request ended without a completion")
-
-
-def pick_device(name: str) -> torch.device:
-    """``auto`` is the first CUDA device (ROCm included) where there is one, else the CPU. Raises ConfigError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device: {name!r} is not one of auto, cpu, cuda, cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device: {name!r} is asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
-def pick_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dtype:
-    """``auto``: bfloat16 on CUDA and on CPUs with bfloat16 instructions; else float32 where it fits half the memory.
-
-    On a CPU without them torch's bfloat16 products are emulated: here 5 times slower than float32 in prefill.
-    """
-    if name != "auto":
-        return cast(torch.dtype, getattr(torch, name))
-    if device.type != "cpu" or _cpu_has_bfloat16():
-        return torch.bfloat16
-    fits = config.num_parameters * 4 < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
-    return torch.float32 if fits else torch.bfloat16
-
-
-def prefers_column_major(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether matrices are best laid out transposed (checkpoint.build)."""
-    return device.type == "cpu" and dtype == torch.float32
-
-
-def _cpu_has_bfloat16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

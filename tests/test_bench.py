@@ -104,7 +104,7 @@ def test_every_row_is_measured_and_reported(llm: LLM) -> None:
 
 
 def test_from_model_answers_as_the_same_weights_from_a_directory(tmp_path: Path, llm: LLM) -> None:
-    save_checkpoint(llm.model, tmp_path)
+    save_checkpoint(random_model(llm.config, torch.float32), tmp_path)
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     with LLM(tmp_path, dtype="float32", device="cpu", compile=False) as loaded:
         ours, theirs = llm.generate([[5, 6, 7]], params), loaded.generate([[5, 6, 7]], params)
@@ -152,7 +152,7 @@ def test_mistakes_are_told(
 def test_the_command_prints_the_ceiling_first(
     tmp_path: Path, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_checkpoint(llm.model, tmp_path)
+    save_checkpoint(random_model(llm.config, torch.float32), tmp_path)
     monkeypatch.setattr("gpt_fast.llm.read_bandwidth", lambda *_: 10e9)
     monkeypatch.setattr(bench, "read_bandwidth", lambda *_: 10e9)
     arguments = ["--checkpoint", str(tmp_path), "--dtype", "float32", "--no-compile", "--device", "cpu"]

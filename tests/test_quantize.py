@@ -306,6 +306,7 @@ def test_compiled_equals_eager_and_nothing_compiles_in_service(tmp_path: Path, m
     prompts = [[3] * n for n in (1, 5, 40, 17)]
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     options: dict[str, Any] = {"dtype": "float32", "max_seq_len": 64, "max_batch": 3, "prefill_chunk": 16}
+    options["kernels"] = False
     with LLM(source, quantize=mode, compile=False, **options) as llm:
         eager = [c.token_ids for c in llm.generate(prompts, params)]
     with LLM(source, quantize=mode, **options) as llm:

@@ -20,8 +20,9 @@ LAYERS = (
     {"config", "settings", "params", "outputs", "roofline", "kernels"},
     {"tokenizer", "chat", "families", "family_table", "shapes", "stored", "safetensors_file", "llama2c", "download"},
     {"attention", "model"},
-    {"checkpoint", "importers"},  # above the model: a checkpoint is loaded into one
+    {"checkpoint", "importers", "placement"},  # above the model: a checkpoint is loaded into one
     {"quantize", "parallel"},
+    {"packed"},
     {"sampling", "structured"},
     {"engine"},
     {"llm"},

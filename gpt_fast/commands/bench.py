@@ -69,6 +69,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> set[str]:
     add("--dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16 (default: auto)")
     add("--quantize", metavar="MODE", help="quantize the weights while loading")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on)")
+    add("--kernels", action=argparse.BooleanOptionalAction, help="own kernels; without: plain torch (default: on)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     return names
 

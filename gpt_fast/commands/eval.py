@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gpt_fast.commands.options import add_kernels_option
+
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
@@ -29,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 (default: %(default)s)")
     parser.add_argument("--quantize", metavar="MODE", help="quantize the weights while loading: int8, int4, fp8")
+    add_kernels_option(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line of stdout")
     parser.add_argument("--verbose", action="store_true", help="a traceback on errors")
@@ -39,23 +42,39 @@ def run(arguments: argparse.Namespace) -> int:
     """Load the model without an engine, measure, print."""
     import torch
 
+    from gpt_fast.checkpoint import stored_dtype
     from gpt_fast.evaluate import Scorer, evaluate_tasks, perplexity, read_examples
     from gpt_fast.families import read_config
-    from gpt_fast.llm import pick_device, pick_dtype
+    from gpt_fast.packed import pack_model
+    from gpt_fast.placement import place
     from gpt_fast.quantize import load_model
     from gpt_fast.tokenizer import load_tokenizer
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    device = pick_device(arguments.device)
-    dtype = pick_dtype(arguments.dtype, device, read_config(arguments.checkpoint))
+    where = place(
+        read_config(arguments.checkpoint),
+        stored_dtype(arguments.checkpoint),
+        device=arguments.device,
+        dtype=arguments.dtype,
+        kernels=arguments.kernels,
+    )
     tokenizer = load_tokenizer(arguments.checkpoint)
-    model = load_model(arguments.checkpoint, dtype, device, progress=True, quantize=arguments.quantize)
+    model = load_model(
+        arguments.checkpoint,
+        where.dtype,
+        where.device,
+        progress=True,
+        column_major=where.column_major,
+        quantize=arguments.quantize,
+    )
+    kernels = where.kernels and pack_model(model)
     facts: dict[str, Any] = {
         "checkpoint": arguments.checkpoint,
-        "dtype": str(dtype).removeprefix("torch."),
+        "kernels": kernels,
+        "dtype": str(where.dtype).removeprefix("torch."),
         "quantize": arguments.quantize,
-        "bytes_per_token": model.bytes_per_token(0, dtype.itemsize),
+        "bytes_per_token": model.bytes_per_token(0, where.dtype.itemsize),
     }
     if arguments.perplexity:
         text = Path(arguments.perplexity).read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the facts; reads config and tokenizer, not the weights."""
     import torch
 
-    from gpt_fast.llm import pick_device
+    from gpt_fast.placement import pick_device
     from gpt_fast.roofline import read_bandwidth
 
     device = pick_device(arguments.device)
@@ -50,16 +50,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _checkpoint_facts(arguments: argparse.Namespace, device: Any, bandwidth: float) -> dict[str, Any]:
     import torch
 
+    from gpt_fast.checkpoint import stored_dtype
     from gpt_fast.families import read_config, read_generation_defaults
-    from gpt_fast.llm import pick_dtype
     from gpt_fast.model import Transformer
+    from gpt_fast.placement import pick_dtype
     from gpt_fast.roofline import Roofline
     from gpt_fast.tokenizer import load_tokenizer
 
     config = read_config(arguments.checkpoint)
     defaults = read_generation_defaults(arguments.checkpoint)
     tokenizer = load_tokenizer(arguments.checkpoint)
-    dtype = pick_dtype(arguments.dtype, device, config)
+    dtype = pick_dtype(arguments.dtype, device, config, stored_dtype(arguments.checkpoint))
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
     shape = {k: v for k, v in dataclasses.asdict(config).items() if k != "windows"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpt_fast.params import SamplingParams
 
-_ENGINE_FIELDS = ("device", "dtype", "quantize", "compile", "max_seq_len", "threads")
+_ENGINE_FIELDS = ("device", "dtype", "quantize", "compile", "kernels", "max_seq_len", "threads")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +21,16 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile (default: on)"
     )
+    add_kernels_option(group)
     group.add_argument("--max-seq-len", type=int, metavar="N", help="context, prompt and answer together, in tokens")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+
+
+def add_kernels_option(group: Any) -> None:
+    """``--no-kernels``."""
+    group.add_argument(
+        "--kernels", action=argparse.BooleanOptionalAction, default=True, help="own kernels; without: plain torch"
+    )
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Runs step plans on one device: builds tensors, calls the model, owns the KV cache and the compiled shapes.
 
-The runner decides nothing. Compilation is by block, once for one token and once for any larger number, so a model of
-any depth compiles in the time of one block and no later step compiles anything.
+The runner decides nothing. Where own kernels take whole steps, there is nothing to compile. Elsewhere compilation is by
+block, once for one token and once for any larger number, so a model of any depth compiles in the time of one block and
+no later step compiles anything.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from gpt_fast.attention import StepLayout
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.model import Transformer
+from gpt_fast.packed import fast_step
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,6 @@ class Runner:
         self.num_pages = num_pages
         self.prefill_chunk = prefill_chunk
         self.pages_per_sequence = -(-max_seq_len // page_size)
-        self.compiled = compile
         c = model.config
         shape = (num_pages, page_size, c.num_kv_heads, c.head_dim)
         self.cache = [
@@ -63,9 +64,17 @@ class Runner:
         self._query_start = torch.zeros(max_batch + 1, dtype=torch.int32)
         self._context_len = torch.zeros(max_batch, dtype=torch.int32)
         self._page_table = torch.zeros(max_batch, self.pages_per_sequence, dtype=torch.int32)
-        if compile:
+        fast = fast_step(model, self.cache)
+        self._step = fast or model.step
+        self.path = "kernels" if fast else "compiled" if compile else "eager"
+        if self.path == "compiled":
             for layer in model.layers:
                 layer.compile(fullgraph=True, dynamic=True)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether steps run as machine code made for them, own kernels or torch.compile's."""
+        return self.path != "eager"
 
     @property
     def cache_bytes(self) -> int:
@@ -93,7 +102,7 @@ class Runner:
             self._to_device(self._page_table),
             self._tensor(slots),
         )
-        return self.model.step(
+        return self._step(
             self._tensor(tokens), self._tensor(positions), self._tensor(lengths), self.cache, layout, self._tensor(rows)
         )
 
@@ -131,10 +140,10 @@ class Runner:
         try:
             self._run_shapes(report)
         except Exception as error:  # the compiler raises many types, none of them public
-            if not self.compiled:
+            if self.path != "compiled":
                 raise
             log.warning("torch.compile failed, running uncompiled and slower: %s", str(error).strip().splitlines()[0])
-            self.compiled = False
+            self.path = "eager"
             for layer in self.model.layers:
                 layer._compiled_call_impl = None
             torch._dynamo.reset()
@@ -144,8 +153,10 @@ class Runner:
         longest = min(
             self.prefill_chunk, (self.num_pages - 1) * self.page_size, self.pages_per_sequence * self.page_size
         )
-        # Twice each: the second run must find everything compiled.
-        for count in (1, 1, min(2, longest), longest, min(3, longest)):
+        counts = [1, min(2, longest)]
+        if self.path != "kernels":  # twice each: the second run must find everything compiled
+            counts += [1, longest, min(3, longest)]
+        for count in counts:
             report(f"warm-up: {count} token{'s' * (count > 1)} per step")
             pages = tuple(range(1, 2 + (count - 1) // self.page_size))
             self.execute(StepPlan((SequencePlan((0,) * count, 0, pages, 1, count),)))

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gpt_fast.config import ModelConfig
 from gpt_fast.kernels import cpu, packing, reference
 from gpt_fast.kernels.cpu import available, paged_attention, takes_attention
 from gpt_fast.kernels.decoder import Decoder, LayerWeights, LinearWeights
@@ -44,7 +45,14 @@ __all__ = [
     "rms_norm",
     "silu_mul",
     "takes_attention",
+    "takes_shape",
 ]
+
+
+def takes_shape(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``Decoder`` runs a model of this shape, its weights and cache in ``dtype``, on ``device``."""
+    known = dtype in (torch.float32, torch.bfloat16)
+    return device.type == "cpu" and known and config.head_dim % 8 == 0 and available()
 
 
 class Int4Weights(NamedTuple):

@@ -119,7 +119,8 @@ def library() -> ctypes.CDLL:
     lib.gpt_fast_rms_norm.argtypes = [_P, _P, _I, _I, ctypes.c_double, _P, ctypes.c_int]
     lib.gpt_fast_silu_mul.argtypes = [_P, _I, _I, _P, ctypes.c_int]
     lib.gpt_fast_decoder_step.argtypes = [_P, _P, ctypes.c_int]
-    for name in ("linear", "paged_attention", "rms_norm", "silu_mul", "decoder_step"):
+    lib.gpt_fast_pack.argtypes = [_I, _P, _P, _I, _I, _I, _I, ctypes.c_int]
+    for name in ("linear", "paged_attention", "rms_norm", "silu_mul", "decoder_step", "pack"):
         getattr(lib, f"gpt_fast_{name}").restype = None
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
     return lib
@@ -167,6 +168,20 @@ def linear(
         torch.get_num_threads(),
     )
     return out.view(*x.shape[:-1], out_features)
+
+
+def pack(kind: str, rows: Tensor, packed: Tensor, units: int, group: int, header: int = 0) -> None:
+    """Fill ``packed`` from ``rows``, N contiguous rows of ``units`` units (pack.h); headers are left as they are."""
+    library().gpt_fast_pack(
+        FORMATS[kind],
+        rows.data_ptr(),
+        packed.data_ptr(),
+        rows.shape[0],
+        units,
+        group,
+        header,
+        torch.get_num_threads(),
+    )
 
 
 def takes_attention(q: Tensor, k_cache: Tensor) -> bool:

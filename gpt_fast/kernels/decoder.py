@@ -112,7 +112,7 @@ class Decoder:
             ctypes.addressof(blocks),
             len(layers),
             output.in_features,
-            layers[0].w2.in_features,
+            layers[0].w13.out_features // 2,
             num_heads,
             k_cache.shape[2],
             k_cache.shape[3],

@@ -1,4 +1,6 @@
-"""Weights as the C++ kernels stream them, and back. Everything here is plain torch and loses nothing.
+"""Weights as the C++ kernels stream them, and back; nothing is lost.
+
+In plain torch. Where the kernels run, ``cpu/pack.h`` packs the same in a fraction of the time.
 
 A matrix [N, K] becomes tiles of 16 (float32, bfloat16) or 8 (int8, int4) outputs, the last one filled up with zeros, so
 that lanes of a vector are different outputs and a thread reads memory from front to back:
@@ -20,6 +22,8 @@ import sys
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from gpt_fast.kernels import cpu
 
 BLOCK = 32  # values of k with one activation scale
 GROUP_SIZES = (32, 64, 128)
@@ -58,6 +62,9 @@ def pack_dense(w: Tensor) -> Tensor:
     n, k = w.shape
     whole = n // _DENSE_TILE
     packed = _empty((-(-n // _DENSE_TILE), k, _DENSE_TILE), w.dtype)
+    if cpu.available():
+        cpu.pack(str(w.dtype).removeprefix("torch."), w.contiguous(), packed, units=k, group=k)
+        return packed
     view = _dense_view(packed)
     view[:whole].copy_(w[: whole * _DENSE_TILE].view(whole, 2, 8, k))
     if whole < packed.shape[0]:
@@ -71,13 +78,25 @@ def unpack_dense(packed: Tensor, out_features: int) -> Tensor:
     return _dense_view(packed).reshape(tiles * _DENSE_TILE, k)[:out_features].contiguous()
 
 
+def dense_rows(packed: Tensor, rows: Tensor) -> Tensor:
+    """Rows of the matrix that ``packed`` was made of: rows [...] int64 -> [..., K]."""
+    lane = rows % _DENSE_TILE
+    out: Tensor = _dense_view(packed)[rows // _DENSE_TILE, lane // 8, lane % 8]
+    return out
+
+
 def pack_int8(w: Tensor) -> Tensor:
     """w [N, K] int8 -> [ceil(N / 8), ceil(K / 32), 8, 8, 4] int8."""
     if w.dtype != torch.int8:
         raise ValueError(f"pack_int8 takes int8, not {w.dtype}")
-    w = _pad_rows(F.pad(w, (0, -w.shape[1] % BLOCK)), _TILE)
-    tiles, blocks = w.shape[0] // _TILE, w.shape[1] // BLOCK
+    if w.shape[1] % BLOCK:
+        w = F.pad(w, (0, -w.shape[1] % BLOCK))
+    tiles, blocks = -(-w.shape[0] // _TILE), w.shape[1] // BLOCK
     packed = _empty((tiles, blocks, 8, _TILE, 4), torch.int8)
+    if cpu.available():
+        cpu.pack("int8", w.contiguous(), packed, units=8 * blocks, group=8 * blocks)
+        return packed
+    w = _pad_rows(w, _TILE)
     # Four values as one 32-bit element: the copy is several times faster.
     packed.view(torch.int32)[..., 0].copy_(w.view(torch.int32).view(tiles, _TILE, blocks, 8).permute(0, 2, 3, 1))
     return packed
@@ -116,11 +135,15 @@ def pack_int4_plain(data: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     groups = scale.shape[1]
     group_size = 2 * data.shape[1] // groups
     check_group_size(2 * data.shape[1], group_size)
-    data, scale, minimum = (_pad_rows(t, _TILE) for t in (data, scale.half(), minimum.half()))
-    tiles = data.shape[0] // _TILE
+    scale, minimum = (_pad_rows(t.half(), _TILE) for t in (scale, minimum))
+    tiles = scale.shape[0] // _TILE
     packed = _empty((tiles, groups, 32 + 4 * group_size), torch.uint8)
     packed[:, :, :16] = _header(scale, tiles)
     packed[:, :, 16:32] = _header(minimum, tiles)
+    if cpu.available():
+        cpu.pack("int4", data.contiguous(), packed, units=data.shape[1] // 4, group=group_size // 8, header=32)
+        return packed
+    data = _pad_rows(data, _TILE)
     body = packed[:, :, 32:].view(torch.int32)  # [tiles, groups, group_size]: four bytes an element
     blocks = group_size // BLOCK
     source = data.contiguous().view(torch.int32).view(tiles, _TILE, groups, blocks, 4)

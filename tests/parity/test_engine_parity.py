@@ -13,11 +13,16 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from gpt_fast import LLM, SamplingParams
+from gpt_fast import LLM, SamplingParams, kernels
 from gpt_fast.checkpoint import random_model
 from gpt_fast.engine.runner import Runner
 from gpt_fast.shapes import shape
 
+PATHS: dict[str, dict[str, bool]] = {
+    "eager": {"kernels": False, "compile": False},
+    "compiled": {"kernels": False},
+    **({"kernels": {}} if kernels.available() else {}),
+}
 GREEDY_64 = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 
 
@@ -39,18 +44,20 @@ def greedy_by_transformers(name: str) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", families_table.FAMILIES)
-def test_same_greedy_tokens_as_transformers(name: str, compile: bool, tmp_path: Path) -> None:
+def test_same_greedy_tokens_as_transformers(name: str, path: str, tmp_path: Path) -> None:
     families_table.FAMILIES[name]().save_pretrained(tmp_path)
-    with LLM(tmp_path, dtype="float32", compile=compile, max_seq_len=256, prefill_chunk=48, max_batch=4) as llm:
+    with LLM(tmp_path, dtype="float32", max_seq_len=256, prefill_chunk=48, max_batch=4, **PATHS[path]) as llm:
+        assert llm.engine.runner.path == path
         actual = [list(c.token_ids) for c in llm.generate(families_table.prompts(), GREEDY_64)]
     assert actual == greedy_by_transformers(name)
 
 
-def test_golden_text(data_dir: Path) -> None:
+@pytest.mark.parametrize("path", ["eager", "kernels"])
+def test_golden_text(data_dir: Path, path: str) -> None:
     golden = (data_dir / "golden" / "stories260K_greedy_200steps.txt").read_text()
-    with LLM(data_dir / "models" / "stories260K_hf", dtype="float32", compile=False) as llm:
+    with LLM(data_dir / "models" / "stories260K_hf", dtype="float32", **PATHS.get(path, {})) as llm:
         completion = llm.generate("", SamplingParams(max_tokens=200, temperature=0.0))
     assert completion.text == golden
     assert completion.finish_reason == "length"
@@ -68,7 +75,7 @@ def test_numpy_reference(data_dir: Path, name: str) -> None:
 
 def test_nothing_compiles_after_warm_up(tmp_path: Path) -> None:
     families_table.FAMILIES["llama"]().save_pretrained(tmp_path)
-    with LLM(tmp_path, dtype="float32", max_seq_len=128, max_batch=3, prefill_chunk=32) as llm:
+    with LLM(tmp_path, dtype="float32", max_seq_len=128, max_batch=3, prefill_chunk=32, kernels=False) as llm:
         compiled = counters["stats"]["unique_graphs"]
         assert compiled > 0
         torch._logging.set_logs(recompiles=True)

@@ -1,5 +1,6 @@
 // The functions that Python calls (through ctypes): plain C signatures around the kernels of the headers here.
 #include "decoder.h"
+#include "pack.h"
 
 using namespace gpt_fast;
 
@@ -88,6 +89,20 @@ void gpt_fast_silu_mul(const float* x, int64_t rows, int64_t width, float* out, 
         team.share(rows, 1, [&](int64_t i, int64_t) {
             silu_mul(x + i * 2 * width, x + i * 2 * width + width, width, out + i * width);
         });
+    });
+}
+
+// Rows of weights into tiles: pack.h.
+void gpt_fast_pack(int64_t format, const uint8_t* from, uint8_t* to, int64_t rows, int64_t units, int64_t group,
+                   int64_t header, int threads) {
+    const Packing p{from, to, rows, units, group, header};
+    run_team(threads, [&](Team& team) {
+        if (format == kFloat32)
+            pack_tiles<uint32_t, 16>(team, p, [](int j) { return j; });
+        else if (format == kBfloat16)
+            pack_tiles<uint16_t, 16>(team, p, [](int j) { return j % 8 * 2 + j / 8; });
+        else
+            pack_tiles<uint32_t, 8>(team, p, [](int j) { return j; });
     });
 }
 

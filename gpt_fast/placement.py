@@ -1,0 +1,67 @@
+"""Where a model runs and in what precision, decided before its weights are read."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple, cast
+
+import torch
+
+from gpt_fast.config import ConfigError, ModelConfig
+from gpt_fast.kernels import takes_shape
+
+
+class Placement(NamedTuple):
+    """The decision. ``dtype`` is that of the weights and of the KV cache."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: bool  # the C++ kernels will run it; they compute in float32, whatever the dtype
+    column_major: bool  # lay matrices out transposed (checkpoint.build)
+
+
+def place(
+    config: ModelConfig, stored: torch.dtype, *, device: str = "auto", dtype: str = "auto", kernels: bool = True
+) -> Placement:
+    """Decide for a model of this shape whose weights are ``stored`` so. Options as in EngineConfig.
+
+    Raises ConfigError for a device that is not there.
+    """
+    where = pick_device(device)
+    chosen = pick_dtype(dtype, where, config, stored, kernels)
+    fast = kernels and takes_shape(config, chosen, where)
+    # torch's float32 products on a CPU want columns; the kernels have a layout of their own.
+    return Placement(where, chosen, fast, where.type == "cpu" and chosen == torch.float32 and not fast)
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the first CUDA device (ROCm included) where there is one, else the CPU. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device: {name!r} is not one of auto, cpu, cuda, cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device: {name!r} is asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def pick_dtype(
+    name: str, device: torch.device, config: ModelConfig, stored: torch.dtype = torch.bfloat16, kernels: bool = True
+) -> torch.dtype:
+    """``auto``: bfloat16 on CUDA, and on CPUs for weights that are stored so and run by kernels or instructions that
+    take them; else float32 where it fits half the memory.
+
+    Elsewhere torch's bfloat16 products are emulated: 5 times slower than float32 in prefill.
+    """
+    if name != "auto":
+        return cast(torch.dtype, getattr(torch, name))
+    if device.type != "cpu":
+        return torch.bfloat16
+    if kernels and takes_shape(config, torch.bfloat16, device):
+        narrow = stored == torch.bfloat16
+    else:
+        narrow = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    fits = config.num_parameters * 4 < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    return torch.bfloat16 if narrow or not fits else torch.float32
