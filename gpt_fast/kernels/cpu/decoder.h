@@ -86,6 +86,9 @@ public:
 
     int64_t num_bytes() const { return used; }
 
+    // Calls of share() in run(), at most: eleven a layer, three in the head, the embedding.
+    static int64_t phases(const Model& model) { return 12 * model.num_layers + 4; }
+
     void run(Team& team) {
         team.share(s.num_tokens, 1,
                    [&](int64_t i, int64_t) { embedding_row(m.embedding, s.tokens[i], m.dim, x + i * m.dim); });

@@ -6,6 +6,8 @@ using namespace gpt_fast;
 
 namespace {
 
+constexpr int64_t kPhases = 4;  // calls of share() in any single operation
+
 // Memory of the calling thread that its team works in.
 Scratch& shared_scratch() {
     static thread_local Scratch scratch;
@@ -21,7 +23,7 @@ void attention_op(const float* q, const float* k, const float* v, Paged<Cached> 
     p.q = q;
     p.q_stride = row;
     p.scale = 1.0f / __builtin_sqrtf(static_cast<float>(p.head_dim));
-    run_team(threads, [&](Team& team) {
+    run_team(threads, kPhases, [&](Team& team) {
         team.share(tokens, 8, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i) {
                 write_row(k + i * kv_dim, v + i * kv_dim, kv_dim, write_slots[i], const_cast<Cached*>(p.k_cache),
@@ -47,7 +49,7 @@ void gpt_fast_linear(int64_t format, const float* x, int64_t rows, int64_t k, in
     QuantizedRows q{};
     if (format >= kInt8)
         q = QuantizedRows::in(shared_scratch().get<uint8_t>(QuantizedRows::num_bytes(rows, k)), rows, k);
-    run_team(threads, [&](Team& team) {
+    run_team(threads, kPhases, [&](Team& team) {
         if (format >= kInt8) quantize_rows(team, x, rows, k, q);
         product(team, x, rows, layer, q, out, nullptr);
     });
@@ -76,7 +78,7 @@ void gpt_fast_paged_attention(const float* q, const float* k, const float* v, vo
 
 void gpt_fast_rms_norm(const float* x, const float* weight, int64_t rows, int64_t dim, double eps, float* out,
                        int threads) {
-    run_team(threads, [&](Team& team) {
+    run_team(threads, kPhases, [&](Team& team) {
         team.share(rows, 1, [&](int64_t i, int64_t) {
             rms_norm(x + i * dim, weight, dim, static_cast<float>(eps), out + i * dim);
         });
@@ -85,7 +87,7 @@ void gpt_fast_rms_norm(const float* x, const float* weight, int64_t rows, int64_
 
 // x [rows, 2 * width], gate and up side by side -> out [rows, width].
 void gpt_fast_silu_mul(const float* x, int64_t rows, int64_t width, float* out, int threads) {
-    run_team(threads, [&](Team& team) {
+    run_team(threads, kPhases, [&](Team& team) {
         team.share(rows, 1, [&](int64_t i, int64_t) {
             silu_mul(x + i * 2 * width, x + i * 2 * width + width, width, out + i * width);
         });
@@ -96,7 +98,7 @@ void gpt_fast_silu_mul(const float* x, int64_t rows, int64_t width, float* out, 
 void gpt_fast_pack(int64_t format, const uint8_t* from, uint8_t* to, int64_t rows, int64_t units, int64_t group,
                    int64_t header, int threads) {
     const Packing p{from, to, rows, units, group, header};
-    run_team(threads, [&](Team& team) {
+    run_team(threads, kPhases, [&](Team& team) {
         if (format == kFloat32)
             pack_tiles<uint32_t, 16>(team, p, [](int j) { return j; });
         else if (format == kBfloat16)
@@ -113,7 +115,7 @@ void gpt_fast_decoder_step(const Model* model, Step* step, int threads) {
         step->longest = step->context_len[i] > step->longest ? step->context_len[i] : step->longest;
     const Decoder sizes(*model, *step, threads, nullptr);
     uint8_t* memory = shared_scratch().get<uint8_t>(sizes.num_bytes());
-    run_team(threads, [&](Team& team) { Decoder(*model, *step, threads, memory).run(team); });
+    run_team(threads, Decoder::phases(*model), [&](Team& team) { Decoder(*model, *step, threads, memory).run(team); });
 }
 
 // Sizes of the structs that Python builds, so that a mismatch is an error at load.
