@@ -9,7 +9,8 @@ Legend: N new tokens of the step, S sequence slots (fixed; unused ones have no q
 have, G page size, H query heads, K key-value heads, D head dimension.
 
 The cache is paged: page p of a layer is ``cache[p]`` of shape [G, K, D]; position t of slot s is at
-``cache[page_table[s, t // G], t % G]``. Page 0 is never allocated: rows that only pad a step write there.
+``cache[page_table[s, t // G], t % G]``. Page 0 is never allocated: rows that only pad a step write there. A cache of
+int8 has a scale for every position and head, chosen when it is written, so no later token changes what is stored.
 
 The operation is opaque to the compiler (one custom op a layer), so ragged lengths never cause recompilation.
 """
@@ -22,6 +23,28 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, [num_pages, G, K, D] each; scales float32 [num_pages, G, K], for int8 alone."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> LayerCache:
+        """An empty cache of ``shape`` = [num_pages, G, K, D]."""
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        if dtype != torch.int8:
+            return cls(k, v)
+        return cls(k, v, *(torch.zeros(shape[:3], dtype=torch.float32, device=device) for _ in range(2)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of keys, values and scales."""
+        return sum(t.numel() * t.element_size() for t in self if t is not None)
 
 
 class StepLayout(NamedTuple):
@@ -39,15 +62,13 @@ class StepLayout(NamedTuple):
     write_slots: Tensor
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, layout: StepLayout, window: int
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layout: StepLayout, window: int) -> Tensor:
     """Write ``k``/``v`` [N, K, D] into the cache, then attend ``q`` [N, H, D] causally to each one's own sequence.
 
     Returns [N, H, D]. ``window`` > 0 limits each query to the last ``window`` positions, itself included.
     """
     out: Tensor = torch.ops.gpt_fast.paged_attention(
-        q, k, v, k_cache, v_cache, layout.query_start, layout.context_len, layout.page_table, layout.write_slots, window
+        q, k, v, cache.k, cache.v, *layout, window, cache.k_scale, cache.v_scale
     )
     return out
 
@@ -72,15 +93,27 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
     return mask & (key > query - window) if window else mask
 
 
-def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, write_slots: Tensor) -> None:
-    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, write_slots, k.to(k_cache.dtype))
-    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, write_slots, v.to(v_cache.dtype))
+def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., D] to int8 values and float32 scales [...]: largest magnitude / 127, nearest value, ties to even."""
+    most = x.float().abs().amax(-1)
+    inverse = torch.where(most == 0, most, torch.full_like(most, 127.0) / most)
+    return (x.float() * inverse[..., None]).round().nan_to_num().to(torch.int8), most / 127
 
 
-def _gather(cache: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
+def _write(new: Tensor, cache: Tensor, scales: Tensor | None, write_slots: Tensor) -> None:
+    if scales is not None:
+        new, scale = quantize_heads(new)
+        scales.view(-1, scales.shape[2]).index_copy_(0, write_slots, scale)
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, write_slots, new.to(cache.dtype))
+
+
+def _gather(cache: Tensor, scales: Tensor | None, pages: Tensor, dtype: torch.dtype) -> Tensor:
     """Pages [..., p] of ``cache`` as contiguous [..., p * G, K, D]."""
-    out = cache.index_select(0, pages.reshape(-1).long()).to(dtype)
-    return out.view(*pages.shape[:-1], pages.shape[-1] * cache.shape[1], *cache.shape[2:])
+    pages = pages.long()
+    out = cache[pages].to(dtype)
+    if scales is not None:
+        out = out * scales[pages][..., None].to(dtype)
+    return out.flatten(-4, -3)
 
 
 def paged_attention_eager(
@@ -94,10 +127,14 @@ def paged_attention_eager(
     page_table: Tensor,
     write_slots: Tensor,
     window: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """The seam in plain torch for lengths that the host can read: one product per sequence that has several new
     tokens, one for all sequences that decode."""
-    _write(k, v, k_cache, v_cache, write_slots)
+    _write(k, k_cache, k_scale, write_slots)
+    _write(v, v_cache, v_scale, write_slots)
+    cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
     out = torch.zeros_like(q)
     starts, lengths = query_start.tolist(), context_len.tolist()
     counts = [end - begin for begin, end in itertools.pairwise(starts)]
@@ -105,23 +142,23 @@ def paged_attention_eager(
     for s, count in enumerate(counts):
         if count > 1 or (count == 1 and len(decoding) == 1):
             rows = slice(starts[s], starts[s + 1])
-            out[rows] = _attend_one(q[rows], k_cache, v_cache, page_table[s], lengths[s], window)
+            out[rows] = _attend_one(q[rows], cache, page_table[s], lengths[s], window)
     if len(decoding) > 1:
         longest = max(lengths[s] for s in decoding)
         tables = page_table[decoding, : -(-longest // k_cache.shape[1])]
         chosen = torch.tensor([starts[s] for s in decoding])
         positions = context_len[decoding] - 1
-        out[chosen] = _attend_masked(q[chosen], k_cache, v_cache, tables, positions, window)
+        out[chosen] = _attend_masked(q[chosen], cache, tables, positions, window)
     return out
 
 
-def _attend_one(q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, length: int, window: int) -> Tensor:
+def _attend_one(q: Tensor, cache: LayerCache, pages: Tensor, length: int, window: int) -> Tensor:
     """The last new tokens q [n, H, D] of one sequence of ``length`` tokens in ``pages``; returns [n, H, D]."""
-    num_queries, page_size = q.shape[0], k_cache.shape[1]
+    num_queries, page_size = q.shape[0], cache.k.shape[1]
     first = max(0, length - num_queries - window + 1) // page_size * page_size if window else 0
     pages = pages[first // page_size : -(-length // page_size)]
-    keys = _gather(k_cache, pages, q.dtype)[: length - first].transpose(0, 1)  # [K, T, D]
-    values = _gather(v_cache, pages, q.dtype)[: length - first].transpose(0, 1)
+    keys = _gather(cache.k, cache.k_scale, pages, q.dtype)[: length - first].transpose(0, 1)  # [K, T, D]
+    values = _gather(cache.v, cache.v_scale, pages, q.dtype)[: length - first].transpose(0, 1)
     mask = None
     if num_queries > 1 or (window and length - first > window):
         mask = causal_mask(num_queries, length - first, window, q.device)
@@ -131,12 +168,10 @@ def _attend_one(q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, leng
     return heads[0].transpose(0, 1)
 
 
-def _attend_masked(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tables: Tensor, positions: Tensor, window: int
-) -> Tensor:
+def _attend_masked(q: Tensor, cache: LayerCache, page_tables: Tensor, positions: Tensor, window: int) -> Tensor:
     """One new token of each of N sequences: q [N, H, D], page_tables [N, p], positions [N]; returns [N, H, D]."""
-    keys = _gather(k_cache, page_tables, q.dtype).transpose(1, 2)  # [N, K, T, D]
-    values = _gather(v_cache, page_tables, q.dtype).transpose(1, 2)
+    keys = _gather(cache.k, cache.k_scale, page_tables, q.dtype).transpose(1, 2)  # [N, K, T, D]
+    values = _gather(cache.v, cache.v_scale, page_tables, q.dtype).transpose(1, 2)
     key = torch.arange(keys.shape[2], device=q.device)[None, :]
     mask = key <= positions[:, None]
     if window:
@@ -161,22 +196,27 @@ def paged_attention_static(
     page_table: Tensor,
     write_slots: Tensor,
     window: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """The seam in plain torch without reading lengths on the host: every shape fixed, so a CUDA graph can hold it.
 
     Each token gathers all pages its sequence may have; what lies outside its context is masked.
     """
-    _write(k, v, k_cache, v_cache, write_slots)
+    _write(k, k_cache, k_scale, write_slots)
+    _write(v, v_cache, v_scale, write_slots)
+    cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
     num_tokens = q.shape[0]
     token = torch.arange(num_tokens, device=q.device, dtype=query_start.dtype)
     slot = (torch.searchsorted(query_start, token, right=True) - 1).clamp_(max=context_len.shape[0] - 1)
     position = context_len[slot] - (query_start[slot + 1] - token)  # [N]; negative on rows that only pad
-    return _attend_masked(q, k_cache, v_cache, page_table[slot], position.clamp(min=0), window)
+    return _attend_masked(q, cache, page_table[slot], position.clamp(min=0), window)
 
 
 _SCHEMA = (
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor query_start, "
-    "Tensor context_len, Tensor page_table, Tensor write_slots, int window) -> Tensor"
+    "Tensor context_len, Tensor page_table, Tensor write_slots, int window, Tensor(c!)? k_scale=None, "
+    "Tensor(d!)? v_scale=None) -> Tensor"
 )
 # The low-level library API: its call costs a few microseconds, the decorator's some tens.
 _library = torch.library.Library("gpt_fast", "FRAGMENT")

@@ -170,6 +170,7 @@ def ceiling(llm: LLM) -> dict[str, Any]:
         "bandwidth_threads": torch.get_num_threads(),  # the engine may choose fewer for a small model
         "dtype": str(llm.dtype).removeprefix("torch."),
         "quantize": llm.engine_config.quantize,
+        "kv_cache_dtype": str(llm.engine.runner.cache[0].k.dtype).removeprefix("torch."),
         "path": llm.engine.runner.path,
         "torch": torch.__version__,
         "parameters": llm.config.num_parameters,

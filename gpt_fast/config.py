@@ -94,9 +94,9 @@ class ModelConfig:
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
         return self.num_layers * block + embeddings + self.dim
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes that one token occupies in the KV cache, over all layers."""
-        return 2 * self.num_layers * self.kv_dim * itemsize
+    def kv_bytes_per_token(self, itemsize: float) -> int:
+        """Bytes that one token occupies in the KV cache, over all layers; ``itemsize`` with a share of its scale."""
+        return round(2 * self.num_layers * self.kv_dim * itemsize)
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class EngineConfig:
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     quantize: str | None = None  # int8 | int4 | fp8: round the weights while loading
+    kv_cache_dtype: str = "auto"  # auto: as the weights | float32 | bfloat16 | float16 | int8
     compile: bool = True  # torch.compile, where the kernels do not run whole steps
     kernels: bool = True  # own C++ kernels on a CPU, Triton's on a GPU; False: plain torch
     max_seq_len: int | None = None  # tokens, prompt and completion together; None: what the model was made for
@@ -120,6 +121,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         choices("device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
         choices("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        choices("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
         choices("quantize", self.quantize, (None, "int8", "int4", "fp8"))
         for name in ("max_batch", "page_size"):
             at_least(name, getattr(self, name), 1)

@@ -145,6 +145,7 @@ class LLM:
             page_size=o.page_size,
             prefill_chunk=self.prefill_chunk,
             compile=o.compile,
+            cache_dtype=None if o.kv_cache_dtype == "auto" else getattr(torch, o.kv_cache_dtype),
         )
         scaling = self.config.rope_scaling
         dynamic_from = scaling.original_max_seq_len if scaling is not None and scaling.type == "dynamic" else 0
@@ -267,7 +268,7 @@ class LLM:
     def roofline(self, context_len: int = 0) -> Roofline:
         """The ceiling of decoding one sequence here, by this machine's measured bandwidth."""
         bandwidth = read_bandwidth(self.device.type, torch.get_num_threads())
-        return Roofline(self.model.bytes_per_token(context_len, self.dtype.itemsize), bandwidth)
+        return Roofline(self.model.bytes_per_token(context_len, self.engine.runner.cache_itemsize), bandwidth)
 
     def status(self) -> dict[str, Any]:
         """What is loaded and what it is busy with, for people and probes."""

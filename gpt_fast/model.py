@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt_fast.attention import StepLayout, attend, attend_plain
+from gpt_fast.attention import LayerCache, StepLayout, attend, attend_plain
 from gpt_fast.config import ModelConfig
 
-KVCache = Sequence[tuple[Tensor, Tensor]]  # per layer: keys and values, each [num_pages, page_size, K, D]
+KVCache = Sequence[LayerCache]  # one for each layer
 
 
 class RMSNorm(nn.Module):
@@ -111,8 +111,7 @@ class Attention(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        k_cache: Tensor | None,
-        v_cache: Tensor | None,
+        cache: LayerCache | None,
         layout: StepLayout | None,
     ) -> Tensor:
         c = self.config
@@ -123,10 +122,10 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if layout is None or k_cache is None or v_cache is None:
+        if layout is None or cache is None:
             out = attend_plain(q, k, v, self.window)
         else:
-            out = attend(q, k, v, k_cache, v_cache, layout, self.window)
+            out = attend(q, k, v, cache, layout, self.window)
         result: Tensor = self.wo(out.flatten(-2))
         return result
 
@@ -158,11 +157,10 @@ class Block(nn.Module):
         x: Tensor,  # [..., E]
         cos: Tensor,  # [..., D / 2]
         sin: Tensor,
-        k_cache: Tensor | None = None,
-        v_cache: Tensor | None = None,
+        cache: LayerCache | None = None,
         layout: StepLayout | None = None,
     ) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), cos, sin, k_cache, v_cache, layout)
+        h = x + self.attention(self.attention_norm(x), cos, sin, cache, layout)
         out: Tensor = h + self.feed_forward(self.ffn_norm(h))
         return out
 
@@ -200,8 +198,8 @@ class Transformer(nn.Module):
         """
         cos, sin = self.rope(positions, lengths)
         x = self.tok_embeddings(tokens)  # [N, E]
-        for layer, (k_cache, v_cache) in zip(self.layers, cache, strict=True):
-            x = layer(x, cos, sin, k_cache, v_cache, layout)
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            x = layer(x, cos, sin, layer_cache, layout)
         return self.logits(x, rows)
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -209,7 +207,7 @@ class Transformer(nn.Module):
         out: Tensor = self.output(self.norm(x[rows]))
         return out
 
-    def bytes_per_token(self, context_len: int, cache_itemsize: int) -> int:
+    def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
         """Bytes read to decode one token at batch 1 with ``context_len`` tokens cached: all weights but the unused
         rows of the embedding, and the keys and values."""
         weights = sum(t.numel() * t.element_size() for t in unique_tensors(self))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gpt_fast import kernels
 from gpt_fast.attention import StepLayout
 from gpt_fast.kernels import packing
+from gpt_fast.kernels.cpu import CACHE_FORMATS
 from gpt_fast.kernels.decoder import Decoder, LayerWeights, LinearWeights
 from gpt_fast.model import Block, KVCache, Transformer
 from gpt_fast.quantize.linear import Int4Linear, Int8Linear
@@ -102,8 +103,9 @@ def pack_model(model: Transformer) -> bool:
 
 
 def fast_step(model: Transformer, cache: KVCache) -> FastStep | None:
-    """``Transformer.step`` in C++ for a packed model and its ``cache``; None for a model that is not packed."""
-    return FastStep(model, cache) if isinstance(model.output, PackedLinear) else None
+    """``Transformer.step`` in C++ for a packed model and its ``cache``; None where that does not run."""
+    known = isinstance(model.output, PackedLinear) and cache[0].k.dtype in CACHE_FORMATS
+    return FastStep(model, cache) if known else None
 
 
 class FastStep:

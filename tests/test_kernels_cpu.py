@@ -200,7 +200,12 @@ class Cache:
         self.table = (torch.randperm(slots * each, generator=g) + 1).view(slots, each).int()
         self.page = page
         shape = (slots * each + 1, page, kv_heads, head_dim)
-        self.k, self.v = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.inf, dtype=dtype)
+        self.scales: list[Tensor] = []
+        if dtype == torch.int8:
+            self.k, self.v = torch.full(shape, 127, dtype=dtype), torch.full(shape, -128, dtype=dtype)
+            self.scales = [torch.full(shape[:3], torch.nan), torch.full(shape[:3], torch.inf)]
+        else:
+            self.k, self.v = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.inf, dtype=dtype)
 
     def places(self, slot: int, begin: int, end: int) -> list[int]:
         return [int(self.table[slot, p // self.page]) * self.page + p % self.page for p in range(begin, end)]
@@ -218,7 +223,7 @@ class Cache:
             context[slot] = end
             start.append(start[-1] + end - begin)
         layout = (torch.tensor(start).int(), torch.tensor(context).int(), self.table, torch.tensor(places))
-        return op(*(torch.cat(p) for p in picked), self.k, self.v, *layout, window)
+        return op(*(torch.cat(p) for p in picked), self.k, self.v, *layout, window, *self.scales)
 
 
 def sequences(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> list[tuple[Tensor, ...]]:
@@ -227,22 +232,25 @@ def sequences(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> l
 
 
 @needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("window", [0, 1, 70, 600])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 40), (8, 1, 64)])
-def test_attention_equals_the_eager_seam(window: int, heads: int, kv_heads: int, head_dim: int) -> None:
+def test_attention_equals_the_eager_seam(
+    window: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
     lengths = [1, 130, 700]
     qkv = sequences(lengths, heads, kv_heads, head_dim)
     steps = [[(0, 0, 1), (1, 0, 100), (2, 0, 650)], [(1, 100, 101), (2, 650, 695)], [(1, 101, 130), (2, 695, 700)]]
     outs = []
     for op in (cpu.paged_attention, paged_attention_eager):
-        cache = Cache(3, 700, kv_heads, head_dim, torch.float32, 16)
+        cache = Cache(3, 700, kv_heads, head_dim, dtype, 16)
         outs.append([cache.attend(op, step, qkv, window) for step in steps])
     for got, expected in zip(*outs, strict=True):
         torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-4)
 
 
 @needs_cpp
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("window", [0, 90])
 def test_a_query_does_not_depend_on_chunks_company_or_threads(dtype: torch.dtype, window: int) -> None:
     lengths, shape = [1200, 77, 530], (8, 2, 32)

@@ -132,3 +132,24 @@ def test_weights_stored_in_bfloat16_stay_so_and_others_are_widened() -> None:
     plain = place(TINY, torch.float32, device="cpu", kernels=False, dtype="float32")
     assert (plain.kernels, plain.column_major) == (False, True)
     assert place(TINY, torch.float32, device="cpu").column_major is False
+
+
+def test_a_cache_of_integers_is_smaller_and_nearly_as_good() -> None:
+    model = random_model(TINY, torch.float32)
+    prompt = [i * 31 % 259 for i in range(100)]
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
+    found, sizes, paths = {}, {}, {}
+    for kernels_on in (False, True):
+        for kind in ("auto", "int8"):
+            options: dict[str, Any] = {"max_seq_len": 128, "kv_cache_dtype": kind, "compile": False}
+            with LLM.from_model(copy.deepcopy(model), kernels=kernels_on, **options) as llm:
+                paths[kernels_on] = llm.engine.runner.path
+                sizes[kind] = llm.engine.runner.cache_bytes
+                scored = llm.generate(prompt, params).prompt_logprobs
+                assert scored is not None
+                found[kernels_on, kind] = torch.tensor([entry.logprob for entry in scored[1:]])
+    assert paths == {False: "eager", True: "kernels"}
+    assert sizes["int8"] == sizes["auto"] * (16 + 4) / (16 * 4)
+    for kernels_on in (False, True):
+        assert (found[kernels_on, "int8"] - found[kernels_on, "auto"]).abs().max() < 0.02
+        assert not torch.equal(found[kernels_on, "int8"], found[kernels_on, "auto"])

@@ -68,6 +68,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> set[str]:
     add("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N (default: auto)")
     add("--dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16 (default: auto)")
     add("--quantize", metavar="MODE", help="quantize the weights while loading")
+    add("--kv-cache-dtype", metavar="DTYPE", help="int8 halves it again (default: as the weights)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on)")
     add("--kernels", action=argparse.BooleanOptionalAction, help="own kernels; without: plain torch (default: on)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")

@@ -16,7 +16,7 @@ import torch._dynamo.config
 import torch._inductor.config
 from torch import Tensor
 
-from gpt_fast.attention import StepLayout
+from gpt_fast.attention import LayerCache, StepLayout
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.model import Transformer
 from gpt_fast.packed import fast_step
@@ -29,7 +29,8 @@ _BLOCK_VARIANTS = 128
 class Runner:
     """Executes plans of at most ``max_batch`` sequences, each of at most ``max_seq_len`` tokens.
 
-    The cache of ``num_pages`` pages of ``page_size`` tokens is allocated here, once.
+    The cache of ``num_pages`` pages of ``page_size`` tokens is allocated here, once, in ``cache_dtype``: None is the
+    dtype of the model.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class Runner:
         page_size: int,
         prefill_chunk: int,
         compile: bool,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.device = model.tok_embeddings.weight.device
-        self.dtype = model.norm.weight.dtype
         self.max_batch = max_batch
         self.page_size = page_size
         self.num_pages = num_pages
@@ -53,13 +54,8 @@ class Runner:
         self.pages_per_sequence = -(-max_seq_len // page_size)
         c = model.config
         shape = (num_pages, page_size, c.num_kv_heads, c.head_dim)
-        self.cache = [
-            (
-                torch.zeros(shape, dtype=self.dtype, device=self.device),
-                torch.zeros(shape, dtype=self.dtype, device=self.device),
-            )
-            for _ in range(c.num_layers)
-        ]
+        dtype = cache_dtype or model.norm.weight.dtype
+        self.cache = [LayerCache.zeros(shape, dtype, self.device) for _ in range(c.num_layers)]
         # Layout tensors have one shape for ever; only their contents change.
         self._query_start = torch.zeros(max_batch + 1, dtype=torch.int32)
         self._context_len = torch.zeros(max_batch, dtype=torch.int32)
@@ -79,7 +75,12 @@ class Runner:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache over all layers."""
-        return sum(t.numel() * t.element_size() for pair in self.cache for t in pair)
+        return sum(layer.num_bytes for layer in self.cache)
+
+    @property
+    def cache_itemsize(self) -> float:
+        """Bytes of the cache for each number in it, scales included."""
+        return self.cache_bytes / sum(layer.k.numel() + layer.v.numel() for layer in self.cache)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor:

@@ -32,6 +32,7 @@ SOURCES = Path(__file__).with_name("cpu")
 FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-fopenmp", "-fPIC", "-shared")
 ISA_FLAGS = {"avx2": ("-mavx2", "-mfma", "-mf16c")}
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _BUILD_TIMEOUT_S = 300
 
 _I, _P = ctypes.c_int64, ctypes.c_void_p
@@ -115,7 +116,7 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise UnavailableError(f"{path} cannot be loaded: {error}") from error
     lib.gpt_fast_linear.argtypes = [_I, _P, *[_I] * 4, *[_P] * 4, ctypes.c_int]
-    lib.gpt_fast_paged_attention.argtypes = [*[_P] * 10, *[_I] * 9, ctypes.c_int]
+    lib.gpt_fast_paged_attention.argtypes = [*[_P] * 12, *[_I] * 9, ctypes.c_int]
     lib.gpt_fast_rms_norm.argtypes = [_P, _P, _I, _I, ctypes.c_double, _P, ctypes.c_int]
     lib.gpt_fast_silu_mul.argtypes = [_P, _I, _I, _P, ctypes.c_int]
     lib.gpt_fast_decoder_step.argtypes = [_P, _P, ctypes.c_int]
@@ -185,12 +186,9 @@ def pack(kind: str, rows: Tensor, packed: Tensor, units: int, group: int, header
 
 
 def takes_attention(q: Tensor, k_cache: Tensor) -> bool:
-    """Whether :func:`paged_attention` handles these: float32 queries, a float32 or bfloat16 cache, D in eights."""
+    """Whether :func:`paged_attention` handles these: float32 queries, a cache of CACHE_FORMATS, D in eights."""
     return (
-        q.dtype == torch.float32
-        and k_cache.dtype in (torch.float32, torch.bfloat16)
-        and q.shape[-1] % 8 == 0
-        and k_cache.is_contiguous()
+        q.dtype == torch.float32 and k_cache.dtype in CACHE_FORMATS and q.shape[-1] % 8 == 0 and k_cache.is_contiguous()
     )
 
 
@@ -205,6 +203,8 @@ def paged_attention(
     page_table: Tensor,
     write_slots: Tensor,
     window: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """attention.py's ``paged_attention`` for what :func:`takes_attention` accepts."""
     q, k, v = q.contiguous(), k.float().contiguous(), v.float().contiguous()
@@ -212,7 +212,9 @@ def paged_attention(
     tokens, heads, head_dim = q.shape
     page_table = page_table.contiguous()
     library().gpt_fast_paged_attention(
-        *(t.data_ptr() for t in (q, k, v, k_cache, v_cache, query_start, context_len, page_table, write_slots, out)),
+        *(t.data_ptr() for t in (q, k, v, k_cache, v_cache)),
+        *(None if t is None else t.data_ptr() for t in (k_scale, v_scale)),
+        *(t.data_ptr() for t in (query_start, context_len, page_table, write_slots, out)),
         tokens,
         *page_table.shape,
         k_cache.shape[1],
@@ -220,7 +222,7 @@ def paged_attention(
         k_cache.shape[2],
         head_dim,
         window,
-        k_cache.dtype == torch.bfloat16,
+        CACHE_FORMATS[k_cache.dtype],
         torch.get_num_threads(),
     )
     return out

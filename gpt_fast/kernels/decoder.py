@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_fast.kernels.cpu import FORMATS, library
+from gpt_fast.kernels.cpu import CACHE_FORMATS, FORMATS, library
 
 _I, _P = ctypes.c_int64, ctypes.c_void_p
 
@@ -23,7 +23,8 @@ class _Linear(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, _Linear) for name in ("wqkv", "wo", "w13", "w2")),
-        *((name, _P) for name in ("attention_norm", "ffn_norm", "q_norm", "k_norm", "k_cache", "v_cache")),
+        *((name, _P) for name in ("attention_norm", "ffn_norm", "q_norm", "k_norm")),
+        *((name, _P) for name in ("k_cache", "v_cache", "k_scale", "v_scale")),
         ("window", _I),
     ]
 
@@ -36,7 +37,7 @@ class _Model(ctypes.Structure):
         ("norm", _P),
         ("output", _Linear),
         ("embedding", _P),
-        *((name, _I) for name in ("embedding_bfloat16", "embedding_packed", "cache_bfloat16", "page_size")),
+        *((name, _I) for name in ("embedding_bfloat16", "embedding_packed", "cache_format", "page_size")),
     ]
 
 
@@ -82,7 +83,8 @@ class Decoder:
     """Runs whole steps of a Llama-like model in C++ (``cpu/decoder.h``): model.py's ``Transformer.step``.
 
     ``embedding``: the plain table [V, E] float32 or bfloat16, or packed dense weights that the head shares.
-    ``cache``: per layer keys and values [num_pages, page_size, K, D], all float32 or all bfloat16; written in place.
+    ``cache``: per layer keys and values [num_pages, page_size, K, D] of one dtype, float32, bfloat16, or int8 with the
+    scales of keys and values [num_pages, page_size, K] float32 as third and fourth; written in place.
     Weights may differ in format from layer to layer. Everything given is kept alive by this object.
     """
 
@@ -92,7 +94,7 @@ class Decoder:
         layers: Sequence[LayerWeights],
         norm: Tensor,
         output: LinearWeights,
-        cache: Sequence[tuple[Tensor, Tensor]],
+        cache: Sequence[Sequence[Tensor | None]],
         *,
         num_heads: int,
         eps: float,
@@ -101,12 +103,11 @@ class Decoder:
         for which, kind in enumerate((_Linear, _Layer, _Model, _Step)):
             assert self._library.gpt_fast_struct_bytes(which) == ctypes.sizeof(kind), f"{kind.__name__} differs"
         self._kept: list[Any] = []
-        k_cache = cache[0][0]
-        self._check_cache(cache)
+        k_cache = self._check_cache(cache)
         table = embedding.data if isinstance(embedding, LinearWeights) else embedding
         if table.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the embedding must be float32 or bfloat16, not {table.dtype}")
-        blocks = (_Layer * len(layers))(*(self._layer(layer, *pair) for layer, pair in zip(layers, cache, strict=True)))
+        blocks = (_Layer * len(layers))(*(self._layer(layer, *each) for layer, each in zip(layers, cache, strict=True)))
         self.vocab_size = output.out_features
         self._model = _Model(
             ctypes.addressof(blocks),
@@ -122,21 +123,29 @@ class Decoder:
             self._pointer(table),
             table.dtype == torch.bfloat16,
             isinstance(embedding, LinearWeights),
-            k_cache.dtype == torch.bfloat16,
+            CACHE_FORMATS[k_cache.dtype],
             k_cache.shape[1],
         )
         self._kept += [blocks, cache]
 
     @staticmethod
-    def _check_cache(cache: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _check_cache(cache: Sequence[Sequence[Tensor | None]]) -> Tensor:
+        """Raises ValueError; returns the keys of the first layer."""
         first = cache[0][0]
-        for tensor in (t for pair in cache for t in pair):
-            if tensor.shape != first.shape or tensor.dtype != first.dtype or not tensor.is_contiguous():
-                raise ValueError("all caches must be contiguous and of one shape and dtype")
-        if first.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"the cache must be float32 or bfloat16, not {first.dtype}")
+        assert first is not None
+        if first.dtype not in CACHE_FORMATS:
+            raise ValueError(f"the cache must be float32, bfloat16 or int8, not {first.dtype}")
+        for layer in cache:
+            for tensor in layer[:2]:
+                assert tensor is not None
+                if tensor.shape != first.shape or tensor.dtype != first.dtype or not tensor.is_contiguous():
+                    raise ValueError("all caches must be contiguous and of one shape and dtype")
+            scales = [t for t in layer[2:] if t is not None and t.is_contiguous() and t.shape == first.shape[:3]]
+            if len(scales) != (2 if first.dtype == torch.int8 else 0):
+                raise ValueError("a cache of int8, and no other, needs the scales of keys and of values")
         if first.shape[3] % 8:
             raise ValueError(f"head_dim ({first.shape[3]}) is not a multiple of 8")
+        return first
 
     def step(
         self,
@@ -167,12 +176,18 @@ class Decoder:
         self._library.gpt_fast_decoder_step(ctypes.addressof(self._model), ctypes.addressof(step), threads)
         return logits
 
-    def _layer(self, layer: LayerWeights, k_cache: Tensor, v_cache: Tensor) -> _Layer:
+    def _layer(
+        self,
+        layer: LayerWeights,
+        k: Tensor | None,
+        v: Tensor | None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> _Layer:
         return _Layer(
             *(self._linear(w) for w in (layer.wqkv, layer.wo, layer.w13, layer.w2)),
             *(self._float(t) for t in (layer.attention_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            *(None if t is None else t.data_ptr() for t in (k, v, k_scale, v_scale)),
             layer.window,
         )
 

@@ -19,7 +19,8 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     blocks = F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     most = blocks.abs().amax(-1)
-    inverse = torch.where(most == 0, most, 127 / most)
+    # Not 127 / most, which torch computes as 127 times a rounded reciprocal.
+    inverse = torch.where(most == 0, most, torch.full_like(most, 127.0) / most)
     return (blocks * inverse[..., None]).round().nan_to_num().to(torch.int8), most / 127
 
 

@@ -14,11 +14,12 @@
 
 namespace gpt_fast {
 
-constexpr int64_t kKeys = 64;
+constexpr int64_t kKeys = 32;
 constexpr int64_t kSplit = 512;
 constexpr int64_t kQueryPiece = 8;  // tokens of one sequence that share a pass over its keys
 
 // Shapes as in attention.py. q and out [N, H, D] (row strides below), cache [pages, page_size, K, D].
+// Cached: float, uint16_t (bfloat16), or int8_t with a scale for each head of each place.
 template <class Cached>
 struct Paged {
     const float* q;
@@ -26,6 +27,8 @@ struct Paged {
     float* out;  // [N, H, D], contiguous
     const Cached* k_cache;
     const Cached* v_cache;
+    const float* k_scale;  // [pages, page_size, K], int8_t only
+    const float* v_scale;
     const int32_t* query_start;
     const int32_t* context_len;
     const int32_t* page_table;
@@ -34,13 +37,13 @@ struct Paged {
     int64_t window;
     float scale;
 
-    // Where positions [begin, end) of a slot lie in the caches, in elements; page by page, as divisions are slow.
-    void locate(int64_t slot, int64_t begin, int64_t end, int64_t kv_head, int64_t* offsets) const {
+    // Which heads of the caches positions [begin, end) of a slot are; page by page, as divisions are slow.
+    void locate(int64_t slot, int64_t begin, int64_t end, int64_t kv_head, int64_t* places) const {
         for (int64_t position = begin; position < end;) {
             const int64_t in_page = position % page_size, left = page_size - in_page;
             const int64_t place = page_table[slot * pages_per_slot + position / page_size] * page_size + in_page;
             const int64_t count = end - position < left ? end - position : left;
-            for (int64_t i = 0; i < count; ++i) *offsets++ = ((place + i) * kv_heads + kv_head) * head_dim;
+            for (int64_t i = 0; i < count; ++i) *places++ = (place + i) * kv_heads + kv_head;
             position += count;
         }
     }
@@ -71,60 +74,85 @@ inline void merge(const Partial& into, const Partial& other, int64_t dim) {
     *into.max = top;
 }
 
-// q . k for keys [begin, end) of a block, one query head. D is a multiple of 8. Eight keys at a time: a sum waits four
-// cycles for the one before, and adding up lanes costs as much as the products unless four keys share it. An eight that
-// is not full repeats a key, which changes nothing for the others.
-inline void scores_of(const float* q, const float* const* keys, int64_t begin, int64_t end, int64_t dim, float scale,
-                      float* scores) {
-    for (int64_t i = begin / 8 * 8; i < end; i += 8) {
-        const float* key[8];
-        __m256 sum[8];
+// Query heads that see the same keys of a block are computed R at a time, so that a key or value is read once for them.
+// What one of them gets does not depend on the others: its sums are the same chains for every R.
+constexpr int kHeadsAtOnce = 4;
+
+// scores[r][i] = scale * q[r] . keys[i] for keys [begin, end). D is a multiple of 8. R x (8 / R) sums at a time: each
+// waits four cycles for the one before, and adding up lanes costs as much as the products unless four sums share it.
+// A group of keys that is not full repeats one, which changes nothing for the others.
+template <int R>
+inline void scores_of(const float* const* q, const float* const* keys, int64_t begin, int64_t end, int64_t dim,
+                      float scale, float (*scores)[kKeys]) {
+    constexpr int J = 8 / R;
+    for (int64_t i = begin / J * J; i < end; i += J) {
+        const bool whole = i >= begin && i + J <= end;
+        const float* key[J];
+        __m256 sum[8];  // [R][J]
 #pragma GCC unroll 8
-        for (int64_t j = 0; j < 8; ++j) {
-            key[j] = keys[i + j < begin ? begin : i + j < end ? i + j : end - 1];
-            sum[j] = _mm256_setzero_ps();
-        }
+        for (int64_t j = 0; j < J; ++j)
+            key[j] = keys[whole ? i + j : i + j < begin ? begin : i + j < end ? i + j : end - 1];
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) sum[j] = _mm256_setzero_ps();
+#pragma GCC unroll 2
         for (int64_t d = 0; d < dim; d += 8) {
-            const __m256 qv = load8(q + d);
 #pragma GCC unroll 8
-            for (int64_t j = 0; j < 8; ++j) sum[j] = _mm256_fmadd_ps(qv, load8(key[j] + d), sum[j]);
+            for (int j = 0; j < J; ++j) {
+                const __m256 kv = load8(key[j] + d);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) sum[r * J + j] = _mm256_fmadd_ps(load8(q[r] + d), kv, sum[r * J + j]);
+            }
         }
         alignas(16) float dots[8];
 #pragma GCC unroll 2
-        for (int64_t j = 0; j < 8; j += 4) {
+        for (int j = 0; j < 8; j += 4) {
             const __m256 pairs =
                 _mm256_hadd_ps(_mm256_hadd_ps(sum[j], sum[j + 1]), _mm256_hadd_ps(sum[j + 2], sum[j + 3]));
             const __m128 four = _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
             _mm_store_ps(dots + j, _mm_mul_ps(four, _mm_set1_ps(scale)));
         }
-        for (int64_t j = 0; j < 8; ++j)
-            if (i + j >= begin && i + j < end) scores[i + j] = dots[j];
+        if (whole) {
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) std::memcpy(scores[r] + i, dots + r * J, J * sizeof(float));
+            continue;
+        }
+        for (int r = 0; r < R; ++r)
+            for (int64_t j = 0; j < J; ++j)
+                if (i + j >= begin && i + j < end) scores[r][i + j] = dots[r * J + j];
     }
 }
 
-// value[d .. d + 8 W) = value * kept + sum of weights * values, keys in ascending order.
-template <int W>
-inline void add_values(float* value, __m256 kept, const float* weights, const float* const* values, int64_t begin,
-                       int64_t end, int64_t d) {
-    __m256 acc[W];
+// value[r][d .. d + 8 W) = value * kept + sum of weights * values, keys in ascending order. R x W sums at a time.
+template <int R, int W>
+inline void add_values(float* const* value, const float* kept, const float (*weights)[kKeys],
+                       const float* const* values, int64_t begin, int64_t end, int64_t d) {
+    __m256 acc[R][W];
 #pragma GCC unroll 8
-    for (int j = 0; j < W; ++j) acc[j] = _mm256_mul_ps(load8(value + d + 8 * j), kept);
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int j = 0; j < W; ++j)
+            acc[r][j] = _mm256_mul_ps(load8(value[r] + d + 8 * j), _mm256_broadcast_ss(kept + r));
+#pragma GCC unroll 2
     for (int64_t i = begin; i < end; ++i) {
-        const __m256 weight = _mm256_broadcast_ss(weights + i);
-        const float* from = values[i] + d;
+        __m256 v[W];
 #pragma GCC unroll 8
-        for (int j = 0; j < W; ++j) acc[j] = _mm256_fmadd_ps(weight, load8(from + 8 * j), acc[j]);
+        for (int j = 0; j < W; ++j) v[j] = load8(values[i] + d + 8 * j);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const __m256 weight = _mm256_broadcast_ss(weights[r] + i);
+#pragma GCC unroll 8
+            for (int j = 0; j < W; ++j) acc[r][j] = _mm256_fmadd_ps(weight, v[j], acc[r][j]);
+        }
     }
 #pragma GCC unroll 8
-    for (int j = 0; j < W; ++j) _mm256_storeu_ps(value + d + 8 * j, acc[j]);
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int j = 0; j < W; ++j) _mm256_storeu_ps(value[r] + d + 8 * j, acc[r][j]);
 }
 
-// One block of keys for one query head: scores, weights, and the values into `state`. Keys [begin, end) of the block.
-inline void attend_block(const float* q, const float* const* keys, const float* const* values, int64_t begin,
-                         int64_t end, int64_t dim, float scale, const Partial& state) {
-    alignas(32) float weights[kKeys];
-    for (int64_t i = 0; i < kKeys; ++i) weights[i] = -__builtin_inff();
-    scores_of(q, keys, begin, end, dim, scale, weights);
+// Scores of one block to weights, in place, and its sum and largest score into `state`; returns what the earlier
+// values are to be multiplied with.
+inline float softmax_block(float* weights, const Partial& state) {
     __m256 top = _mm256_load_ps(weights);
     for (int64_t i = 8; i < kKeys; i += 8) top = _mm256_max_ps(top, _mm256_load_ps(weights + i));
     float max = lane_max(top);
@@ -140,18 +168,47 @@ inline void attend_block(const float* q, const float* const* keys, const float* 
     const float keep = *state.sum == 0.0f ? 0.0f : exp_one(*state.max - max);
     *state.sum = *state.sum * keep + lane_sum(total);
     *state.max = max;
-    const __m256 kept = _mm256_set1_ps(keep);
-    int64_t d = 0;  // eight sums at once hide each other's latency
-    for (; d + 64 <= dim; d += 64) add_values<8>(state.value, kept, weights, values, begin, end, d);
-    for (; d + 32 <= dim; d += 32) add_values<4>(state.value, kept, weights, values, begin, end, d);
-    for (; d < dim; d += 8) add_values<1>(state.value, kept, weights, values, begin, end, d);
+    return keep;
 }
 
-// A key or value as float32: where it lies, or widened into `room`.
-inline const float* widen(const float* from, int64_t, float*) { return from; }
+// One block of keys for R query heads: scores, weights, and the values into the states, [D] and then sum and max each.
+// Keys [begin, end) of the block.
+template <int R>
+inline void attend_block(const float* const* q, float* const* states, const float* const* keys,
+                         const float* const* values, int64_t begin, int64_t end, int64_t dim, float scale) {
+    alignas(32) float weights[R][kKeys];
+    float kept[R];
+    for (auto& row : weights)
+        for (float& weight : row) weight = -__builtin_inff();
+    scores_of<R>(q, keys, begin, end, dim, scale, weights);
+    for (int r = 0; r < R; ++r)
+        kept[r] = softmax_block(weights[r], {states[r], states[r] + dim, states[r] + dim + 1});
+    constexpr int W = 8 / R;  // eight sums at once hide each other's latency
+    int64_t d = 0;
+    for (; d + 8 * W <= dim; d += 8 * W) add_values<R, W>(states, kept, weights, values, begin, end, d);
+    for (; d < dim; d += 8) add_values<R, 1>(states, kept, weights, values, begin, end, d);
+}
 
-inline const float* widen(const uint16_t* from, int64_t dim, float* room) {
+// A head of the cache as float32: where it lies, or widened into `room`.
+inline const float* widen(const float* cache, const float*, int64_t place, int64_t dim, float*) {
+    return cache + place * dim;
+}
+
+inline const float* widen(const uint16_t* cache, const float*, int64_t place, int64_t dim, float* room) {
+    const uint16_t* from = cache + place * dim;
+#pragma GCC unroll 4
     for (int64_t d = 0; d < dim; d += 8) _mm256_storeu_ps(room + d, load8(from + d));
+    return room;
+}
+
+inline const float* widen(const int8_t* cache, const float* scales, int64_t place, int64_t dim, float* room) {
+    const int8_t* from = cache + place * dim;
+    const __m256 scale = _mm256_broadcast_ss(scales + place);
+#pragma GCC unroll 4
+    for (int64_t d = 0; d < dim; d += 8) {
+        const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + d));
+        _mm256_storeu_ps(room + d, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)), scale));
+    }
     return room;
 }
 
@@ -175,20 +232,20 @@ void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t l
         const float *keys[kKeys], *values[kKeys];
         const int64_t from = lowest > base ? lowest - base : 0;
         const int64_t count = key_end - base < kKeys ? key_end - base : kKeys;
-        int64_t offsets[kKeys];
-        p.locate(slot, base + from, base + count, kv_head, offsets);
+        int64_t places[kKeys];
+        p.locate(slot, base + from, base + count, kv_head, places);
         for (int64_t i = from; i < count; ++i) {
-            const int64_t at = offsets[i - from];
-            keys[i] = widen(p.k_cache + at, p.head_dim, room + i * p.head_dim);
-            values[i] = widen(p.v_cache + at, p.head_dim, room + (kKeys + i) * p.head_dim);
+            const int64_t place = places[i - from];
+            keys[i] = widen(p.k_cache, p.k_scale, place, p.head_dim, room + i * p.head_dim);
+            values[i] = widen(p.v_cache, p.v_scale, place, p.head_dim, room + (kKeys + i) * p.head_dim);
         }
         if (base + kKeys < key_end) {  // the next block comes in while this one is computed
             const int64_t next_end = base + 2 * kKeys < key_end ? base + 2 * kKeys : key_end;
-            p.locate(slot, base + kKeys, next_end, kv_head, offsets);
+            p.locate(slot, base + kKeys, next_end, kv_head, places);
             for (int64_t i = 0; i < next_end - base - kKeys; ++i)
                 for (int64_t byte = 0; byte < p.head_dim * static_cast<int64_t>(sizeof(Cached)); byte += 64) {
-                    _mm_prefetch(reinterpret_cast<const char*>(p.k_cache + offsets[i]) + byte, _MM_HINT_T1);
-                    _mm_prefetch(reinterpret_cast<const char*>(p.v_cache + offsets[i]) + byte, _MM_HINT_T1);
+                    _mm_prefetch(reinterpret_cast<const char*>(p.k_cache + places[i] * p.head_dim) + byte, _MM_HINT_T0);
+                    _mm_prefetch(reinterpret_cast<const char*>(p.v_cache + places[i] * p.head_dim) + byte, _MM_HINT_T0);
                 }
         }
         for (int64_t token = first; token < last; ++token) {
@@ -196,10 +253,21 @@ void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t l
             const int64_t begin = p.window && position + 1 - p.window > base ? position + 1 - p.window - base : 0;
             const int64_t stop = position + 1 - base < count ? position + 1 - base : count;
             if (begin >= stop) continue;
-            for (int64_t h = 0; h < group; ++h) {
-                float* s = state + ((token - first) * group + h) * record;
-                attend_block(p.q + token * p.q_stride + (kv_head * group + h) * p.head_dim, keys, values, begin, stop,
-                             p.head_dim, p.scale, {s, s + p.head_dim, s + p.head_dim + 1});
+            const float* q = p.q + token * p.q_stride + kv_head * group * p.head_dim;
+            float* states = state + (token - first) * group * record;
+            for (int64_t h = 0; h < group;) {
+                const float* heads[kHeadsAtOnce];
+                float* into[kHeadsAtOnce];
+                for (int64_t r = 0; r < kHeadsAtOnce && h + r < group; ++r)
+                    heads[r] = q + (h + r) * p.head_dim, into[r] = states + (h + r) * record;
+                const int64_t left = group - h;
+                h += left >= 4 ? 4 : left >= 2 ? 2 : 1;
+                if (left >= 4)
+                    attend_block<4>(heads, into, keys, values, begin, stop, p.head_dim, p.scale);
+                else if (left >= 2)
+                    attend_block<2>(heads, into, keys, values, begin, stop, p.head_dim, p.scale);
+                else
+                    attend_block<1>(heads, into, keys, values, begin, stop, p.head_dim, p.scale);
             }
         }
     }
@@ -289,11 +357,25 @@ inline int64_t attention_scratch(int threads, int64_t longest, int64_t heads, in
     return 2 * threads * ceil_div(longest, kSplit) * kQueryPiece * (heads / kv_heads) * (head_dim + 2);
 }
 
-// One token's keys and values [K * D] to its slot of the cache.
+// One head's numbers to int8: the rule of attention.py, quantize_heads.
+inline void quantize_head(const float* x, int64_t dim, int8_t* values, float* scale) {
+    __m256 largest = _mm256_setzero_ps();
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    for (int64_t d = 0; d < dim; d += 8) largest = _mm256_max_ps(largest, _mm256_andnot_ps(sign, load8(x + d)));
+    const float most = lane_max(largest), inverse = most == 0.0f ? 0.0f : 127.0f / most;
+    for (int64_t d = 0; d < dim; ++d) values[d] = static_cast<int8_t>(__builtin_rintf(x[d] * inverse));
+    *scale = most / 127.0f;
+}
+
+// One token's keys or values [K, D] to its slot of the cache.
 template <class Cached>
-void write_row(const float* k, const float* v, int64_t kv_dim, int64_t slot, Cached* k_cache, Cached* v_cache) {
-    for (int64_t d = 0; d < kv_dim; ++d) store_as(k[d], k_cache + slot * kv_dim + d);
-    for (int64_t d = 0; d < kv_dim; ++d) store_as(v[d], v_cache + slot * kv_dim + d);
+void write_row(const float* x, int64_t kv_heads, int64_t head_dim, int64_t slot, Cached* cache, float* scales) {
+    const int64_t place = slot * kv_heads;
+    if constexpr (std::is_same_v<Cached, int8_t>)
+        for (int64_t h = 0; h < kv_heads; ++h)
+            quantize_head(x + h * head_dim, head_dim, cache + (place + h) * head_dim, scales + place + h);
+    else
+        for (int64_t d = 0; d < kv_heads * head_dim; ++d) store_as(x[d], cache + place * head_dim + d);
 }
 
 }  // namespace gpt_fast

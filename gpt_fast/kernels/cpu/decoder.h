@@ -22,6 +22,8 @@ struct Layer {
     const float* k_norm;
     void* k_cache;
     void* v_cache;
+    float* k_scale;  // for a cache of int8
+    float* v_scale;
     int64_t window;
 };
 
@@ -32,7 +34,7 @@ struct Model {
     const float* norm;
     Linear output;
     Embedding embedding;
-    int64_t cache_bfloat16;  // else float32
+    int64_t cache_format;  // kFloat32, kBfloat16 or kInt8
     int64_t page_size;
 };
 
@@ -96,10 +98,11 @@ public:
         for (int64_t l = 0; l < m.num_layers; ++l) {
             const Layer& layer = m.layers[l];
             normed_product(team, layer.attention_norm, layer.wqkv, qkv);
-            if (m.cache_bfloat16)
-                attend<uint16_t>(team, layer);
-            else
-                attend<float>(team, layer);
+            switch (m.cache_format) {
+                case kBfloat16: attend<uint16_t>(team, layer); break;
+                case kInt8: attend<int8_t>(team, layer); break;
+                default: attend<float>(team, layer);
+            }
             plain_product(team, m.heads * m.head_dim, layer.wo);
             normed_product(team, layer.ffn_norm, layer.w13, gate_up);
             gated_product(team, layer.w2);
@@ -147,7 +150,7 @@ private:
     // h = attention of qkv, heads side by side
     template <class Cached>
     void attend(Team& team, const Layer& layer) {
-        const int64_t d = m.head_dim, q_dim = m.heads * d, kv_dim = m.kv_heads * d;
+        const int64_t d = m.head_dim, q_dim = m.heads * d;
         auto* k_cache = static_cast<Cached*>(layer.k_cache);
         auto* v_cache = static_cast<Cached*>(layer.v_cache);
         team.share(s.num_tokens, 1, [&](int64_t i, int64_t) {
@@ -157,11 +160,12 @@ private:
                 if (norm) rms_norm(row + head * d, norm, d, static_cast<float>(m.eps), row + head * d);
                 rope_head(row + head * d, s.cos + i * (d / 2), s.sin + i * (d / 2), d / 2);
             }
-            write_row(row + q_dim, row + q_dim + kv_dim, kv_dim, s.write_slots[i], k_cache, v_cache);
+            write_row(row + q_dim, m.kv_heads, d, s.write_slots[i], k_cache, layer.k_scale);
+            write_row(row + q_dim + m.kv_heads * d, m.kv_heads, d, s.write_slots[i], v_cache, layer.v_scale);
             if (i >= s.query_start[s.slots]) std::memset(h + i * q_dim, 0, static_cast<size_t>(q_dim) * sizeof(float));
         });
         team.barrier();
-        const Paged<Cached> p{qkv, width, h, k_cache, v_cache, s.query_start, s.context_len, s.page_table,
+        const Paged<Cached> p{qkv, width, h, k_cache, v_cache, layer.k_scale, layer.v_scale, s.query_start, s.context_len, s.page_table,
                               s.slots, s.pages_per_slot, m.page_size, m.heads, m.kv_heads, d, layer.window,
                               1.0f / __builtin_sqrtf(static_cast<float>(d))};
         paged_attention(team, p, attention);

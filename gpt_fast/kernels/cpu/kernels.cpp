@@ -26,8 +26,10 @@ void attention_op(const float* q, const float* k, const float* v, Paged<Cached> 
     run_team(threads, kPhases, [&](Team& team) {
         team.share(tokens, 8, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i) {
-                write_row(k + i * kv_dim, v + i * kv_dim, kv_dim, write_slots[i], const_cast<Cached*>(p.k_cache),
-                          const_cast<Cached*>(p.v_cache));
+                write_row(k + i * kv_dim, p.kv_heads, p.head_dim, write_slots[i], const_cast<Cached*>(p.k_cache),
+                          const_cast<float*>(p.k_scale));
+                write_row(v + i * kv_dim, p.kv_heads, p.head_dim, write_slots[i], const_cast<Cached*>(p.v_cache),
+                          const_cast<float*>(p.v_scale));
                 // Rows that only pad the step belong to nobody.
                 if (i >= p.query_start[p.slots])
                     std::memset(p.out + i * row, 0, static_cast<size_t>(row) * sizeof(float));
@@ -57,23 +59,24 @@ void gpt_fast_linear(int64_t format, const float* x, int64_t rows, int64_t k, in
 
 // attention.py's paged_attention, all tensors contiguous, head_dim a multiple of 8.
 void gpt_fast_paged_attention(const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
-                              const int32_t* query_start, const int32_t* context_len, const int32_t* page_table,
+                              const float* k_scale, const float* v_scale, const int32_t* query_start, const int32_t* context_len, const int32_t* page_table,
                               const int64_t* write_slots, float* out, int64_t tokens, int64_t slots,
                               int64_t pages_per_slot, int64_t page_size, int64_t heads, int64_t kv_heads,
-                              int64_t head_dim, int64_t window, int64_t cache_bfloat16, int threads) {
+                              int64_t head_dim, int64_t window, int64_t cache_format, int threads) {
     int64_t longest = 0;
     for (int64_t i = 0; i < slots; ++i) longest = context_len[i] > longest ? context_len[i] : longest;
     auto run = [&](auto* kc, auto* vc) {
         using Cached = std::remove_pointer_t<decltype(kc)>;
         attention_op<Cached>(q, k, v,
-                             {nullptr, 0, out, kc, vc, query_start, context_len, page_table, slots, pages_per_slot,
+                             {nullptr, 0, out, kc, vc, k_scale, v_scale, query_start, context_len, page_table, slots, pages_per_slot,
                               page_size, heads, kv_heads, head_dim, window, 0.0f},
                              tokens, longest, write_slots, threads);
     };
-    if (cache_bfloat16)
-        run(static_cast<uint16_t*>(k_cache), static_cast<uint16_t*>(v_cache));
-    else
-        run(static_cast<float*>(k_cache), static_cast<float*>(v_cache));
+    switch (cache_format) {
+        case kBfloat16: return run(static_cast<uint16_t*>(k_cache), static_cast<uint16_t*>(v_cache));
+        case kInt8: return run(static_cast<int8_t*>(k_cache), static_cast<int8_t*>(v_cache));
+        default: return run(static_cast<float*>(k_cache), static_cast<float*>(v_cache));
+    }
 }
 
 void gpt_fast_rms_norm(const float* x, const float* weight, int64_t rows, int64_t dim, double eps, float* out,

@@ -1,0 +1,248 @@
+"""This engine and its peers on this CPU, in turns in one run: tokens per second, ratios, shares of what memory allows.
+
+    python benchmarks/compare_peers.py --shape tinyllama-1.1b --peers llama.cpp,transformers
+        [--python llama.cpp=/path/to/bin/python] [--convert llama.cpp/convert_hf_to_gguf.py] [--plot peers.png] [--json]
+
+Every peer in every format is a process of its own, which loads the same weights once and waits without using the CPU
+until it is told to measure. The processes of one precision are up together, and in each round each of them measures in
+turn, so that what else the machine does meets all of them. Ratios are of rounds, ours over the peer's; the table shows
+their median with the least and the greatest. All use the same number of threads.
+
+  decode         one sequence after a short prompt, one token a step, greedy
+  decode xB      B sequences together, tokens per second of all
+  prefill P      a prompt of P tokens
+  decode at C    one sequence, the last of whose steps is at context C
+
+The ceiling is the read bandwidth, measured before and in each round, over the bytes of weights and cache that a step
+reads in that format. A peer that is not installed is left out and listed, with what would install it. Weights and GGUF
+files are made once in --work. The last line of stdout is JSON with --json; progress goes to stderr. peers/*.py say how
+each peer is run. Run it when nothing else runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_FOLDERS = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # peers here, gpt_fast above
+sys.path[:0] = [folder for folder in _FOLDERS if folder not in sys.path]
+
+from peers import files, measures, registry, report, rounds  # noqa: E402
+
+_BEGIN = time.perf_counter()
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+
+    def integers(text: str) -> list[int]:
+        return [int(word) for word in text.split(",") if word]
+
+    def words(text: str) -> list[str]:
+        return [word for word in text.split(",") if word]
+
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 2)[0], formatter_class=formatter)
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--shape", default="tinyllama-1.1b", help="random weights of a named shape")
+    target.add_argument("--checkpoint", type=Path, help="a Hugging Face directory instead")
+    parser.add_argument("--peers", type=words, default=["llama.cpp", "transformers"], metavar="NAME,...")
+    parser.add_argument("--precisions", type=words, default=list(registry.PRECISIONS), metavar="P,...")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--batch", type=integers, default=[1, 8], metavar="B,...", help="sequences decoded together")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="of prefill; 0: none")
+    parser.add_argument("--new-tokens", type=int, default=30, help="steps of each decode")
+    parser.add_argument("--contexts", type=integers, default=[128, 2048], metavar="C,...", help="'' for none")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--work", type=Path, default=_default_work(), help="weights, GGUF files, logs (%(default)s)")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.model beside random weights; default: made up")
+    parser.add_argument("--convert", type=Path, metavar="FILE", help=f"llama.cpp's {files.CONVERTER}")
+    parser.add_argument("--convert-python", default=sys.executable, help="with torch and transformers")
+    parser.add_argument("--python", action="append", default=[], metavar="PEER=FILE", help="interpreter of a peer")
+    parser.add_argument("--gpt-fast-path", type=Path, metavar="DIR", help="checkout, for the peer gpt-fast")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="needs the extra plot")
+    parser.add_argument("--json", action="store_true", help="everything as one object on the last line")
+    return parser
+
+
+def _default_work() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "gpt-fast" / "peers"
+
+
+def pythons(given: Sequence[str]) -> dict[str, str]:
+    """The interpreter of each peer. Raises ValueError."""
+    chosen = dict.fromkeys(registry.REGISTRY, sys.executable)
+    for word in given:
+        name, equals, path = word.partition("=")
+        if not equals or name not in chosen:
+            raise ValueError(f"--python {word!r} is not PEER=FILE with a peer of {', '.join(chosen)}")
+        chosen[name] = path
+    return chosen
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes per second, measured anew."""
+    import torch
+
+    from gpt_fast import roofline
+
+    torch.set_num_threads(threads)
+    roofline.read_bandwidth.cache_clear()
+    return roofline.read_bandwidth("cpu", threads)
+
+
+def entries(
+    peers: Sequence[registry.Peer], arguments: argparse.Namespace, found: rounds.Found, setting: rounds.Setting
+) -> list[rounds.Entry]:
+    """Every peer in every format with its files; peers whose files cannot be made are skipped."""
+    if arguments.checkpoint is not None:
+        checkpoint, folder = arguments.checkpoint, files.folder_of(arguments.checkpoint, arguments.work)
+    else:
+        checkpoint = files.ensure_checkpoint(arguments.shape, arguments.work, arguments.tokenizer, setting.say)
+        folder = checkpoint.parent
+    num_bytes = sum(p.stat().st_size for p in checkpoint.iterdir() if p.suffix in (".safetensors", ".bin"))
+    out = []
+    for peer in peers:
+        formats = {p: peer.formats.get(p, ()) for p in arguments.precisions}
+        if not any(formats.values()):
+            found.skip(peer.name, f"it has no format for {', '.join(arguments.precisions)}")
+            continue
+        given: dict[str, dict[str, Any]] = {f: {"checkpoint": str(checkpoint)} for fs in formats.values() for f in fs}
+        try:
+            if peer.wants == "gguf":
+                made = files.ensure_gguf(
+                    checkpoint,
+                    folder,
+                    list(given),
+                    convert=arguments.convert,
+                    convert_python=arguments.convert_python,
+                    quantize_python=setting.pythons[peer.name],
+                    threads=arguments.threads,
+                    say=setting.say,
+                )
+                given = {f: {"gguf": str(path)} for f, path in made.items()}
+            elif peer.wants == "checkout":
+                given = {f: o | {"checkout": str(arguments.gpt_fast_path)} for f, o in given.items()}
+        except files.FilesError as error:
+            found.skip(peer.name, error)
+            setting.say(f"skipped {peer.name}: {error}")
+            continue
+        for precision, names in formats.items():
+            out += [rounds.Entry(peer, precision, f, peer.num_bytes(f, num_bytes), given[f]) for f in names]
+    return out
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything but the output. Raises ValueError for options that contradict each other or cannot be."""
+    peers = registry.choose(arguments.peers)
+    for precision in arguments.precisions:
+        if precision not in registry.PRECISIONS:
+            raise ValueError(f"precision {precision!r} is not one of {', '.join(registry.PRECISIONS)}")
+    for peer in peers:
+        if peer.wants == "checkout" and not (
+            arguments.gpt_fast_path and (arguments.gpt_fast_path / "generate.py").is_file()
+        ):
+            raise ValueError(
+                f"--gpt-fast-path: {peer.name} needs its checkout, the folder of generate.py: {peer.install}"
+            )
+    if arguments.rounds < 1 or arguments.threads < 1:
+        raise ValueError("rounds and threads must be at least 1")
+    if arguments.checkpoint is not None and not (arguments.checkpoint / "config.json").is_file():
+        raise ValueError(f"--checkpoint: there is no config.json in {arguments.checkpoint}")
+    plan = measures.plan(arguments.batch, arguments.prompt_tokens, arguments.new_tokens, arguments.contexts)
+    if arguments.plot:
+        from gpt_fast import plots
+
+        plots.check(arguments.plot)
+    setting = rounds.Setting(
+        pythons(arguments.python),
+        arguments.threads,
+        arguments.rounds,
+        arguments.work / "logs",
+        lambda: read_bandwidth(arguments.threads),
+        _say,
+    )
+    found = rounds.Found()
+    versions = rounds.check(peers, setting, found)
+    usable = [peer for peer in peers if peer.name in versions]
+    chosen = entries(usable, arguments, found, setting)
+    if registry.OURS not in versions or {entry.peer.name for entry in chosen} <= {registry.OURS}:
+        reasons = "".join(f"\n  {skip['what']}: {skip['reason']}" for skip in found.skipped)
+        raise ValueError(f"there is nothing to compare{reasons}")
+    found.bandwidths.append(setting.bandwidth())
+    _say(f"read bandwidth {found.bandwidths[0] / 1e9:.1f} GB/s with {arguments.threads} threads")
+    for precision in arguments.precisions:
+        rounds.run([entry for entry in chosen if entry.precision == precision], plan, setting, found)
+    rows = report.results(chosen, plan, found)
+    return {
+        "benchmark": "peers",
+        "model": str(arguments.checkpoint or arguments.shape),
+        "weights": "checkpoint" if arguments.checkpoint else "random",
+        "cpu": cpu_name(),
+        "threads": arguments.threads,
+        "rounds": arguments.rounds,
+        "commit": commit(),
+        "versions": versions,
+        "read_bandwidth_gb_s": statistics.median(found.bandwidths) / 1e9,
+        "read_bandwidth_gb_s_rounds": [b / 1e9 for b in found.bandwidths],
+        "formats": found.facts,
+        "results": rows,
+        "ratios": report.ratios(rows),
+        "scaling": report.scaling(rows),
+        "skipped": found.skipped,
+    }
+
+
+def cpu_name() -> str:
+    """As Linux tells it, else the machine's kind."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """This repository's, with ``-dirty`` when something is changed; None without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def _say(text: str) -> None:
+    print(f"[{time.perf_counter() - _BEGIN:6.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; 0 if at least one ratio was measured."""
+    given = options().parse_args(arguments)
+    try:
+        found = compare(given)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"compare_peers.py: {error}", file=sys.stderr)
+        return 1
+    times, bandwidth = len(found["read_bandwidth_gb_s_rounds"]), found["read_bandwidth_gb_s"]
+    print(f"{found['model']} on {found['cpu']}, {found['threads']} threads")
+    print(f"read bandwidth {bandwidth:.1f} GB/s, median of {times}")
+    print(report.table(found))
+    if given.plot:
+        report.plot(found, given.plot)
+    if given.json:
+        print(json.dumps(found))
+    return 0 if found["ratios"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

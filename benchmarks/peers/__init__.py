@@ -1,0 +1,11 @@
+"""Parts of compare_peers.py: one module per peer, each a worker process, and what starts them, feeds them and reports.
+
+worker.py      the worker's side of the protocol: commands on stdin, one JSON line each on stdout; standard library only
+process.py     the other side
+registry.py    the peers by name: formats, installation, module
+ours.py, llamacpp.py, eager.py, gptfast.py     the workers; each imports only its own engine
+files.py       checkpoints of random weights, GGUF files from them, both cached
+measures.py    what is measured; standard library only
+rounds.py      loading and alternating
+report.py      medians, ratios, table, plot
+"""

@@ -1,0 +1,138 @@
+"""What the peers load: a checkpoint of random weights of a shape, and GGUF files from it. Made once and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from peers.process import BENCHMARKS
+
+CONVERTER = "convert_hf_to_gguf.py"
+HOW_TO_CONVERT = (
+    f"give --convert FILE, llama.cpp's {CONVERTER}; it is in the source package: pip download --no-deps "
+    "--no-binary llama-cpp-python llama-cpp-python, unpack, vendor/llama.cpp"
+)
+_TAIL_LINES = 8
+
+
+class FilesError(RuntimeError):
+    """A file that a peer needs cannot be made; the message says what to do."""
+
+
+def ensure_checkpoint(shape_name: str, work: Path, tokenizer: Path | None, say: Callable[[str], object]) -> Path:
+    """The folder of random bfloat16 weights of a shape, with ``tokenizer`` or a made-up ``tokenizer.model``.
+
+    Raises ConfigError for an unknown shape, FilesError.
+    """
+    import torch
+
+    from gpt_fast.checkpoint import random_model, save_checkpoint
+    from gpt_fast.shapes import shape
+
+    config = shape(shape_name)
+    directory = work / shape_name / "checkpoint"
+    if directory.is_dir():
+        return directory
+    say(f"writing random weights of {shape_name} to {directory}")
+    part = directory.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, part / "tokenizer.model")
+    else:
+        (part / "tokenizer.model").write_bytes(made_up_tokenizer(config.vocab_size))
+    save_checkpoint(random_model(config, torch.bfloat16), part, extra={"bos_token_id": 1, "eos_token_id": 2})
+    part.rename(directory)
+    return directory
+
+
+def made_up_tokenizer(vocab_size: int) -> bytes:
+    """A SentencePiece model of ``vocab_size`` pieces: specials, bytes, and words nobody uses. Prompts here are ids.
+
+    Written as sentencepiece_model.proto says, so that nothing needs protobuf.
+    """
+    unknown, control, byte, normal, bpe = 2, 3, 6, 1, 2
+    pieces = [("<unk>", unknown), ("<s>", control), ("</s>", control)]
+    pieces += [*((f"<0x{i:02X}>", byte) for i in range(256)), ("\u2581", normal)]
+    pieces += [(f"\u2581word{i}", normal) for i in range(max(0, vocab_size - len(pieces)))]
+    made = b""
+    for number, (piece, kind) in enumerate(pieces[:vocab_size]):
+        score = b"\x15" + struct.pack("<f", -number if kind == normal else 0)
+        made += _message(1, _message(1, piece.encode()) + score + _integer(3, kind))
+    trainer = _integer(3, bpe) + _integer(4, vocab_size) + _integer(35, 1)  # model_type, vocab_size, byte_fallback
+    return made + _message(2, trainer) + _message(3, _message(1, b"identity"))
+
+
+def _message(field: int, body: bytes) -> bytes:
+    return _varint(8 * field + 2) + _varint(len(body)) + body
+
+
+def _integer(field: int, value: int) -> bytes:
+    return _varint(8 * field) + _varint(value)
+
+
+def _varint(value: int) -> bytes:
+    out = b""
+    while value > 127:
+        out += bytes([value % 128 + 128])
+        value //= 128
+    return out + bytes([value])
+
+
+def folder_of(checkpoint: Path, work: Path) -> Path:
+    """Where the GGUF files of a checkpoint that was not made here are kept; another one after its weights changed."""
+    files = sorted(path for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
+    state = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    digest = hashlib.sha256(repr((str(checkpoint.resolve()), state)).encode()).hexdigest()[:12]
+    return work / f"{checkpoint.resolve().name}-{digest}"
+
+
+def ensure_gguf(
+    checkpoint: Path,
+    directory: Path,
+    formats: Sequence[str],
+    *,
+    convert: Path | None,
+    convert_python: str,
+    quantize_python: str,
+    threads: int,
+    say: Callable[[str], object],
+) -> dict[str, Path]:
+    """GGUF files of ``formats`` (BF16, Q8_0, Q4_0): converted to BF16, then quantized from it. Raises FilesError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = {name: directory / f"{name.lower()}.gguf" for name in formats}
+    base = directory / "bf16.gguf"
+    if all(path.is_file() for path in paths.values()):
+        return paths
+    if not base.is_file():
+        if convert is None:
+            raise FilesError(f"there are no GGUF files in {directory} yet: {HOW_TO_CONVERT}")
+        if not convert.is_file():
+            raise FilesError(f"--convert: there is no file {convert}; {HOW_TO_CONVERT}")
+        say(f"converting {checkpoint} to {base}")
+        part = directory / "part.gguf"
+        command = [convert_python, str(convert), str(checkpoint), "--outtype", "bf16", "--outfile", str(part)]
+        _run(command, f"{convert.name} (its Python needs torch, transformers, sentencepiece: --convert-python)")
+        part.rename(base)
+    for name, path in paths.items():
+        if not path.is_file():
+            say(f"quantizing {base} to {name}")
+            command = [quantize_python, "-m", "peers.llamacpp", "quantize", str(base), str(path), name, str(threads)]
+            _run(command, f"quantizing to {name}")
+    return paths
+
+
+def _run(command: list[str], what: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+    except OSError as error:
+        raise FilesError(f"{what}: {command[0]} does not start: {error.strerror}") from None
+    if done.returncode:
+        tail = "\n  ".join((done.stdout + done.stderr).splitlines()[-_TAIL_LINES:])
+        raise FilesError(f"{what} ended with status {done.returncode}:\n  {tail}")

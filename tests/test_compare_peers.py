@@ -1,0 +1,447 @@
+"""benchmarks/compare_peers.py without any peer: the workers' protocol, turns, numbers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+
+from gpt_fast.checkpoint import random_model, save_checkpoint
+from gpt_fast.config import ModelConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import compare_peers
+from peers import files, gguf_file, llamacpp, registry, report, rounds
+from peers.measures import Measure, plan
+from peers.process import Worker, WorkerError
+from peers.registry import Peer
+
+OURS = registry.REGISTRY["ours"]
+TINY = ModelConfig("llama", 256, 32, 2, 4, 2, 8, 64, 256)
+DECODE, TOGETHER = Measure("decode", 1, 6, 4), Measure("decode", 8, 6, 4)
+PREFILL, LONG = Measure("prefill", 1, 24), Measure("decode", 1, 59, 4)
+
+FAKE = """
+import json, os, sys, time
+from peers.worker import serve
+
+class Fake:
+    def __init__(self, options):
+        self.options, self.count = options, 0
+        print("a library prints where answers go")
+        os.write(1, b"and so does its C part\\n")
+
+    def facts(self):
+        return {"weight_bytes": 1000, "kv_bytes_per_token": 10}
+
+    def measure(self, measure):
+        self.count += 1
+        with open(self.options["events"], "a") as events:
+            print(self.options["format"], measure.name, file=events)
+        if self.options.get("fails") == self.count:
+            raise RuntimeError("no room for the cache")
+        if self.options.get("dies") == self.count:
+            print("assertion failed deep down", file=sys.stderr)
+            os._exit(3)
+        time.sleep(self.options.get("sleeps", 0))
+        return 2.0 * measure.num_tokens
+
+    def notes(self):
+        return {"count": self.count}
+
+def check():
+    return {"fake": "1.0"}
+
+if __name__ == "__main__":
+    serve(check, Fake)
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Workers find the fake peer; nothing of a tiny model is worth compiling."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "fake_peer.py").write_text(FAKE)
+    (modules / "absent_peer.py").write_text(
+        "from peers.worker import serve\n\ndef check():\n    import nowhere_to_be\n\n"
+    )
+    with (modules / "absent_peer.py").open("a") as file:
+        file.write('if __name__ == "__main__":\n    serve(check, None)\n')
+    monkeypatch.setenv("PYTHONPATH", str(modules))
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    fakes = [Peer("fake", "fake_peer", {"bf16": ("F1", "F2"), "int8": ("F8",)}, "pip install fake", prefill=False)]
+    fakes.append(Peer("ours", "fake_peer", {"bf16": ("F",)}, ""))  # tests of the engine itself name its module
+    fakes.append(Peer("absent", "absent_peer", {"bf16": ("A",)}, "pip install absent"))
+    monkeypatch.setattr(registry, "REGISTRY", registry.REGISTRY | {peer.name: peer for peer in fakes})
+    monkeypatch.setattr(compare_peers, "read_bandwidth", lambda threads: 10e9)
+    return modules
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    save_checkpoint(random_model(TINY, torch.bfloat16), directory)
+    (directory / "tokenizer.model").write_bytes(files.made_up_tokenizer(TINY.vocab_size + 64))
+    return directory
+
+
+def setting(tmp_path: Path, said: list[str], num_rounds: int = 3) -> rounds.Setting:
+    pythons = dict.fromkeys(registry.REGISTRY, sys.executable)
+    return rounds.Setting(pythons, 1, num_rounds, tmp_path / "logs", lambda: 10e9, said.append)
+
+
+def entry(tmp_path: Path, format: str, num_bytes: int = 1, **options: Any) -> rounds.Entry:
+    options["events"] = str(tmp_path / "events")
+    return rounds.Entry(registry.REGISTRY["fake"], "bf16", format, num_bytes, options)
+
+
+# What is measured.
+
+
+def test_the_plan_has_what_was_asked_for() -> None:
+    measures = plan([1, 8], 256, 30, [128, 2048])
+    assert [m.name for m in measures] == ["decode", "decode x8", "prefill 256", "decode at 128", "decode at 2048"]
+    assert [m.num_tokens for m in measures] == [30, 240, 256, 30, 30]
+    assert measures[-1].longest == 2048  # fits a model made for 2048
+    assert [m.name for m in plan([1], 0, 30, [])] == ["decode"]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [(([0], 8, 4, []), "at least 1"), (([1], 8, 30, [32]), "context 32")])
+def test_the_plan_refuses_what_cannot_be_measured(arguments: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(*arguments)
+
+
+# The protocol.
+
+
+def test_our_engine_is_a_worker(checkpoint: Path, tmp_path: Path) -> None:
+    measures = [DECODE, TOGETHER, PREFILL, LONG]
+    told = {"checkpoint": str(checkpoint), "format": "int8", "threads": 1}
+    with Worker("ours", sys.executable, "peers.ours", tmp_path / "log") as worker:
+        assert worker.ask("check")["torch"] == torch.__version__
+        with pytest.raises(WorkerError, match="before load"):
+            worker.ask("measure", **vars(DECODE))
+        facts = worker.ask("load", 120, **told, measures=[vars(m) for m in measures])
+        assert facts["kv_bytes_per_token"] == TINY.kv_bytes_per_token(2)
+        weights = TINY.num_parameters - TINY.vocab_size * TINY.dim
+        assert weights < facts["weight_bytes"] < 2 * weights  # int8 with scales, less than bfloat16
+        for measure in measures * 2:
+            assert 0 < worker.ask("measure", **vars(measure))["seconds"] < 60
+        assert worker.ask("notes")["max_seq_len"] >= LONG.longest
+
+
+def test_what_a_library_prints_is_no_answer(tmp_path: Path) -> None:
+    with Worker("fake", sys.executable, "fake_peer", tmp_path / "log") as worker:
+        told = {"events": str(tmp_path / "events"), "format": "F1"}
+        assert worker.ask("load", **told) == {"weight_bytes": 1000, "kv_bytes_per_token": 10}
+        assert worker.ask("measure", **vars(DECODE)) == {"seconds": 8.0, "cpu_s": pytest.approx(0, abs=0.5)}
+    log = (tmp_path / "log").read_text()
+    assert "a library prints" in log
+    assert "its C part" in log
+
+
+def test_a_worker_that_dies_is_quoted(tmp_path: Path) -> None:
+    with Worker("fake", sys.executable, "fake_peer", tmp_path / "log") as worker:
+        worker.ask("load", events=str(tmp_path / "events"), format="F1", dies=1)
+        for _ in range(2):  # the second question finds the pipe closed
+            with pytest.raises(WorkerError, match=r"(?s)status 3.*assertion failed deep down"):
+                worker.ask("measure", **vars(DECODE))
+
+
+def test_a_worker_that_says_nothing_is_given_up(tmp_path: Path, environment: Path) -> None:
+    (environment / "silent_peer.py").write_text("import time\ntime.sleep(60)\n")
+    with Worker("silent", sys.executable, "silent_peer", tmp_path / "log") as worker:
+        with pytest.raises(WorkerError, match=r"no answer to check in 0\.2 s"):
+            worker.ask("check", timeout_s=0.2)
+        worker._process.kill()
+
+
+def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="no-python does not start: No such file"):
+        Worker("fake", str(tmp_path / "no-python"), "fake_peer", tmp_path / "log")
+
+
+# Turns.
+
+
+def test_workers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_SETTLE_S", 0)
+    said: list[str] = []
+    found = rounds.Found()
+    both = [entry(tmp_path, "F1"), entry(tmp_path, "F2")]
+    rounds.run(both, [DECODE, PREFILL, LONG], setting(tmp_path, said, 2), found)
+    events = (tmp_path / "events").read_text().splitlines()
+    turn = [["F1", "F2"], ["F2", "F1"]]  # who begins changes from round to round
+    assert events == [f"{who} {m}" for i in range(3) for m in ("decode", "decode at 64") for who in turn[i % 2]]
+    assert found.seconds == {(f"fake {f}", m): [8.0, 8.0] for f in ("F1", "F2") for m in (DECODE, LONG)}
+    assert found.facts["fake F1"]["count"] == 6
+    assert found.bandwidths == [10e9, 10e9]
+    assert not found.skipped
+
+
+@pytest.mark.parametrize("how", ["fails", "dies"])
+def test_the_others_go_on_without_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(rounds, "_SETTLE_S", 0)
+    found = rounds.Found()
+    both = [entry(tmp_path, "F1", **{how: 3}), entry(tmp_path, "F2")]  # in the second round after the warm-up
+    rounds.run(both, [DECODE], setting(tmp_path, []), found)
+    assert [len(found.seconds[f"fake {name}", DECODE]) for name in ("F1", "F2")] == [1, 3]
+    (skip,) = found.skipped
+    assert skip["what"] == "fake F1 from decode on"
+    assert ("no room for the cache" if how == "fails" else "status 3") in skip["reason"]
+
+
+def test_what_does_not_fit_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "available_bytes", lambda: 10_000_000_000)
+    monkeypatch.setattr(rounds, "_SETTLE_S", 0)
+    found = rounds.Found()
+    both = [entry(tmp_path, "F1", 9_000_000_000), entry(tmp_path, "F2")]
+    rounds.run(both, [DECODE], setting(tmp_path, [], 1), found)
+    assert list(found.facts) == ["fake F2"]
+    assert "11.2 GB more memory are needed, 10.0 are free" in found.skipped[0]["reason"]
+
+
+def test_what_others_compute_is_noticed(tmp_path: Path) -> None:
+    found = rounds.Found()
+    slow = entry(tmp_path, "F1", sleeps=0.8)
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        rounds.run([slow], [DECODE], setting(tmp_path, [], 1), found)
+    finally:
+        spinning.kill()
+        spinning.wait()
+    if Path("/proc/stat").exists():
+        assert found.others["fake F1", DECODE][0] > 0.5
+
+
+# Numbers.
+
+
+def made_report(tmp_path: Path) -> dict[str, Any]:
+    """Ours took 1, 2 and 4 seconds where the peer took 2, 3 and 16."""
+    ours = rounds.Entry(OURS, "bf16", "bfloat16", 1, {})
+    both, measures = [ours, entry(tmp_path, "F1")], [DECODE, TOGETHER, PREFILL, LONG]
+    found = rounds.Found(bandwidths=[1e3, 2e3, 9e3])
+    for one, seconds in zip(both, ([1.0, 2.0, 4.0], [2.0, 3.0, 16.0]), strict=True):
+        found.facts[one.label] = {"weight_bytes": 1000, "kv_bytes_per_token": 10}
+        found.seconds |= {(one.label, m): list(seconds) for m in measures if one.takes(m)}
+        found.others |= {(one.label, m): [0.0, 0.3, 0.0] for m in measures if one.takes(m)}
+    found.skip("absent", "not installed: pip install absent")
+    rows = report.results(both, measures, found)
+    made = {"model": "tiny", "cpu": "a CPU", "threads": 2, "rounds": 3, "results": rows, "skipped": found.skipped}
+    return made | {"ratios": report.ratios(rows), "scaling": report.scaling(rows)}
+
+
+def test_ratios_are_of_rounds_not_of_medians(tmp_path: Path) -> None:
+    made = made_report(tmp_path)
+    ratio = next(r for r in made["ratios"] if r["measure"] == "decode")
+    assert ratio["rounds"] == [2.0, 1.5, 4.0]
+    assert (ratio["ratio"], ratio["least"], ratio["greatest"]) == (2.0, 1.5, 4.0)  # of the medians it would be 1.5
+    assert [r["measure"] for r in made["ratios"]] == ["decode", "decode x8", "decode at 64"]  # the peer has no prefill
+
+
+def test_the_share_counts_weights_once_and_every_cache(tmp_path: Path) -> None:
+    rows = {row["measure"]: row for row in made_report(tmp_path)["results"] if row["peer"] == "ours"}
+    assert rows["decode x8"]["bytes_per_step"] == 1000 + 8 * 10 * (6 + 4 / 2)
+    assert rows["decode x8"]["tokens_per_second"] == 8 * 4 / 2.0
+    assert rows["decode x8"]["ceiling_tokens_per_second"] == 8 * 2e3 / 1640
+    assert rows["decode x8"]["share_of_ceiling"] == pytest.approx(16 / (8 * 2e3 / 1640))
+    assert "share_of_ceiling" not in rows["prefill 24"]
+
+
+def test_scaling_is_within_a_peer(tmp_path: Path) -> None:
+    made = made_report(tmp_path)
+    assert [(s["peer"], s["measure"], s["over"], s["ratio"]) for s in made["scaling"]] == [
+        ("ours", "decode x8", "decode", 8.0),
+        ("fake", "decode x8", "decode", 8.0),
+    ]
+
+
+def test_the_table_shows_everything(tmp_path: Path) -> None:
+    lines = report.table(made_report(tmp_path)).splitlines()
+    assert lines[0].split()[-8:] == ["decode", "decode", "x8", "prefill", "24", "decode", "at", "64"]
+    assert lines[1] == "bf16"
+    assert lines[2].split()[:4] == ["ours", "bfloat16", "2.0", "(108%)"]
+    assert lines[3].split()[-3:] == ["-", "1.3", "(107%)"]
+    assert lines[4].startswith("  ours / fake F1")
+    assert "2.00x (1.50-4.00)" in lines[4]
+    assert "0.0 CPUs busy meanwhile, up to 0.3" in lines[-2]
+    assert lines[-1] == "skipped absent: not installed: pip install absent"
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.plot(made_report(tmp_path), tmp_path / "peers.png")
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Files.
+
+
+def gguf(path: Path, sizes: dict[str, int]) -> Path:
+    """A header with values of several kinds, and zeros for the tensors."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    values = [text("general.name") + struct.pack("<I", 8) + text("tiny")]
+    values.append(text("general.alignment") + struct.pack("<II", 4, 64))
+    values.append(text("words") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc"))
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(sizes), len(values)) + b"".join(values)
+    offset = 0
+    for name, size in sizes.items():
+        header += text(name) + struct.pack("<IQQIQ", 2, 8, 8, 0, offset)
+        offset += size
+    path.write_bytes(header + bytes(-len(header) % 64 + offset))
+    return path
+
+
+def test_bytes_per_token_of_a_gguf_file(tmp_path: Path) -> None:
+    sizes = {"token_embd.weight": 640, "blk.0.attn_q.weight": 128, "output.weight": 320}
+    path = gguf(tmp_path / "a.gguf", sizes)
+    assert gguf_file.tensor_bytes(path) == sizes
+    assert gguf_file.bytes_per_token(path) == 128 + 320
+    del sizes["output.weight"]  # the head is the embedding: all of it is read
+    assert gguf_file.bytes_per_token(gguf(tmp_path / "b.gguf", sizes)) == 640 + 128
+    path.write_bytes(b"not one")
+    with pytest.raises(ValueError, match="not a GGUF file"):
+        gguf_file.tensor_bytes(path)
+
+
+def test_the_made_up_tokenizer_has_every_id() -> None:
+    model = sentencepiece.SentencePieceProcessor(model_proto=files.made_up_tokenizer(1000))
+    assert model.vocab_size() == 1000
+    assert (model.unk_id(), model.bos_id(), model.eos_id()) == (0, 1, 2)
+    assert model.decode(model.encode("any text, é")) == "any text, é"
+
+
+def test_a_checkpoint_of_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt_fast.shapes.SHAPES", {"tiny": TINY})
+    said: list[str] = []
+    for _ in range(2):
+        made = files.ensure_checkpoint("tiny", tmp_path, None, said.append)
+    assert sorted(path.name for path in made.iterdir()) == ["config.json", "model.safetensors", "tokenizer.model"]
+    assert len(said) == 1
+
+
+def test_gguf_files_are_made_once_and_by_the_converter(tmp_path: Path) -> None:
+    converter = tmp_path / "convert.py"
+    converter.write_text(
+        "import sys, shutil\nshutil.copy(sys.argv[1] + '/config.json', sys.argv[sys.argv.index('--outfile') + 1])"
+    )
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    common: dict[str, Any] = {"convert_python": sys.executable, "quantize_python": sys.executable, "threads": 1}
+    out, said = tmp_path / "out", []
+    for convert in (converter, None):  # the second time none is needed
+        made = files.ensure_gguf(source, out, ["BF16"], convert=convert, say=said.append, **common)
+    assert made["BF16"].read_text() == "{}"
+    assert len(said) == 1
+    with pytest.raises(files.FilesError, match=r"(?s)quantizing to Q4_0 ended with status 1.*llama_cpp"):
+        files.ensure_gguf(source, out, ["BF16", "Q4_0"], convert=None, say=said.append, **common)
+    with pytest.raises(files.FilesError, match=r"pip download.*llama-cpp-python"):
+        files.ensure_gguf(source, tmp_path / "other", ["BF16"], convert=None, say=said.append, **common)
+
+
+def test_llama_cpp_keeps_the_faster_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+
+    class Context:
+        def __init__(self, lib: Any, model: Any, measure: Measure, threads: int, flash: bool) -> None:
+            self.flash, self.faster = flash, (measure == LONG) == flash
+
+        def run(self) -> float:
+            return 1.0 if self.faster else 2.0
+
+        def close(self) -> None:
+            closed.append(self.flash)
+
+    monkeypatch.setattr(llamacpp, "Context", Context)
+    subject = llamacpp.LlamaCpp.__new__(llamacpp.LlamaCpp)
+    subject.lib = subject.model = None
+    subject.threads, subject.contexts, subject.flash = 1, {}, {}
+    assert [subject.measure(m) for m in (LONG, DECODE, LONG)] == [1.0, 1.0, 1.0]
+    assert closed == [False, True]
+    assert {name: chosen["on"] for name, chosen in subject.flash.items()} == {"decode at 64": True, "decode": False}
+
+
+# The command.
+
+
+@pytest.fixture
+def small(tmp_path: Path, checkpoint: Path) -> list[str]:
+    work = ["--work", str(tmp_path / "work"), "--checkpoint", str(checkpoint), "--threads", "1"]
+    return [*work, "--new-tokens", "4", "--contexts", "64", "--batch", "1,2", "--prompt-tokens", "24", "--rounds", "2"]
+
+
+def test_the_command_compares_skips_and_reports(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "_SETTLE_S", 0)
+    monkeypatch.setitem(registry.REGISTRY, "ours", OURS)
+    original = rounds.Entry
+
+    def with_events(peer: Peer, *others: Any) -> rounds.Entry:
+        others[-1]["events"] = str(tmp_path / "events")  # the fake's own option
+        return original(peer, *others)
+
+    monkeypatch.setattr(rounds, "Entry", with_events)
+    picture = tmp_path / "peers.png"
+    arguments = [*small, "--peers", "fake,absent", "--precisions", "bf16", "--plot", str(picture), "--json"]
+    assert compare_peers.main(arguments) == 0
+    out, err = capsys.readouterr()
+    made = json.loads(out.splitlines()[-1])
+    assert [(r["format"], r["measure"]) for r in made["results"] if r["peer"] == "ours"] == [
+        ("bfloat16", name) for name in ("decode", "decode x2", "prefill 24", "decode at 64")
+    ]
+    assert {(r["format"], r["measure"]) for r in made["ratios"]} == {
+        (f, name) for f in ("F1", "F2") for name in ("decode", "decode x2", "decode at 64")
+    }
+    assert all(len(row["tokens_per_second_rounds"]) == 2 for row in made["results"])
+    for row in made["results"]:
+        assert row["tokens_per_second"] == pytest.approx(statistics.median(row["tokens_per_second_rounds"]))
+    assert made["versions"]["fake"] == {"fake": "1.0"}
+    assert made["threads"] == 1
+    assert made["cpu"]
+    assert made["read_bandwidth_gb_s"] == 10.0
+    (skip,) = made["skipped"]
+    assert skip["what"] == "absent"
+    assert "no module nowhere_to_be" in skip["reason"]
+    assert "pip install absent" in skip["reason"]
+    assert "skipped absent" in out
+    assert "round 2 of 2" in err
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--peers", "vllm"], "peer 'vllm' is not known; known: llama.cpp, transformers"),
+        (["--precisions", "fp3"], "precision 'fp3' is not one of bf16, int8, int4"),
+        (["--python", "llama=x"], "--python 'llama=x' is not PEER=FILE"),
+        (["--rounds", "0"], "at least 1"),
+        (["--checkpoint", "nowhere"], "no config.json in nowhere"),
+        (["--plot", "peers.doc"], "must end in one of .png"),
+        (["--peers", "absent"], "pip install absent"),
+        (["--peers", "fake", "--precisions", "int4"], "fake: it has no format for int4"),
+        (["--peers", "gpt-fast"], "--gpt-fast-path"),
+        (["--peers", "fake", "--python", "fake=no-such-python"], "no-such-python does not start"),
+    ],
+)
+def test_mistakes_are_told(
+    small: list[str], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare_peers.main([*small, *arguments]) == 1
+    assert words in capsys.readouterr().err
