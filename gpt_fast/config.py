@@ -108,6 +108,7 @@ class EngineConfig:
     quantize: str | None = None  # int8 | int4 | fp8: round the weights while loading
     kv_cache_dtype: str = "auto"  # auto: as the weights | float32 | bfloat16 | float16 | int8
     compile: bool = True  # torch.compile, where the kernels do not run whole steps
+    compile_cache: str | None = None  # file that keeps what was compiled; None: in the user's cache folder
     kernels: bool = True  # own C++ kernels on a CPU, Triton's on a GPU; False: plain torch
     max_seq_len: int | None = None  # tokens, prompt and completion together; None: what the model was made for
     max_batch: int = 8  # sequences decoded together

@@ -15,6 +15,7 @@ from typing import Any, cast, overload
 import torch
 
 from gpt_fast.checkpoint import stored_dtype
+from gpt_fast.compile_cache import default_file, kept
 from gpt_fast.config import ConfigError, EngineConfig, ModelConfig, from_mapping
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.handle import Handle
@@ -163,7 +164,12 @@ class LLM:
         return self.engine_config.threads or (1 if small and self.device.type == "cpu" else None)
 
     def _warm_up(self) -> None:
-        self.engine.runner.warm_up()
+        runner, o = self.engine.runner, self.engine_config
+        if runner.path != "compiled":
+            return runner.warm_up()
+        named = Path(o.compile_cache).expanduser() if o.compile_cache else None
+        with kept(named or default_file(self.config, self.dtype, o), lambda: runner.path == "compiled"):
+            runner.warm_up()
 
     @overload
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...

@@ -1,0 +1,81 @@
+"""What torch.compile made, kept for the next start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt_fast import compile_cache
+
+_START = """
+import logging, sys, dataclasses, torch
+from torch._dynamo.utils import counters
+from gpt_fast import LLM, SamplingParams
+from gpt_fast.checkpoint import random_model
+from gpt_fast.shapes import shape
+tiny = dataclasses.replace(shape("tinyllama-1.1b"), num_layers=1, dim=32, ffn_dim=64, num_heads=2, num_kv_heads=2,
+                           head_dim=16, vocab_size=64, max_seq_len=32)
+model = random_model(tiny, torch.float32)
+file = sys.argv[1] if len(sys.argv) > 1 else None
+with LLM.from_model(model, kernels=False, prefill_chunk=16, compile_cache=file) as llm:
+    assert llm.engine.runner.path == "compiled"
+    answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=5, ignore_eos=True, temperature=0)).token_ids
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], *answer)
+"""
+
+
+def start(folder: Path, number: int, *arguments: str) -> list[int]:
+    """A process with empty caches of torch's own; returns hits, misses and the answer."""
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"torch{number}"), "GPT_FAST_CACHE": str(folder / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", _START, *arguments],
+        env={**os.environ, **own, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_a_second_start_with_empty_caches_compiles_nothing(tmp_path: Path) -> None:
+    first = start(tmp_path, 1)
+    (file,) = (tmp_path / "cache" / "compiled").iterdir()
+    assert file.stat().st_mode & 0o077 == 0
+    second = start(tmp_path, 2)
+    assert first[0] == 0
+    assert first[1] > 0
+    assert second[:2] == [first[1], 0]
+    assert second[2:] == first[2:]
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense"])
+def test_a_damaged_file_costs_a_warning(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.bin").write_bytes(content)
+    with compile_cache.kept(tmp_path / "a.bin", lambda: False):
+        pass
+    assert (tmp_path / "a.bin").read_bytes() == content
+
+
+def test_a_file_that_others_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def never(_: bytes) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("torch.compiler.load_cache_artifacts", never)
+    (tmp_path / "a.bin").write_bytes(b"x")
+    (tmp_path / "a.bin").chmod(0o666)
+    with caplog.at_level(logging.WARNING), compile_cache.kept(tmp_path / "a.bin", lambda: False):
+        pass
+    assert "not used" in caplog.text
+
+
+def test_the_name_depends_on_what_was_compiled() -> None:
+    assert compile_cache.default_file("a") == compile_cache.default_file("a")
+    assert compile_cache.default_file("a") != compile_cache.default_file("b")
