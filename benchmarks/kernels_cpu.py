@@ -45,7 +45,7 @@ def random_weights(kind: str, n: int, k: int) -> kernels.LinearWeights:
         scale = torch.full((rows, k // _GROUP), 0.005).half()
         data = packing.pack_int4(torch.randint(0, 16, (rows, k), dtype=torch.uint8), scale, -8 * scale)
     tiles = -(-n // (16 if kind in ("float32", "bfloat16") else 8))
-    whole = packing._empty((tiles, *data.shape[1:]), data.dtype)
+    whole = packing.empty((tiles, *data.shape[1:]), data.dtype)
     for begin in range(0, tiles, data.shape[0]):
         part = whole[begin : begin + data.shape[0]]
         part.copy_(data[: part.shape[0]])
@@ -120,7 +120,7 @@ def products(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list
 
 def clone(data: Tensor) -> Tensor:
     """A copy on huge pages, as packing makes them."""
-    out = packing._empty(tuple(data.shape), data.dtype)
+    out = packing.empty(tuple(data.shape), data.dtype)
     out.copy_(data)
     return out
 

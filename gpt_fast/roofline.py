@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from gpt_fast.kernels.cpu import available, read
+from gpt_fast.kernels.packing import empty
+
 _CPU_BYTES = 512 * 2**20
 _CUDA_BYTES = 2 * 2**30
 
@@ -36,8 +39,8 @@ class Roofline(NamedTuple):
 def read_bandwidth(device_type: str, threads: int | None = None) -> float:
     """Bytes per second of reading on ``cpu`` or ``cuda``.
 
-    On a CPU by a matrix-vector product, which reads faster than a sum or a dot product; on CUDA by a copy, read and
-    write counted.
+    On a CPU by a loop that only reads, on huge pages as the kernels' weights are; without the kernels by a
+    matrix-vector product, which reads faster than a sum. On CUDA by a copy, read and write counted.
 
     ``threads`` only keys the cache: it should be the number of threads in use. Takes a fraction of a second.
     """
@@ -45,6 +48,9 @@ def read_bandwidth(device_type: str, threads: int | None = None) -> float:
         source = torch.zeros(_CUDA_BYTES, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         return _best(lambda: target.copy_(source), 2 * source.numel(), torch.cuda.synchronize)
+    if available():
+        data = empty((_CPU_BYTES,), torch.uint8).fill_(1)
+        return _best(lambda: read(data), data.numel(), lambda: None)
     matrix, vector = torch.ones(_CPU_BYTES // 4 // 2048, 2048), torch.ones(2048)
     return _best(lambda: torch.mv(matrix, vector), matrix.numel() * 4, lambda: None)
 

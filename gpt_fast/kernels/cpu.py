@@ -123,6 +123,7 @@ def library() -> ctypes.CDLL:
     lib.gpt_fast_pack.argtypes = [_I, _P, _P, _I, _I, _I, _I, ctypes.c_int]
     for name in ("linear", "paged_attention", "rms_norm", "silu_mul", "decoder_step", "pack"):
         getattr(lib, f"gpt_fast_{name}").restype = None
+    lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
     return lib
 
@@ -169,6 +170,11 @@ def linear(
         torch.get_num_threads(),
     )
     return out.view(*x.shape[:-1], out_features)
+
+
+def read(data: Tensor) -> None:
+    """Read all of ``data``, contiguous, a multiple of 128 kB long, as fast as memory allows."""
+    library().gpt_fast_read(data.data_ptr(), data.numel() * data.element_size(), torch.get_num_threads())
 
 
 def pack(kind: str, rows: Tensor, packed: Tensor, units: int, group: int, header: int = 0) -> None:

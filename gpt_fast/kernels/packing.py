@@ -32,7 +32,7 @@ _HUGE_PAGE = 2 * 2**20
 _MADV_HUGEPAGE = 14
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor on huge pages where the system has them: fewer address translations while streaming."""
     out = torch.empty(shape, dtype=dtype)
     begin = -(-out.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
@@ -61,7 +61,7 @@ def pack_dense(w: Tensor) -> Tensor:
         raise ValueError(f"pack_dense takes float32 or bfloat16, not {w.dtype}")
     n, k = w.shape
     whole = n // _DENSE_TILE
-    packed = _empty((-(-n // _DENSE_TILE), k, _DENSE_TILE), w.dtype)
+    packed = empty((-(-n // _DENSE_TILE), k, _DENSE_TILE), w.dtype)
     if cpu.available():
         cpu.pack(str(w.dtype).removeprefix("torch."), w.contiguous(), packed, units=k, group=k)
         return packed
@@ -92,7 +92,7 @@ def pack_int8(w: Tensor) -> Tensor:
     if w.shape[1] % BLOCK:
         w = F.pad(w, (0, -w.shape[1] % BLOCK))
     tiles, blocks = -(-w.shape[0] // _TILE), w.shape[1] // BLOCK
-    packed = _empty((tiles, blocks, 8, _TILE, 4), torch.int8)
+    packed = empty((tiles, blocks, 8, _TILE, 4), torch.int8)
     if cpu.available():
         cpu.pack("int8", w.contiguous(), packed, units=8 * blocks, group=8 * blocks)
         return packed
@@ -137,7 +137,7 @@ def pack_int4_plain(data: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     check_group_size(2 * data.shape[1], group_size)
     scale, minimum = (_pad_rows(t.half(), _TILE) for t in (scale, minimum))
     tiles = scale.shape[0] // _TILE
-    packed = _empty((tiles, groups, 32 + 4 * group_size), torch.uint8)
+    packed = empty((tiles, groups, 32 + 4 * group_size), torch.uint8)
     packed[:, :, :16] = _header(scale, tiles)
     packed[:, :, 16:32] = _header(minimum, tiles)
     if cpu.available():
