@@ -1,6 +1,7 @@
 """What TorchServe costs: the same requests by HTTP and straight to the engine, in turns, on one machine.
 
     python benchmarks/serving_overhead.py --url http://127.0.0.1:8080/predictions/gpt-fast --checkpoint DIR \
+        [--dtype D] [--quantize MODE] [--max-seq-len N]
         [--clients 1,8] [--new-tokens 64] [--rounds 5] [--first-token-rounds 30]
 
 The server at ``--url`` and the engine in this process hold the same checkpoint with the same options; only one of
@@ -71,8 +72,17 @@ def main() -> int:
     parser.add_argument("--first-token-rounds", type=int, default=30)
     parser.add_argument("--max-seq-len", type=int)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize")
+    parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
-    llm = LLM(arguments.checkpoint, dtype=arguments.dtype, max_seq_len=arguments.max_seq_len, progress=True)
+    llm = LLM(
+        arguments.checkpoint,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
+        threads=arguments.threads,
+        max_seq_len=arguments.max_seq_len,
+        progress=True,
+    )
     vocab_size = llm.config.vocab_size
     ways: dict[str, Any] = {
         "http": lambda ids, count: by_http(arguments.url, ids, count),

@@ -23,7 +23,7 @@ from gpt_fast.config import ConfigError, ModelConfig
 from gpt_fast.families import CheckpointError, parts, read_json
 from gpt_fast.llm import LLM
 from gpt_fast.params import SamplingParams
-from gpt_fast.quantize import load_model, quant_config, quantize_checkpoint, quantize_model
+from gpt_fast.quantize import load_model, outline, quant_config, quantize_checkpoint, quantize_model
 from gpt_fast.quantize.linear import KINDS, Int4Linear, QuantizedLinear
 from gpt_fast.quantize.reference import dequantize_int4, pack_int4, unpack_int4
 from gpt_fast.quantize.rtn import encode, find_grid, pad_groups, quantize_rows
@@ -332,6 +332,10 @@ def test_the_command_writes_a_checkpoint_that_others_take(tmp_path: Path) -> Non
     assert (tmp_path / "b" / "generation_config.json").exists()
     model = load_model(tmp_path / "b", torch.float32)
     assert model.layers[0].attention.wo.scheme == Scheme("int4", 64)
+    assert outline(tmp_path / "b", torch.float32).bytes_per_token(9, 4) == model.bytes_per_token(9, 4)
+    assert outline(source, torch.float32).bytes_per_token(9, 4) == load_model(source, torch.float32).bytes_per_token(
+        9, 4
+    )
     refused = run("--mode", "int8", "--group-size", "64", "--out", str(tmp_path / "c"))
     assert refused.returncode == 1
     assert "--group-size means nothing" in refused.stderr

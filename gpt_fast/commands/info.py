@@ -48,12 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoint_facts(arguments: argparse.Namespace, device: Any, bandwidth: float) -> dict[str, Any]:
-    import torch
-
     from gpt_fast.checkpoint import stored_dtype
     from gpt_fast.families import read_config, read_generation_defaults
-    from gpt_fast.model import Transformer
+    from gpt_fast.model import unique_tensors
     from gpt_fast.placement import pick_dtype
+    from gpt_fast.quantize import outline, quantization_method
     from gpt_fast.roofline import Roofline
     from gpt_fast.tokenizer import load_tokenizer
 
@@ -61,15 +60,15 @@ def _checkpoint_facts(arguments: argparse.Namespace, device: Any, bandwidth: flo
     defaults = read_generation_defaults(arguments.checkpoint)
     tokenizer = load_tokenizer(arguments.checkpoint)
     dtype = pick_dtype(arguments.dtype, device, config, stored_dtype(arguments.checkpoint))
-    with torch.device("meta"):
-        model = Transformer(config).to(dtype)
+    model = outline(arguments.checkpoint, dtype)
     shape = {k: v for k, v in dataclasses.asdict(config).items() if k != "windows"}
     return {
         **shape,
         "sliding_window": max(config.windows, default=0) or None,
         "parameters": config.num_parameters,
         "dtype": str(dtype).removeprefix("torch."),
-        "weight_bytes": config.num_parameters * dtype.itemsize,
+        "quantization": quantization_method(arguments.checkpoint),
+        "weight_bytes": sum(t.numel() * t.element_size() for t in unique_tensors(model)),
         "kv_bytes_per_token": config.kv_bytes_per_token(dtype.itemsize),
         "bytes_per_decoded_token": model.bytes_per_token(0, dtype.itemsize),
         "flops_per_token": model.flops_per_token(0),

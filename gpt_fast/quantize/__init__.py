@@ -24,6 +24,7 @@ __all__ = [
     "Scheme",
     "check_device",
     "load_model",
+    "outline",
     "quant_config",
     "quantization_method",
     "quantize_checkpoint",
@@ -63,6 +64,24 @@ def load_model(
     model = build(config, dtype, device, column_major, lambda m: swap_layers(m, choose, device))
     fill(model, config, weights, str(directory), progress=progress, store=row_writer(model))
     return model
+
+
+def outline(directory: str | Path, dtype: torch.dtype) -> Transformer:
+    """The model of a checkpoint on the meta device: shapes, dtypes and sizes, no weights. Raises CheckpointError."""
+    directory = Path(directory)
+    raw = read_json(directory / "config.json").get("quantization_config")
+    config, _ = resolve_tying(read_config(directory), open_weights(directory))
+    if not raw:
+        return build(config, dtype, "meta")
+    if raw["quant_method"] == METHOD:
+        quant = parse_quant_config(raw, str(directory / "config.json"))
+    else:
+        from gpt_fast.quantize.hub import parse_format
+
+        group_size = parse_format(raw, str(directory / "config.json")).group_size
+        quant = QuantConfig(Scheme("int4", group_size if group_size > 0 else config.dim), None)
+    choose = chooser(quant, config.tie_embeddings)
+    return build(config, dtype, "meta", swap=lambda m: swap_layers(m, choose, "meta"))
 
 
 def quantization_method(directory: str | Path) -> str | None:

@@ -60,7 +60,7 @@ struct Dense {
             for (int t = 0; t < T; ++t) {
                 __m256 first, second;
                 load16(ws[t] + i * kTile, first, second);
-                if (R <= 2) _mm_prefetch(reinterpret_cast<const char*>(ws[t] + i * kTile) + kAhead, _MM_HINT_T0);
+                if (R == 2) _mm_prefetch(reinterpret_cast<const char*>(ws[t] + i * kTile) + kAhead, _MM_HINT_T0);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
                     const __m256 xv = _mm256_broadcast_ss(xs[r] + i);
