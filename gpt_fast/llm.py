@@ -302,6 +302,11 @@ class LLM:
         return self.engine.changed
 
     @property
+    def pressing(self) -> threading.Condition:
+        """Of the same lock as ``changed``, notified of first tokens and endings alone."""
+        return self.engine.pressing
+
+    @property
     def num_preemptions(self) -> int:
         """How often a sequence had to give its pages back and was computed again."""
         return self.engine.scheduler.num_preemptions

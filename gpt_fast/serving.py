@@ -40,6 +40,7 @@ class Engine(Protocol):
     """What a session needs of LLM."""
 
     changed: threading.Condition  # notified when any sequence has something new
+    pressing: threading.Condition  # of the same lock, when it is a first token or an ending
 
     def submit(self, prompt: Any, params: SamplingParams, max_uncollected: int | None) -> Sequence: ...
 
@@ -156,4 +157,7 @@ def wait_for_news(
             talking = [s for s in sessions if s.has_news]
             if any(not s.started or s.ending for s in talking) or (talking and now >= since + pause_s):
                 return
-            engine.changed.wait((since + pause_s if talking else deadline) - now)
+            if talking:
+                engine.pressing.wait(since + pause_s - now)
+            else:
+                engine.changed.wait(deadline - now)

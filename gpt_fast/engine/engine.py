@@ -48,7 +48,9 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
-        self.changed = threading.Condition()  # guards the inbox and every handle
+        lock = threading.RLock()  # guards the inbox and every handle
+        self.changed = threading.Condition(lock)
+        self.pressing = threading.Condition(lock)  # first tokens and endings alone, for those who let tokens gather
         self.max_waiting = max_waiting
         self.num_steps = 0
         self.on_finish = on_finish
@@ -227,6 +229,7 @@ class Engine:
     def _emit(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
         now = time.monotonic()
         with self.changed:
+            pressing = False
             for request, token in zip(requests, tokens, strict=True):
                 try:
                     text = request.append(token, now)
@@ -234,9 +237,16 @@ class Engine:
                     self._fail(request, error)
                     continue
                 self._handles[request.id].put(text, token)
+                pressing |= request.first_token == now
                 if request.finish_reason is not None:
                     self._finish(request)
-            self.changed.notify_all()
+                    pressing = True
+            self._notify(pressing)
+
+    def _notify(self, pressing: bool = True) -> None:
+        self.changed.notify_all()
+        if pressing:
+            self.pressing.notify_all()
 
     def _finish(self, request: Request) -> None:
         self.scheduler.finish(request)
@@ -250,7 +260,7 @@ class Engine:
         self.scheduler.finish(request)
         with self.changed:
             self._handles.pop(request.id).error = RequestFailedError(str(error).partition("\n")[0])
-            self.changed.notify_all()
+            self._notify()
         self.on_finish(request)
 
     def _abort(self, requests: Iterable[Request], reason: FinishReason = "abort") -> None:
@@ -258,7 +268,7 @@ class Engine:
             for request in requests:
                 request.finish_reason = reason
                 self._finish(request)
-                self.changed.notify_all()
+                self._notify()
 
     def _abandon(self, error: Exception | None) -> None:
         """End every request: the engine stops."""
@@ -266,7 +276,7 @@ class Engine:
             for handle in self._handles.values():
                 handle.error = EngineError(f"the engine has stopped: {error or 'it was closed'}")
             self._handles.clear()
-            self.changed.notify_all()
+            self._notify()
 
 
 def _row(request: Request) -> SamplingRow:
