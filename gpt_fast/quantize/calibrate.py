@@ -157,7 +157,7 @@ class Stage(NamedTuple):
 
 def _into_wo(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wo, block.attention.wo = block.attention.wo, nn.Identity()  # type: ignore[assignment]
-    out: Tensor = block.attention(block.attention_norm(x), cos, sin, None, None, None)
+    out: Tensor = block.attention(block.attention_norm(x), cos, sin, None, None)
     block.attention.wo = wo
     return out
 
@@ -171,7 +171,7 @@ def _into_w2(block: Block, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _after(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(
-        [b + block.attention(block.attention_norm(b), cos, sin, None, None, None) for b in x.split(_BATCH)]
+        [b + block.attention(block.attention_norm(b), cos, sin, None, None) for b in x.split(_BATCH)]
     )
 
 
