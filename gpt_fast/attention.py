@@ -18,11 +18,14 @@ The operation is opaque to the compiler (one custom op a layer), so ragged lengt
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from gpt_fast.kernels import gpu
+from gpt_fast.kernels.reference import quantize_heads
 
 
 class LayerCache(NamedTuple):
@@ -91,13 +94,6 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
     key = torch.arange(num_keys, device=device)[None, :]
     mask = key <= query
     return mask & (key > query - window) if window else mask
-
-
-def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., D] to int8 values and float32 scales [...]: largest magnitude / 127, nearest value, ties to even."""
-    most = x.float().abs().amax(-1)
-    inverse = torch.where(most == 0, most, torch.full_like(most, 127.0) / most)
-    return (x.float() * inverse[..., None]).round().nan_to_num().to(torch.int8), most / 127
 
 
 def _write(new: Tensor, cache: Tensor, scales: Tensor | None, write_slots: Tensor) -> None:
@@ -213,6 +209,15 @@ def paged_attention_static(
     return _attend_masked(q, cache, page_table[slot], position.clamp(min=0), window)
 
 
+def _paged_attention_cuda(*arguments: Any) -> Tensor:
+    """Triton's kernel where it runs; its twin otherwise."""
+    if gpu.available():
+        from gpt_fast.kernels.gpu.attention import paged_attention
+
+        return paged_attention(*arguments)
+    return paged_attention_static(*arguments)
+
+
 _SCHEMA = (
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor query_start, "
     "Tensor context_len, Tensor page_table, Tensor write_slots, int window, Tensor(c!)? k_scale=None, "
@@ -222,7 +227,7 @@ _SCHEMA = (
 _library = torch.library.Library("gpt_fast", "FRAGMENT")
 _library.define(_SCHEMA)
 _library.impl("paged_attention", paged_attention_eager, "CPU")
-_library.impl("paged_attention", paged_attention_static, "CUDA")
+_library.impl("paged_attention", _paged_attention_cuda, "CUDA")
 
 
 @torch.library.register_fake("gpt_fast::paged_attention")

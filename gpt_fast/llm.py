@@ -146,6 +146,7 @@ class LLM:
             page_size=o.page_size,
             prefill_chunk=self.prefill_chunk,
             compile=o.compile,
+            kernels=o.kernels,
             cache_dtype=None if o.kv_cache_dtype == "auto" else getattr(torch, o.kv_cache_dtype),
         )
         scaling = self.config.rope_scaling

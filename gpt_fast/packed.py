@@ -1,4 +1,4 @@
-"""A Transformer in the form that the C++ kernels stream: its linear layers packed, whole steps in one call.
+"""A Transformer on own kernels: its linear layers packed as the C++ kernels stream them, whole steps in one call.
 
 ``pack_model`` exchanges the modules of a loaded model, so that no weight is held twice; ``fast_step`` gives the
 function that takes the place of ``Transformer.step``. The packed modules compute the same by themselves (``forward``),
@@ -7,17 +7,23 @@ which is how whole sequences without a cache run, and what the step is tested ag
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt_fast import kernels
 from gpt_fast.attention import StepLayout
-from gpt_fast.kernels import packing
+from gpt_fast.kernels import gpu, packing
 from gpt_fast.kernels.cpu import CACHE_FORMATS
 from gpt_fast.kernels.decoder import Decoder, LayerWeights, LinearWeights
 from gpt_fast.model import Block, KVCache, Transformer
 from gpt_fast.quantize.linear import Int4Linear, Int8Linear
+
+log = logging.getLogger(__name__)
 
 _BLOCK_LINEARS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -102,14 +108,39 @@ def pack_model(model: Transformer) -> bool:
     return True
 
 
-def fast_step(model: Transformer, cache: KVCache) -> FastStep | None:
-    """``Transformer.step`` in C++ for a packed model and its ``cache``; None where that does not run."""
-    known = isinstance(model.output, PackedLinear) and cache[0].k.dtype in CACHE_FORMATS
-    return FastStep(model, cache) if known else None
+class Step(Protocol):
+    """Called as ``Transformer.step`` is, always with the cache that it was made for."""
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, lengths: Tensor, cache: KVCache, layout: StepLayout, rows: Tensor
+    ) -> Tensor: ...
+
+    def warm_up(self, report: Callable[[str], None]) -> None:
+        """Compile and record what steps need; before the first one."""
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether steps of so many new tokens take everything but ``rows`` from the CPU."""
+
+
+def fast_step(model: Transformer, cache: KVCache, num_slots: int, pages_per_slot: int) -> Step | None:
+    """``Transformer.step`` by own kernels, for a packed model or one on a GPU; None where they do not run it.
+
+    A step has at most ``num_slots`` sequences of ``pages_per_slot`` pages.
+    """
+    if isinstance(model.output, PackedLinear) and cache[0].k.dtype in CACHE_FORMATS:
+        return FastStep(model, cache)
+    if cache[0].k.device.type == "cuda" and gpu.available():
+        from gpt_fast.kernels.gpu.step import GpuStep
+
+        try:
+            return GpuStep(model, cache, num_slots, pages_per_slot)
+        except ValueError as why:
+            log.warning("the GPU kernels do not take this model, plain torch runs it and slower: %s", why)
+    return None
 
 
 class FastStep:
-    """Called as ``Transformer.step`` is, always with the cache that it was made for."""
+    """A ``Step`` on a CPU."""
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
         table: Tensor | LinearWeights = model.tok_embeddings.weight
@@ -126,6 +157,13 @@ class FastStep:
             num_heads=config.num_heads,
             eps=config.norm_eps,
         )
+
+    def warm_up(self, report: Callable[[str], None]) -> None:
+        """Nothing: the library is built."""
+
+    def takes(self, num_tokens: int) -> bool:
+        """Always."""
+        return True
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, lengths: Tensor, cache: KVCache, layout: StepLayout, rows: Tensor

@@ -30,7 +30,7 @@ class Runner:
     """Executes plans of at most ``max_batch`` sequences, each of at most ``max_seq_len`` tokens.
 
     The cache of ``num_pages`` pages of ``page_size`` tokens is allocated here, once, in ``cache_dtype``: None is the
-    dtype of the model.
+    dtype of the model. ``kernels``: own ones run the steps where they can.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Runner:
         prefill_chunk: int,
         compile: bool,
         cache_dtype: torch.dtype | None = None,
+        kernels: bool = True,
     ) -> None:
         self.model = model
         self.device = model.tok_embeddings.weight.device
@@ -60,9 +61,9 @@ class Runner:
         self._query_start = torch.zeros(max_batch + 1, dtype=torch.int32)
         self._context_len = torch.zeros(max_batch, dtype=torch.int32)
         self._page_table = torch.zeros(max_batch, self.pages_per_sequence, dtype=torch.int32)
-        fast = fast_step(model, self.cache)
-        self._step = fast or model.step
-        self.path = "kernels" if fast else "compiled" if compile else "eager"
+        self._fast = fast_step(model, self.cache, max_batch, self.pages_per_sequence) if kernels else None
+        self._step = self._fast or model.step
+        self.path = "kernels" if self._fast else "compiled" if compile else "eager"
         if self.path == "compiled":
             for layer in model.layers:
                 layer.compile(fullgraph=True, dynamic=True)
@@ -97,15 +98,14 @@ class Runner:
             tokens += sequence.tokens
             rows += range(len(tokens) - sequence.num_logits, len(tokens))
             self._query_start[s + 1 :] = len(tokens)
-        layout = StepLayout(
-            self._to_device(self._query_start),
-            self._to_device(self._context_len),
-            self._to_device(self._page_table),
-            self._tensor(slots),
-        )
-        return self._step(
-            self._tensor(tokens), self._tensor(positions), self._tensor(lengths), self.cache, layout, self._tensor(rows)
-        )
+        given = [self._query_start, self._context_len, self._page_table]
+        given += [torch.tensor(values, dtype=torch.int64) for values in (slots, tokens, positions, lengths)]
+        if self._fast is None or not self._fast.takes(len(tokens)):
+            given = [self._to_device(t) for t in given]
+        start, context_len, page_table, write_slots, new, places, totals = given
+        layout = StepLayout(start, context_len, page_table, write_slots)
+        wanted = self._to_device(torch.tensor(rows, dtype=torch.int64))
+        return self._step(new, places, totals, self.cache, layout, wanted)
 
     def _place(
         self, sequence: SequencePlan, s: int, positions: list[int], lengths: list[int], slots: list[int]
@@ -121,9 +121,6 @@ class Runner:
             lengths.append(max(sequence.prompt_len, position + 1))
             slots.append(pages[position // size] * size + position % size)
 
-    def _tensor(self, values: list[int]) -> Tensor:
-        return self._to_device(torch.tensor(values, dtype=torch.int64))
-
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
@@ -138,6 +135,8 @@ class Runner:
             torch._inductor.config.cpp_cache_precompile_headers = False
         # Dynamo counts the variants of Block.forward over all models of the process: two for each kind of block.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _BLOCK_VARIANTS)
+        if self._fast is not None:
+            self._fast.warm_up(report)
         try:
             self._run_shapes(report)
         except Exception as error:  # the compiler raises many types, none of them public

@@ -24,6 +24,13 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks * inverse[..., None]).round().nan_to_num().to(torch.int8), most / 127
 
 
+def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., D] to int8 values and float32 scales [...]: largest magnitude / 127, nearest value, ties to even."""
+    most = x.float().abs().amax(-1)
+    inverse = torch.where(most == 0, most, torch.full_like(most, 127.0) / most)
+    return (x.float() * inverse[..., None]).round().nan_to_num().to(torch.int8), most / 127
+
+
 def rounded_activations(x: Tensor) -> Tensor:
     """x [..., K] as the integer products see it, float32."""
     values, scales = quantize_activations(x)

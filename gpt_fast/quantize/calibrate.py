@@ -170,9 +170,7 @@ def _into_w2(block: Block, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _after(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.cat(
-        [b + block.attention(block.attention_norm(b), cos, sin, None, None) for b in x.split(_BATCH)]
-    )
+    return torch.cat([b + block.attention(block.attention_norm(b), cos, sin, None, None) for b in x.split(_BATCH)])
 
 
 STAGES = (

@@ -6,10 +6,13 @@ the plain one by an import.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt_fast.kernels import gpu
 from gpt_fast.quantize.reference import dequantize_int4, linear_fp8, linear_int4, linear_int8
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import Scheme
@@ -30,6 +33,7 @@ class QuantizedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        self._on_gpu: dict[torch.dtype, Any] = {}
         for name, (dtype, shape) in scheme.tensors(out_features, in_features).items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
         self.register_parameter("bias", bias)
@@ -41,12 +45,23 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N] in the dtype of ``x``."""
-        out = self.product(x)
+        out = self.product(x) if x.device.type != "cuda" or not gpu.available() else self._gpu_product(x)
         return out if self.bias is None else out + self.bias
 
     def product(self, x: Tensor) -> Tensor:
         """The output without the bias."""
         raise NotImplementedError
+
+    def _gpu_product(self, x: Tensor) -> Tensor:
+        """:meth:`product` by Triton's kernels, for many rows by torch on weights widened for the moment."""
+        from gpt_fast.kernels.gpu.decoder import linear_weights
+        from gpt_fast.kernels.gpu.linear import product
+
+        if getattr(self, "order", None) is not None:
+            return self.product(x)
+        if x.dtype not in self._on_gpu:
+            self._on_gpu[x.dtype] = linear_weights(self, x.dtype)._replace(bias=None)
+        return product(x, self._on_gpu[x.dtype])
 
     def dequantized(self) -> Tensor:
         """The weight that this layer multiplies with, float32 [N, K]."""

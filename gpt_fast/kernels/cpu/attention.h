@@ -357,7 +357,7 @@ inline int64_t attention_scratch(int threads, int64_t longest, int64_t heads, in
     return 2 * threads * ceil_div(longest, kSplit) * kQueryPiece * (heads / kv_heads) * (head_dim + 2);
 }
 
-// One head's numbers to int8: the rule of attention.py, quantize_heads.
+// One head's numbers to int8: the rule of reference.py, quantize_heads.
 inline void quantize_head(const float* x, int64_t dim, int8_t* values, float* scale) {
     __m256 largest = _mm256_setzero_ps();
     const __m256 sign = _mm256_set1_ps(-0.0f);

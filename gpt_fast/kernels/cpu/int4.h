@@ -12,7 +12,7 @@ namespace gpt_fast {
 struct Int4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTile = 8;
-    static constexpr int kMaxRows = 4;
+    static constexpr int kMaxRows = 8;
     static constexpr int64_t kManyRowsTiles = 4;
     static constexpr bool kOutputScale = false;
 #define TT 4

@@ -12,7 +12,7 @@ namespace gpt_fast {
 struct Int8 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTile = 8;
-    static constexpr int kMaxRows = 6;
+    static constexpr int kMaxRows = 8;
     static constexpr int64_t kManyRowsTiles = 4;
     static constexpr bool kOutputScale = true;
         // Four streams: the hardware fetches ahead for each by itself, and prefetching in their place only costs.
