@@ -1,0 +1,182 @@
+# mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false, disallow-untyped-calls=false
+"""The Triton kernels of paged attention (attention.py launches them and documents their arguments).
+
+A program takes a few new tokens of one sequence, the query heads that share one key-value head, and one part of the
+sequence. Where it lies is read on the device, so a CUDA graph can hold the launch for any lengths.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _find_slot(program, query_start, num_slots, queries: tl.constexpr, slots_pad: tl.constexpr):
+    """The slot and the first new token of program ``program``: slots in order, each in blocks of ``queries`` tokens.
+
+    The slot is ``num_slots`` for a program, or a padding token, that belongs to none.
+    """
+    s = tl.arange(0, slots_pad)
+    begin = tl.load(query_start + s, mask=s < num_slots, other=0)
+    end = tl.load(query_start + 1 + s, mask=s < num_slots, other=0)
+    blocks = tl.where(s < num_slots, (end - begin + queries - 1) // queries, 0)
+    past = tl.cumsum(blocks, 0)
+    slot = tl.sum(((past <= program) & (s < num_slots)).to(tl.int32), 0)
+    before = tl.sum(tl.where(s < slot, blocks, 0), 0)
+    return slot, (program - before) * queries
+
+
+@triton.jit
+def _combine(partial, stats, at, active, used, rows: tl.constexpr, width: tl.constexpr, splits: tl.constexpr):
+    """Parts 0..active-1 of the row group ``at`` in one: [rows, width] float32, the first ``used`` rows.
+
+    Read past the first-level cache, which does not know of other programs' stores.
+    """
+    r = tl.arange(0, rows)
+    d = tl.arange(0, width)
+    most = tl.full((rows,), float("-inf"), tl.float32)
+    total = tl.zeros((rows,), tl.float32)
+    acc = tl.zeros((rows, width), tl.float32)
+    for part in range(0, active):
+        place = at * splits + part
+        given = r < used
+        its_most = tl.load(stats + place * 2 * rows + r, mask=given, other=float("-inf"), cache_modifier=".cg")
+        its_total = tl.load(stats + place * 2 * rows + rows + r, mask=given, other=0.0, cache_modifier=".cg")
+        its_at = partial + (place * rows + r[:, None]) * width + d[None, :]
+        its_acc = tl.load(its_at, mask=given[:, None], other=0.0, cache_modifier=".cg")
+        new = tl.maximum(most, its_most)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        old_share, share = tl.exp2(most - base), tl.exp2(its_most - base)
+        acc = acc * old_share[:, None] + its_acc * share[:, None]
+        total = total * old_share + its_total * share
+        most = new
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def _store(out, value, token, head, count, heads, dim, group: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
+    """value [rows, width], row = query * group + head within the group, into out [N, H, D]."""
+    r = tl.arange(0, rows)
+    d = tl.arange(0, width)
+    at = ((token + r // group) * heads + head * group + r % group).to(tl.int64) * dim
+    inside = (r < count * group)[:, None] & (d < dim)[None, :]
+    tl.store(out + at[:, None] + d[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def attend_kernel(
+    q, k_cache, v_cache, k_scale, v_scale, query_start, context_len, page_table, out, partial, stats, arrivals,
+    num_slots, pages_per_slot, scale, window,
+    page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, compute: tl.constexpr,
+    group: tl.constexpr, queries: tl.constexpr, rows: tl.constexpr, width: tl.constexpr, splits: tl.constexpr,
+    block: tl.constexpr, slots_pad: tl.constexpr, one_launch: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Attention of one block of queries of one sequence over one part of its tokens; the last part to end combines."""
+    if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    program, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, first_query = _find_slot(program, query_start, num_slots, queries, slots_pad)
+    padding = slot >= num_slots
+    if padding:
+        # A token past the last sequence's (queries == 1 alone counts programs by tokens): zeros.
+        if queries == 1 and part == 0:
+            _store(out, tl.zeros((rows, width), tl.float32), program, head, 1, heads, dim, group, rows, width)
+        return
+    begin, end = tl.load(query_start + slot), tl.load(query_start + slot + 1)
+    token = begin + first_query
+    count = tl.minimum(end - token, queries)
+    position = tl.load(context_len + slot) - (end - token)  # of the first query
+    length = position + count
+    lowest = tl.maximum(position - window + 1, 0) if window > 0 else 0
+    # Parts depend on this block alone: the same row gives the same bits in any batch.
+    share = tl.cdiv(tl.cdiv(length - lowest, splits), block) * block
+    active = tl.cdiv(length - lowest, share)
+    if part >= active:
+        return
+    start = lowest + part * share
+    stop = tl.minimum(start + share, length)
+
+    r = tl.arange(0, rows)
+    d = tl.arange(0, width)
+    t = tl.arange(0, block)
+    in_dim = d < dim
+    q_at = ((token + r // group) * heads + head * group + r % group).to(tl.int64) * dim
+    own = tl.load(q + q_at[:, None] + d[None, :], mask=(r < count * group)[:, None] & in_dim[None, :], other=0.0)
+    own = own.to(compute)
+    own_position = position + r // group
+    most = tl.full((rows,), float("-inf"), tl.float32)
+    total = tl.zeros((rows,), tl.float32)
+    acc = tl.zeros((rows, width), tl.float32)
+    for first in range(start, stop, block):
+        key = first + t
+        valid = key < stop
+        page = tl.load(page_table + slot * pages_per_slot + key // page_size, mask=valid, other=0)
+        row = (page.to(tl.int64) * page_size + key % page_size) * kv_heads + head
+        inside = valid[:, None] & in_dim[None, :]
+        keys = tl.load(k_cache + row[:, None] * dim + d[None, :], mask=inside, other=0).to(compute)
+        values = tl.load(v_cache + row[:, None] * dim + d[None, :], mask=inside, other=0).to(compute)
+        scores = tl.dot(own, tl.trans(keys), input_precision="ieee") * scale
+        if k_scale is not None:
+            scores *= tl.load(k_scale + row, mask=valid, other=0.0)[None, :]
+        seen = valid[None, :] & (key[None, :] <= own_position[:, None])
+        if window > 0:
+            seen &= key[None, :] > own_position[:, None] - window
+        scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(most, tl.max(scores, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)  # a row may see nothing of this block
+        weights = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(most - base)
+        total = total * keep + tl.sum(weights, 1)
+        if v_scale is not None:
+            weights *= tl.load(v_scale + row, mask=valid, other=0.0)[None, :]
+        acc = acc * keep[:, None] + tl.dot(weights.to(compute), values, input_precision="ieee")
+        most = new
+
+    at = program * kv_heads + head
+    if splits == 1:
+        value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        _store(out, value, token, head, count, heads, dim, group, rows, width)
+    else:
+        place = at * splits + part
+        used = count * group
+        tl.store(partial + (place * rows + r[:, None]) * width + d[None, :], acc, mask=(r < used)[:, None])
+        tl.store(stats + place * 2 * rows + r, most, mask=r < used)
+        tl.store(stats + place * 2 * rows + rows + r, total, mask=r < used)
+        if one_launch:
+            tl.debug_barrier()  # all threads' stores come before the one thread's release
+            before = tl.atomic_add(arrivals + at, 1, sem="acq_rel")
+            if before == active - 1:
+                value = _combine(partial, stats, at, active, used, rows, width, splits)
+                _store(out, value, token, head, count, heads, dim, group, rows, width)
+                tl.store(arrivals + at, 0)  # ready for the next launch
+
+
+@triton.jit
+def combine_kernel(
+    query_start, context_len, out, partial, stats, num_slots, window,
+    heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, group: tl.constexpr,
+    queries: tl.constexpr, rows: tl.constexpr, width: tl.constexpr, splits: tl.constexpr, block: tl.constexpr,
+    slots_pad: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """The parts of each row in a launch of its own: the plain twin of the last arrival in ``attend_kernel``."""
+    if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    program, head = tl.program_id(0), tl.program_id(1)
+    slot, first_query = _find_slot(program, query_start, num_slots, queries, slots_pad)
+    if slot >= num_slots:
+        return
+    token = tl.load(query_start + slot) + first_query
+    end = tl.load(query_start + slot + 1)
+    position = tl.load(context_len + slot) - (end - token)
+    length = position + tl.minimum(end - token, queries)
+    lowest = tl.maximum(position - window + 1, 0) if window > 0 else 0
+    share = tl.cdiv(tl.cdiv(length - lowest, splits), block) * block
+    active = tl.cdiv(length - lowest, share)
+    count = tl.minimum(end - token, queries)
+    value = _combine(partial, stats, program * kv_heads + head, active, count * group, rows, width, splits)
+    _store(out, value, token, head, count, heads, dim, group, rows, width)

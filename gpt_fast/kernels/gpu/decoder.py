@@ -1,0 +1,184 @@
+"""Whole steps of a Llama-like model on a GPU: model.py's ``Transformer.step`` in six launches a layer.
+
+    norm, qkv | q and k norm, rotation, cache | attention | wo, residual | norm, gate and up, SwiGLU | w2, residual
+
+and each product leaves what the next norm needs (linear.py). The sister of gpt_fast/kernels/decoder.py, for steps of at
+most 16 new tokens: decoding, verifying, the end of a prompt. Longer steps are bound by arithmetic, not by memory, and
+belong to ``Transformer.step`` with torch's products (``GpuDecoder.takes``).
+
+Every shape depends on the number of tokens alone and nothing is read on the host, so a CUDA graph can hold a step
+(graphs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt_fast.kernels.gpu.attention import Layer, attend, scratch
+from gpt_fast.kernels.gpu.fused import embed, rope_write
+from gpt_fast.kernels.gpu.linear import MAX_ROWS, Row, Weights, linear, linear_residual, prepare
+
+Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # positions and lengths [N] -> cos and sin [N, D / 2] float32
+
+
+class LayerWeights(NamedTuple):
+    """One block of the decoder."""
+
+    attention_norm: Tensor
+    wqkv: Weights
+    wo: Weights
+    ffn_norm: Tensor
+    w13: Weights
+    w2: Weights
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    window: int = 0
+
+
+class GpuDecoder:
+    """Runs whole steps of at most 16 new tokens.
+
+    ``embedding`` [V, E]; ``cache``: per layer keys and values, written in place; ``rope``: model.py's ``Rope``.
+    Activations are of ``dtype``. Weights may differ in format from layer to layer. Nothing given is copied but the
+    constants beside int4 weights. ``one_launch``: as in ``attention.attend``.
+    """
+
+    def __init__(
+        self,
+        embedding: Tensor,
+        layers: Sequence[LayerWeights],
+        norm: Tensor,
+        output: Weights,
+        cache: Sequence[Layer],
+        rope: Rope,
+        *,
+        num_heads: int,
+        eps: float,
+        dtype: torch.dtype,
+        one_launch: bool = True,
+    ) -> None:
+        _check_cache(cache, len(layers))
+        self.embedding, self.layers, self.norm, self.output = embedding, tuple(layers), norm, output
+        self.cache, self.rope, self.num_heads, self.eps, self.dtype = tuple(cache), rope, num_heads, eps, dtype
+        self.one_launch = one_launch
+        kv_heads, head_dim = cache[0].k.shape[2:]
+        self.device = embedding.device
+        self._scratch = scratch(MAX_ROWS, num_heads, kv_heads, head_dim, self.device)
+
+    @staticmethod
+    def takes(num_tokens: int) -> bool:
+        """Whether ``step`` runs so many new tokens; others are ``Transformer.step``'s."""
+        return 1 <= num_tokens <= MAX_ROWS
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of weights that one step streams, whatever its number of tokens."""
+        blocks = (w for layer in self.layers for w in (layer.wqkv, layer.wo, layer.w13, layer.w2))
+        return self.output.num_bytes + sum(w.num_bytes for w in blocks)
+
+    def step(
+        self,
+        tokens: Tensor,  # [N] int64
+        positions: Tensor,  # [N] int64
+        lengths: Tensor,  # [N] int64: Transformer.step has it
+        query_start: Tensor,  # the fields of attention.StepLayout
+        context_len: Tensor,
+        page_table: Tensor,
+        write_slots: Tensor,
+    ) -> Tensor:
+        """Logits [N, V] float32 of all new tokens; their keys and values go into the cache.
+
+        Tokens past ``query_start[-1]`` only pad: they must write to page 0, and their logits mean nothing. Raises
+        ValueError for more than 16 tokens.
+        """
+        if not self.takes(tokens.shape[0]):
+            raise ValueError(f"{tokens.shape[0]} new tokens; a step here takes 1 to {MAX_ROWS}")
+        cos, sin = self.rope(positions, lengths)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        x, row = embed(tokens, self.embedding, self.layers[0].attention_norm, self.eps, self.dtype)
+        for i, (layer, cache) in enumerate(zip(self.layers, self.cache, strict=True)):
+            after = self.layers[i + 1].attention_norm if i + 1 < len(self.layers) else self.norm
+            qkv = linear(row, layer.wqkv)
+            q = rope_write(qkv, cos, sin, write_slots, cache, self.num_heads, layer.q_norm, layer.k_norm, self.eps)
+            heads = attend(
+                q, cache, query_start, context_len, page_table, layer.window, self._scratch, self.one_launch
+            )  # fmt: skip
+            x, row = linear_residual(heads.flatten(1), layer.wo, x, layer.ffn_norm, self.eps)
+            x, row = self._feed_forward(layer, x, row, after)
+        return linear(row, self.output, out_dtype=torch.float32)
+
+    def _feed_forward(self, layer: LayerWeights, x: Tensor, row: Row, after: Tensor) -> tuple[Tensor, Row]:
+        hidden = linear(row, layer.w13, gated=True)
+        return linear_residual(hidden, layer.w2, x, after, self.eps)
+
+
+def _check_cache(cache: Sequence[Layer], num_layers: int) -> None:
+    if len(cache) != num_layers:
+        raise ValueError(f"caches of {len(cache)} layers for {num_layers} layers")
+    first = cache[0].k
+    for layer in cache:
+        for tensor in (layer.k, layer.v):
+            if tensor.shape != first.shape or tensor.dtype != first.dtype or not tensor.is_contiguous():
+                raise ValueError("all caches must be contiguous and of one shape and dtype")
+        if (first.dtype == torch.int8) != (layer.k_scale is not None and layer.v_scale is not None):
+            raise ValueError("an int8 cache, and no other, has scales")
+
+
+def linear_weights(module: Any, dtype: torch.dtype) -> Weights:
+    """An ``nn.Linear`` or a quantized layer (quantize/linear.py) as the kernels take it.
+
+    Raises ValueError for int4 columns that are sorted (``order``): their inputs would have to be gathered.
+    """
+    scheme = getattr(module, "scheme", None)
+    if scheme is None:
+        return prepare("dense", module.weight, bias=module.bias)
+    if getattr(module, "order", None) is not None:
+        raise ValueError("int4 weights with sorted columns are not supported here")
+    return prepare(
+        scheme.kind,
+        module.weight,
+        scale=module.scale,
+        minimum=getattr(module, "min", None),
+        bias=module.bias,
+        in_features=module.in_features,
+        dtype=dtype,
+    )
+
+
+def decoder_of(model: Any, cache: Sequence[Any], one_launch: bool = True) -> GpuDecoder:
+    """A decoder that shares the weights of ``model``, a ``Transformer`` of model.py, and its ``cache``.
+
+    ``cache``: a ``LayerCache`` of gpt_fast/attention.py for each layer. Raises ValueError for weights that the kernels
+    do not take.
+    """
+    dtype, config = model.norm.weight.dtype, model.config
+    layers = [
+        LayerWeights(
+            block.attention_norm.weight.detach(),
+            linear_weights(block.attention.wqkv, dtype),
+            linear_weights(block.attention.wo, dtype),
+            block.ffn_norm.weight.detach(),
+            linear_weights(block.feed_forward.w13, dtype),
+            linear_weights(block.feed_forward.w2, dtype),
+            None if block.attention.q_norm is None else block.attention.q_norm.weight.detach(),
+            None if block.attention.k_norm is None else block.attention.k_norm.weight.detach(),
+            block.attention.window,
+        )
+        for block in model.layers
+    ]
+    return GpuDecoder(
+        model.tok_embeddings.weight.detach(),
+        layers,
+        model.norm.weight.detach(),
+        linear_weights(model.output, dtype),
+        [Layer(*layer) for layer in cache],
+        model.rope,
+        num_heads=config.num_heads,
+        eps=config.norm_eps,
+        dtype=dtype,
+        one_launch=one_launch,
+    )

@@ -1,0 +1,724 @@
+"""The Triton kernels against their plain twins, and each row against itself in other company.
+
+Triton decides when it is imported whether it compiles or interprets, so the checks run in a process of their own:
+interpreted on a CPU, and compiled as well where there is a GPU. They are compiled for an H100 without one, too.
+By hand:
+
+    TRITON_INTERPRET=1 python -m pytest tests/test_kernels_gpu.py -o python_functions='check_*'
+    python -m pytest tests/test_kernels_gpu.py -o python_functions='compile_*'
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt_fast.attention import LayerCache, StepLayout, paged_attention_eager, paged_attention_static
+from gpt_fast.config import ModelConfig, RopeScaling
+from gpt_fast.kernels.reference import quantize_heads
+from gpt_fast.model import RMSNorm, Transformer, rotate
+from gpt_fast.quantize.apply import quantize_model
+from gpt_fast.quantize.linear import KINDS
+from gpt_fast.quantize.reference import unpack_int4
+from gpt_fast.quantize.rtn import quantize_rows
+from gpt_fast.quantize.scheme import Scheme, quant_config
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILING = os.environ.get("GPT_FAST_TEST_COMPILE") == "1"
+if INTERPRETED or COMPILING or torch.cuda.is_available():
+    attention = pytest.importorskip("gpt_fast.kernels.gpu.attention")
+    decoder = pytest.importorskip("gpt_fast.kernels.gpu.decoder")
+    fused = pytest.importorskip("gpt_fast.kernels.gpu.fused")
+    linear = pytest.importorskip("gpt_fast.kernels.gpu.linear")
+    plain = pytest.importorskip("gpt_fast.kernels.gpu.reference")
+if INTERPRETED:
+    attention.num_splits = lambda _: 2  # a program that finds nothing to do takes milliseconds here
+DEVICE = "cpu" if INTERPRETED or COMPILING or not torch.cuda.is_available() else "cuda"
+# The interpreter cuts bfloat16 results off where a GPU rounds them.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = tuple(TOLERANCE)
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+
+def run_checks(what: str, **env: str) -> None:
+    command = [sys.executable, "-m", "pytest", __file__, "-o", f"python_functions={what}_*", "-p", "no:cacheprovider"]
+    env = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"} | env
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_checks_hold_interpreted() -> None:
+    run_checks("check", TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_checks_hold_on_this_gpu() -> None:
+    run_checks("check")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton's assembler comes for this machine only")
+def test_everything_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    run_checks("compile", GPT_FAST_TEST_COMPILE="1", TRITON_CACHE_DIR=str(tmp_path))
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_benchmark_runs_from_end_to_end() -> None:
+    script = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu.py"
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), "--smoke"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    assert report["failed"] == []
+    assert report["checks"] > 5
+    assert {row["precision"] for row in report["decode"]} == {"bf16", "int8", "int4", "fp8"}
+    assert all(row["tokens_per_second"] > 0 and row["gigabytes"] > 0 for row in report["decode"])
+
+
+def test_the_package_does_without_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import gpt_fast.llm, gpt_fast.kernels.gpu as g; g.available()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def assert_near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """By the norm of the difference, and so that no element is lost in it."""
+    got, wanted = got.double(), wanted.double()
+    assert torch.isfinite(got).all()
+    assert ((got - wanted).norm() / wanted.norm()).item() < TOLERANCE[dtype]
+    assert (got - wanted).abs().max() < 20 * TOLERANCE[dtype] * wanted.abs().max()
+
+
+# --- products ------------------------------------------------------------------------------------------------------
+
+WEIGHT_KINDS = ("dense", "int8", "fp8", "int4-32", "int4-64", "int4-128")
+
+
+def weights(kind: str, n: int, k: int, dtype: torch.dtype, bias: bool = False, seed: int = 0) -> tuple[Any, Tensor]:
+    """Random weights as the kernel takes them, and their values in float32."""
+    w = noise(n, k, seed=seed) / k**0.5
+    b = noise(n, seed=seed + 1).to(dtype) if bias else None
+    if kind == "dense":
+        return linear.prepare("dense", w.to(dtype), bias=b), w.to(dtype).float()
+    name, _, size = kind.partition("-")
+    scheme = Scheme(name, int(size or 0))  # type: ignore[arg-type]
+    q = {name: t.to(DEVICE) for name, t in quantize_rows(w.cpu(), scheme).items()}
+    module = KINDS[name](k, n, scheme, None, DEVICE)
+    module.load_state_dict(q)
+    prepared = linear.prepare(
+        name, q["weight"], scale=q["scale"], minimum=q.get("min"), bias=b, in_features=k, dtype=dtype
+    )
+    return prepared, module.dequantized()
+
+
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+@pytest.mark.parametrize(
+    ("n", "k", "dtype"), [*((48, 1024, dtype) for dtype in DTYPES), (37, 416, torch.float32)], ids=str
+)
+def check_products(kind: str, n: int, k: int, dtype: torch.dtype) -> None:
+    w, values = weights(kind, n, k, dtype)
+    x = noise(16, k, seed=3).to(dtype)
+    out = linear.linear(x, w)
+    assert out.dtype == dtype
+    assert_near(out, plain.linear(x, values), dtype)
+    for begin, end in ((5, 6), (9, 16)):  # alone and in any company: the same bits
+        assert torch.equal(linear.linear(x[begin:end].contiguous(), w), out[begin:end])
+
+
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+def check_other_tilings_agree(kind: str) -> None:
+    w, values = weights(kind, 64, 2048, torch.float32)
+    x = noise(2, 2048, seed=3)
+    used = linear.tiling(w)
+    for division in (used._replace(tile=16, warps=4), used._replace(tile=64, unroll=2 * used.unroll)):
+        assert_near(linear.linear(x, w, division=division), plain.linear(x, values), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["dense", "int8", "int4-32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (44, 200)])
+def check_everything_around_a_product(kind: str, dtype: torch.dtype, n: int, k: int) -> None:
+    x, residual = noise(5, k, seed=3).to(dtype), noise(5, n, seed=4).to(dtype)
+    norm, after = (1 + 0.1 * noise(k, seed=5)).to(dtype), (1 + 0.1 * noise(n, seed=6)).to(dtype)
+    w, values = weights(kind, n, k, dtype, bias=True)
+    wanted = plain.linear(x, values, bias=w.bias, norm=norm, eps=1e-5, residual=residual)
+    row = fused.prepare_norm(x, norm, 1e-5)
+    out, waiting = linear.linear_residual(row, w, residual, after, 1e-6)
+    assert_near(out, wanted, dtype)
+    # What waits for its norm is, once divided, the norm of what was stored.
+    ready = waiting.weighted.float() * torch.rsqrt(waiting.squares.sum(1, keepdim=True) / n + waiting.eps)
+    assert_near(ready, out.float() * torch.rsqrt(out.float().pow(2).mean(1, keepdim=True) + 1e-6) * after, dtype)
+    alone, alone_waiting = linear.linear_residual(
+        fused.prepare_norm(x[2:3], norm, 1e-5), w, residual[2:3].contiguous(), after, 1e-6
+    )
+    assert torch.equal(alone, out[2:3])
+    assert torch.equal(alone_waiting.squares, waiting.squares[2:3])
+    assert torch.equal(alone_waiting.weighted, waiting.weighted[2:3])
+
+
+@pytest.mark.parametrize("kind", ["dense", "fp8", "int4-64"])
+@pytest.mark.parametrize("f", [32, 23])
+def check_gated_products(kind: str, f: int) -> None:
+    w, values = weights(kind, 2 * f, 256, torch.float16, bias=True)
+    x = noise(3, 256, seed=3).half()
+    out = linear.linear(x, w, gated=True)
+    assert_near(out, plain.linear(x, values, bias=w.bias, gated=True), torch.float16)
+    assert torch.equal(linear.linear(x[1:2].contiguous(), w, gated=True), out[1:2])
+    assert_near(fused.silu_mul(linear.linear(x, w, out_dtype=torch.float32)), out, torch.float16)
+
+
+def check_every_byte_is_read_right() -> None:
+    """Products with unit vectors are the weights themselves."""
+    stored = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(4, 64).to(DEVICE)
+    eight = torch.where(stored & 0x7F == 0x7F, 0, stored)  # two bytes are not numbers
+    wanted = {
+        "fp8": eight.view(torch.float8_e4m3fn).float(),
+        "int8": stored.view(torch.int8).float(),
+        "int4": unpack_int4(stored).float() - 8,
+    }
+    one = torch.ones(4, 1, device=DEVICE)
+    for dtype in DTYPES:
+        made = {
+            "fp8": linear.prepare("fp8", eight.view(torch.float8_e4m3fn), scale=one[:, 0]),
+            "int8": linear.prepare("int8", stored.view(torch.int8), scale=one[:, 0]),
+            "int4": linear.prepare("int4", stored, scale=one.half(), minimum=-8 * one.half(), dtype=dtype),
+        }
+        for kind, w in made.items():
+            eye = torch.eye(w.in_features, device=DEVICE, dtype=dtype)
+            for begin in range(0, w.in_features, 16):
+                got = linear.linear(eye[begin : begin + 16].contiguous(), w, out_dtype=torch.float32)
+                assert torch.equal(got, wanted[kind][:, begin : begin + 16].T), (kind, dtype)
+
+
+def check_what_a_product_refuses() -> None:
+    w, _ = weights("dense", 16, 64, torch.float32)
+    with pytest.raises(ValueError, match="17 rows; the products take at most 16"):
+        linear.linear(noise(17, 64), w)
+    with pytest.raises(ValueError, match="have 64 columns"):
+        linear.linear(noise(1, 32), w)
+    with pytest.raises(ValueError, match="'int3' is not one of dense, int8"):
+        linear.prepare("int3", noise(4, 4))
+    with pytest.raises(ValueError, match="group_size: 16 is not one of"):
+        linear.prepare("int4", noise(4, 32).byte(), scale=noise(4, 4), minimum=noise(4, 4))
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
+class Case:
+    """A cache with other sequences' leftovers in it, and one step's new tokens."""
+
+    def __init__(
+        self,
+        counts: list[int],
+        contexts: list[int],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        page: int = 4,
+        pages: int = 24,
+    ) -> None:
+        slots, total = len(counts), sum(counts)
+        g = torch.Generator().manual_seed(1)
+        table = 1 + torch.randperm(slots * pages, generator=g).view(slots, pages).int()
+        self.k_cache, self.v_cache = (noise(slots * pages + 1, page, kv_heads, dim, seed=s) for s in (1, 2))
+        self.q, self.k, self.v = (noise(total, h, dim, seed=7 + i) for i, h in enumerate((heads, kv_heads, kv_heads)))
+        start = torch.tensor([0, *counts]).cumsum(0).int()
+        write = [
+            int(table[s, p // page]) * page + p % page
+            for s, (count, context) in enumerate(zip(counts, contexts, strict=True))
+            for p in range(context - count, context)
+        ]
+        # What lies past a context may be anything.
+        for s, context in enumerate(contexts):
+            for p in range(context, pages * page):
+                self.k_cache[table[s, p // page], p % page] = torch.inf
+                self.v_cache[table[s, p // page], p % page] = torch.nan
+        self.layout = StepLayout(
+            *(t.to(DEVICE) for t in (start, torch.tensor(contexts).int(), table, torch.tensor(write)))
+        )
+
+    def run(self, attend: Callable[..., Tensor], window: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tensor:
+        q, k, v = (t.to(dtype) for t in (self.q, self.k, self.v))
+        return attend(q, k, v, self.k_cache.to(cache_dtype), self.v_cache.to(cache_dtype), *self.layout, window)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [*((dim, torch.float32) for dim in (64, 80, 96, 128, 256)), (128, torch.float16), (80, torch.bfloat16)],
+    ids=str,
+)
+def check_decoding_attention(dim: int, dtype: torch.dtype) -> None:
+    case = Case([1, 1, 1], [90, 1, 33], 6, 2, dim)
+    got = case.run(attention.paged_attention, 0, dtype, dtype)
+    assert got.dtype == dtype
+    assert_near(got, case.run(paged_attention_eager, 0, torch.float32, dtype), dtype)
+
+
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize(
+    ("counts", "heads", "kv_heads"),
+    [([1, 0, 1, 1], 8, 2), ([2, 1, 0, 3], 4, 2), ([0, 2, 0, 0], 5, 1), ([20, 0, 3, 1], 8, 2), ([0, 0, 40, 0], 2, 2)],
+    ids=str,
+)
+def check_steps_of_any_mixture(counts: list[int], window: int, heads: int, kv_heads: int) -> None:
+    contexts = [max(c, e) for c, e in zip(counts, (91, 0, 90, 8), strict=True)]
+    case = Case(counts, [c if n else 0 for c, n in zip(contexts, counts, strict=True)], heads, kv_heads, 64)
+    got = case.run(attention.paged_attention, window, torch.float32, torch.float32)
+    assert_near(got, case.run(paged_attention_eager, window, torch.float32, torch.float32), torch.float32)
+
+
+def check_a_cache_of_another_dtype_is_written_and_read() -> None:
+    case = Case([1, 2], [50, 20], 4, 2, 64)
+    for dtype in (torch.bfloat16, torch.float16):
+        wanted = case.run(paged_attention_static, 0, torch.float32, dtype)
+        assert_near(case.run(attention.paged_attention, 0, torch.float32, dtype), wanted, torch.float32)
+
+
+@pytest.mark.parametrize("window", [0, 30])
+def check_a_query_is_the_same_in_any_company(window: int) -> None:
+    case = Case([1, 2, 1], [91, 67, 3], 2, 1, 64)
+    cache = attention.Layer(case.k_cache, case.v_cache)
+    start, length, table, _ = case.layout
+    whole = attention.attend(case.q, cache, start, length, table, window)
+    for s in range(3):
+        for token in range(int(start[s]), int(start[s + 1])):
+            alone = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+            position = length[s : s + 1] - (start[s + 1] - token) + 1
+            got = attention.attend(case.q[token : token + 1], cache, alone, position, table[s : s + 1], window)
+            assert torch.equal(got, whole[token : token + 1])
+
+
+def check_one_launch_or_two_and_again() -> None:
+    case = Case([1, 2], [91, 40], 4, 2, 64)
+    cache = attention.Layer(case.k_cache, case.v_cache)
+    room = attention.scratch(16, 4, 2, 64, torch.device(DEVICE))
+    room.partial.fill_(torch.nan)
+    one, again, two = (
+        attention.attend(case.q, cache, *case.layout[:3], 0, room, one_launch=flag) for flag in (True, True, False)
+    )
+    assert torch.equal(one, again)
+    assert torch.equal(one, two)
+    assert not room.arrivals.any()
+
+
+@pytest.mark.parametrize("window", [0, 150, 1000])
+def check_many_parts(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "num_splits", lambda _: 4)
+    case = Case([1, 1], [250, 130], 4, 1, 64, page=16, pages=16)
+    got = case.run(attention.paged_attention, window, torch.float32, torch.float32)
+    assert_near(got, case.run(paged_attention_eager, window, torch.float32, torch.float32), torch.float32)
+
+
+def check_rows_that_only_pad_are_zero() -> None:
+    case = Case([1, 1], [9, 5], 4, 2, 64)
+    cache = attention.Layer(case.k_cache, case.v_cache)
+    q = torch.cat((case.q, noise(3, 4, 64)))
+    for one_launch in (True, False):
+        out = attention.attend(q, cache, *case.layout[:3], 0, one_launch=one_launch)
+        assert not out[2:].any()
+        assert torch.equal(out[:2], attention.attend(case.q, cache, *case.layout[:3], 0))
+
+
+def check_an_int8_cache() -> None:
+    case = Case([1, 2], [80, 21], 4, 2, 64)
+    keys, values = (torch.where(t.isfinite(), t, 0.0) for t in (case.k_cache, case.v_cache))
+    (qk, ks), (qv, vs) = quantize_heads(keys), quantize_heads(values)
+    got = attention.attend(case.q, attention.Layer(qk, qv, ks, vs), *case.layout[:3], 0)
+    exact = attention.Layer(qk * ks[..., None], qv * vs[..., None])
+    assert_near(got, attention.attend(case.q, exact, *case.layout[:3], 0), torch.float32)
+    assert (
+        got - attention.attend(case.q, attention.Layer(keys, values), *case.layout[:3], 0)
+    ).norm() < 0.02 * got.norm()
+
+
+# --- what stands between -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "normed", "dtype"),
+    [(4, 2, 64, True, torch.float32), (3, 1, 80, False, torch.float32), (2, 2, 96, True, torch.bfloat16)],
+    ids=str,
+)
+def check_rotation_and_cache_write(heads: int, kv_heads: int, dim: int, normed: bool, dtype: torch.dtype) -> None:
+    qkv = noise(5, (heads + 2 * kv_heads) * dim).to(dtype)
+    angles = noise(5, dim // 2, seed=1)
+    slots = torch.tensor([7, 0, 3, 12, 4], device=DEVICE)
+    q, k, v = (t.unflatten(-1, (-1, dim)) for t in qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), dim=-1))
+    norms = [RMSNorm(dim, 1e-6).to(DEVICE, dtype) for _ in range(2)]
+    for i, norm in enumerate(norms):
+        norm.weight.data += 0.1 * noise(dim, seed=i).to(dtype)
+    wq, wk = (norms[0](q.float()), norms[1](k.float())) if normed else (q.float(), k.float())
+    wq, wk = (rotate(t, angles.cos(), angles.sin()) for t in (wq, wk))
+    weights = tuple(norm.weight.detach() for norm in norms) if normed else (None, None)
+    cache = attention.Layer(*(torch.zeros(4, 4, kv_heads, dim, device=DEVICE, dtype=dtype) for _ in range(2)))
+    got = fused.rope_write(qkv, angles.cos(), angles.sin(), slots, cache, heads, *weights, eps=1e-6)
+    assert_near(got, wq, dtype)
+    written = [t.view(-1, kv_heads, dim)[slots] for t in cache[:2] if t is not None]
+    assert_near(written[0], wk, dtype)
+    assert torch.equal(written[1], v)
+    untouched = torch.ones(16, dtype=torch.bool).index_fill_(0, slots.cpu(), False)
+    assert not cache.k.view(16, -1)[untouched.to(DEVICE)].any()
+    if dtype == torch.float32:
+        small = attention.Layer(
+            *(torch.zeros(4, 4, kv_heads, dim, device=DEVICE, dtype=torch.int8) for _ in range(2)),
+            *(torch.zeros(4, 4, kv_heads, device=DEVICE) for _ in range(2)),
+        )
+        fused.rope_write(qkv, angles.cos(), angles.sin(), slots, small, heads, *weights, eps=1e-6)
+        for stored, scale, exact in ((small.k, small.k_scale, wk), (small.v, small.v_scale, v)):
+            wanted, wanted_scale = quantize_heads(exact)  # the rotation may differ in the last bit, at a tie
+            assert (stored.view(-1, kv_heads, dim)[slots].int() - wanted.int()).abs().max() <= 1
+            assert_near(scale.view(-1, kv_heads)[slots], wanted_scale, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def check_norms_and_embedding(dtype: torch.dtype) -> None:
+    x, residual = noise(3, 200).to(dtype), noise(3, 200, seed=1).to(dtype)
+    norm = RMSNorm(200, 1e-5).to(DEVICE)
+    norm.weight.data += 0.1 * noise(200, seed=2)
+    out, total = fused.rms_norm(x, norm.weight.detach(), 1e-5, residual)
+    assert_near(total, x.float() + residual.float(), dtype)
+    assert_near(out, norm(total.float()), dtype)
+    assert_near(fused.rms_norm(x, norm.weight.detach(), 1e-5)[0], norm(x.float()), dtype)
+    tokens = torch.tensor([2, 0, 2], device=DEVICE)
+    got, row = fused.embed(tokens, x, norm.weight.detach(), 1e-5, dtype)
+    assert torch.equal(got, x[tokens])
+    ready = row.weighted.float() * torch.rsqrt(row.squares / 200 + row.eps)
+    assert_near(ready, norm(x.float())[tokens], dtype)
+
+
+# --- whole steps ---------------------------------------------------------------------------------------------------
+
+
+def config(**more: Any) -> ModelConfig:
+    keys: dict[str, Any] = {
+        "family": "llama",
+        "vocab_size": 40,
+        "dim": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "ffn_dim": 48,
+        "max_seq_len": 64,
+    }
+    return ModelConfig(**(keys | more))
+
+
+CONFIGS = {
+    "plain": config(),
+    "biases": config(qkv_bias=True, out_bias=True, mlp_bias=True, num_heads=4, num_kv_heads=2, head_dim=20),
+    "norms": config(qk_norm=True, tie_embeddings=True, windows=(2, 0), num_layers=2),
+    "dynamic": config(rope_scaling=RopeScaling("dynamic", 2.0, 2)),
+}
+MODES = (None, "int8", "int4", "fp8")
+
+
+def model_of(c: ModelConfig, mode: str | None, dtype: torch.dtype = torch.float32) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(c).requires_grad_(False)
+    for name, p in model.named_parameters():
+        p.data = p + 0.1 * torch.randn(p.shape) if "norm" in name or "bias" in name else torch.randn(p.shape) / 8
+    if c.tie_embeddings:
+        model.output.weight = model.tok_embeddings.weight
+    model.to(DEVICE, dtype)
+    if mode:
+        quantize_model(model, quant_config(mode))
+    return model
+
+
+def empty_cache(c: ModelConfig, dtype: torch.dtype = torch.float32) -> list[LayerCache]:
+    shape = (9, 4, c.num_kv_heads, c.head_dim)
+    return [LayerCache.zeros(shape, dtype, torch.device(DEVICE)) for _ in range(c.num_layers)]
+
+
+def steps() -> list[dict[str, Any]]:
+    """Two sequences on pages 3 1 .. and 2 5 ..: a prompt of each, a decode of both, a verify of one."""
+    table = [[3, 1, 7, 6], [2, 5, 4, 8]]
+    out, seen = [], [0, 0]
+    for counts in ([3, 1], [1, 1], [0, 3]):
+        positions = [seen[s] + i for s in range(2) for i in range(counts[s])]
+        owner = [s for s in range(2) for _ in range(counts[s])]
+        seen = [seen[s] + counts[s] for s in range(2)]
+        pages = [table[s][p // 4] * 4 + p % 4 for s, p in zip(owner, positions, strict=True)]
+        step = {
+            "tokens": [(5 * p + s) % 40 for s, p in zip(owner, positions, strict=True)],
+            "positions": positions,
+            "lengths": [max(3, p + 1) for p in positions],
+            "layout": StepLayout(
+                torch.tensor([0, counts[0], sum(counts)]).int().to(DEVICE),
+                torch.tensor([seen[s] if counts[s] else 0 for s in range(2)]).int().to(DEVICE),
+                torch.tensor(table).int().to(DEVICE),
+                torch.tensor(pages).to(DEVICE),
+            ),
+        }
+        out.append({k: v if k == "layout" else torch.tensor(v).to(DEVICE) for k, v in step.items()})
+    return out
+
+
+def plain_step(model: Transformer, step: dict[str, Any], cache: Any) -> Tensor:
+    rows = torch.arange(len(step["tokens"]), device=DEVICE)
+    return model.step(step["tokens"], step["positions"], step["lengths"], cache, step["layout"], rows)
+
+
+def fast_step(run: Any, step: dict[str, Any]) -> Tensor:
+    out: Tensor = run.step(step["tokens"], step["positions"], step["lengths"], *step["layout"])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*(("plain", mode) for mode in MODES), ("biases", "int8"), ("norms", None), ("dynamic", None)],
+)
+@torch.inference_mode()
+def check_decoder_equals_the_model(name: str, mode: str | None) -> None:
+    model = model_of(CONFIGS[name], mode)
+    cache, twin_cache = empty_cache(model.config), empty_cache(model.config)
+    fast = decoder.decoder_of(model, cache)
+    for step in steps()[: {None: 3, "int4": 2}.get(mode, 1)]:
+        # int4 alone rounds a constant (to 11 bits) that the plain product does not.
+        torch.testing.assert_close(
+            fast_step(fast, step), plain_step(model, step, twin_cache), atol=2e-3 if mode == "int4" else 1e-4, rtol=1e-3
+        )
+    torch.testing.assert_close(
+        cache[-1][0][1:], twin_cache[-1][0][1:], atol=2e-3 if mode == "int4" else 1e-4, rtol=1e-3
+    )
+
+
+@torch.inference_mode()
+def check_decoder_in_bfloat16() -> None:
+    model = model_of(CONFIGS["plain"], "int4", torch.bfloat16)
+    wide = model_of(CONFIGS["plain"], "int4", torch.bfloat16).float()  # the same weights in float32 arithmetic
+    cache, twin_cache = empty_cache(model.config, torch.bfloat16), empty_cache(model.config)
+    fast = decoder.decoder_of(model, cache)
+    for step in steps()[:2]:
+        got, wanted = fast_step(fast, step), plain_step(wide, step, twin_cache)
+        assert (got - wanted).norm() < 0.04 * wanted.norm()
+
+
+@torch.inference_mode()
+def check_decoding_alone_or_together_gives_the_same_bits() -> None:
+    model = model_of(CONFIGS["norms"], "int8")
+    cache = empty_cache(model.config)
+    fast = decoder.decoder_of(model, cache)
+    first, second = steps()[:2]
+    fast_step(fast, first)
+    together = fast_step(fast, second)
+    layout = second["layout"]
+    for s in range(2):
+        start = torch.tensor([0, 1, 1] if s == 0 else [0, 0, 1]).int().to(DEVICE)
+        alone = fast.step(
+            *(second[k][s : s + 1] for k in ("tokens", "positions", "lengths")),
+            start,
+            layout.context_len,
+            layout.page_table,
+            layout.write_slots[s : s + 1],
+        )
+        assert torch.equal(alone, together[s : s + 1])
+
+
+def check_what_the_decoder_refuses() -> None:
+    model = model_of(CONFIGS["plain"], "int4")
+    cache = empty_cache(model.config)
+    fast = decoder.decoder_of(model, cache)
+    assert fast.takes(16)
+    assert not fast.takes(17)
+    many = torch.zeros(17, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="17 new tokens"):
+        fast.step(many, many, many, *steps()[0]["layout"])
+    with pytest.raises(ValueError, match="caches of 0 layers for 1"):
+        decoder.decoder_of(model, cache[:0])
+    with pytest.raises(ValueError, match="no other, has scales"):
+        decoder.decoder_of(model, [LayerCache(layer.k.to(torch.int8), layer.v.to(torch.int8)) for layer in cache])
+    model.layers[0].attention.wo.order = torch.arange(32)
+    with pytest.raises(ValueError, match="sorted columns"):
+        decoder.decoder_of(model, cache)
+
+
+# --- graphs --------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def check_replays_equal_plain_calls() -> None:
+    graphs = pytest.importorskip("gpt_fast.kernels.gpu.graphs")
+    model = model_of(CONFIGS["plain"], "int8")
+    plain_cache, cache = empty_cache(model.config), empty_cache(model.config)
+    direct = decoder.decoder_of(model, plain_cache)
+    recorded: list[Callable[[], Tensor]] = []
+
+    def pretend(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        recorded.append(run)
+        return run
+
+    held = graphs.CapturedDecoder(
+        decoder.decoder_of(model, cache), 2, 4, buckets=(4, 1), capture=pretend if DEVICE == "cpu" else None
+    )
+    held.warm_up()
+    assert DEVICE == "cuda" or len(recorded) == 2
+    assert [held.bucket(n) for n in (1, 2, 3, 4)] == [1, 4, 4, 4]
+    assert held.takes(4)
+    assert not held.takes(5)
+    with pytest.raises(ValueError, match="the largest bucket holds 4"):
+        held.bucket(5)
+    kept = []
+    for step in steps():
+        count = len(step["tokens"])
+        rows = torch.tensor([count - 1, 0], device=DEVICE)
+        wanted = fast_step(direct, step)[rows]
+        got = held.step(step["tokens"], step["positions"], step["lengths"], *step["layout"], rows)
+        assert torch.equal(got, wanted)
+        kept.append((got, wanted))
+    assert all(torch.equal(got, wanted) for got, wanted in kept)  # no later step writes into an earlier result
+    for a, b in zip(cache, plain_cache, strict=True):
+        assert torch.equal(a[0][1:], b[0][1:])  # padding went to page 0
+        assert torch.equal(a[1][1:], b[1][1:])
+    step = steps()[1]
+    narrow = step["layout"]._replace(page_table=torch.zeros(2, 3).int())
+    with pytest.raises(ValueError, match="recorded for"):
+        held.step(step["tokens"], step["positions"], step["lengths"], *narrow, rows)
+
+
+@torch.inference_mode()
+def check_short_steps_are_replayed_and_long_ones_are_not() -> None:
+    steps_of = pytest.importorskip("gpt_fast.kernels.gpu.step")
+    model = model_of(CONFIGS["plain"], None)
+    cache = empty_cache(model.config)
+    fast = steps_of.GpuStep(model, cache, 2, 4, buckets=(2,), capture=(lambda run: run) if DEVICE == "cpu" else None)
+    fast.warm_up()
+    twin_cache = empty_cache(model.config)
+    model.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    for step, passed in zip(steps()[:2], (1, 0), strict=True):
+        passes: list[int] = []
+        rows = torch.arange(len(step["tokens"]), device=DEVICE)
+        got = fast(step["tokens"], step["positions"], step["lengths"], cache, step["layout"], rows)
+        assert len(passes) == passed
+        torch.testing.assert_close(got, plain_step(model, step, twin_cache), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+def check_products_of_many_rows(kind: str) -> None:
+    w, values = weights(kind, 20, 96, torch.bfloat16, bias=True)
+    x = noise(2, 9, 96).bfloat16()
+    got = linear.product(x, w)
+    assert_near(got, plain.linear(x, values, bias=w.bias), torch.bfloat16)
+    assert_near(linear.product(x[:, :8].contiguous(), w), got[:, :8], torch.bfloat16)
+
+
+def check_silu_is_torchs() -> None:
+    x = noise(3, 2 * 1500)
+    gate, up = x.chunk(2, dim=-1)
+    assert_near(fused.silu_mul(x), F.silu(gate) * up, torch.float32)
+
+
+# --- compiled, not run ---------------------------------------------------------------------------------------------
+
+
+class Compiled:
+    """Stands for a kernel: compiles what it is launched with for a GPU that need not be here, an H100."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.made: list[Any] = []
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *args: Any, **options: Any) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, compile
+
+        types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+        types |= {torch.int32: "*i32", torch.int8: "*i8", torch.uint8: "*u8"}
+        names = self.kernel.arg_names
+        given = dict(zip(names, args, strict=False)) | {name: options.pop(name) for name in names if name in options}
+        signature, constants, aligned = {}, {}, {}
+        for i, name in enumerate(names):
+            value = given[name]
+            number = not self.kernel.params[i].is_constexpr and isinstance(value, int | float)
+            if isinstance(value, Tensor):
+                signature[name] = types[value.dtype]
+            elif number and value != 1:
+                signature[name] = "i32" if isinstance(value, int) else "fp32"
+            else:
+                signature[name], constants[name] = "constexpr", value
+            if isinstance(value, Tensor) or (number and value != 1 and isinstance(value, int) and value % 16 == 0):
+                aligned[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, aligned)
+        made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert made.metadata.shared <= 227 * 1024, "more shared memory than an H100 has"
+        self.made.append(made)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
+    kernels = {}
+    for module in (linear, attention, fused):
+        for name in [name for name in vars(module) if name.endswith("_kernel") and hasattr(vars(module)[name], "fn")]:
+            kernels[name] = Compiled(getattr(module, name))
+            monkeypatch.setattr(module, name, kernels[name])
+    return kernels
+
+
+def compile_products(compiled: dict[str, Compiled]) -> None:
+    for kind in ("dense", "int8", "fp8", "int4-32"):
+        w, _ = weights(kind, 64, 1024, torch.bfloat16, bias=True)
+        x = noise(2, 1024).bfloat16()
+        linear.linear_residual(linear.Row(x, noise(2, 8), 1e-5), w, noise(2, 64).bfloat16(), noise(64), 1e-5)
+    linear.linear(x, w, gated=True)
+    for made in compiled["linear_kernel"].made:
+        code = made.asm["ptx"]
+        assert "mma.sync" in code  # the matrix unit
+        assert "cp.async.cg.shared.global" in code  # copies of 16 bytes
+        # Nothing of the loop waits for a load: weights and constants all come through the pipeline.
+        loop = max(re.findall(r"\n(\$L__BB0_\d+):.*?\n(.*?)bra\S*\s+\1;", code, re.DOTALL), key=lambda m: len(m[1]))[1]
+        assert "ld.global" not in loop
+
+
+def compile_products_of_float32(compiled: dict[str, Compiled]) -> None:
+    w, _ = weights("int4-128", 37, 416, torch.float32)
+    linear.linear(noise(2, 416), w)
+
+
+def compile_the_rest(compiled: dict[str, Compiled]) -> None:
+    case = Case([1, 2], [90, 33], 8, 2, 128)
+    cache = attention.Layer(case.k_cache.bfloat16(), case.v_cache.bfloat16())
+    attention.attend(case.q.bfloat16(), cache, *case.layout[:3], 7, one_launch=False)
+    small = attention.Layer(cache.k.to(torch.int8), cache.v.to(torch.int8), cache.k[..., 0], cache.v[..., 0])
+    attention.attend(case.q.bfloat16(), small, *case.layout[:3], 0)
+    many = Case([40, 0], [90, 0], 8, 2, 80)
+    attention.attend(many.q.half(), attention.Layer(many.k_cache.half(), many.v_cache.half()), *many.layout[:3], 0)
+    qkv, angles, norm = noise(3, 12 * 128).bfloat16(), noise(3, 64), noise(128).bfloat16()
+    for stored in (cache, small):
+        fused.rope_write(qkv, angles, angles, case.layout.write_slots, stored, 8, norm, norm, 1e-5)
+    x = noise(3, 200).bfloat16()
+    fused.embed(torch.tensor([1, 2, 0]), x, noise(200), 1e-5, torch.bfloat16)
+    fused.prepare_norm(x, noise(200), 1e-5)
+    fused.rms_norm(x, noise(200), 1e-5, x)
+    fused.silu_mul(x)
+    assert all(kernel.made for name, kernel in compiled.items() if name != "linear_kernel")
