@@ -128,6 +128,7 @@ class GPTFastHandler:
         An entry that has said nothing yet is left out of the answer (TorchServe then asks again): its status is still
         open, so that a request that fails in the queue gets an error of its own and not an empty success.
         """
+        ctx.metrics.add_time = _no_line
         ids: dict[int, str] = dict(ctx.request_ids)
         for gone in self.sessions.keys() - set(ids.values()):
             self.sessions.pop(gone).cancel()
@@ -249,6 +250,11 @@ def pick_device(name: str, gpu_id: int | None) -> str:
     if name != "auto":
         return name
     return f"cuda:{gpu_id}" if gpu_id is not None and gpu_id >= 0 and torch.cuda.is_available() else "cpu"
+
+
+def _no_line(*_: Any, **__: Any) -> None:
+    """In the place of what TorchServe times every exchange with: a line for each token, which says nothing of requests
+    that share exchanges and costs the two processes half a millisecond."""
 
 
 def served_names(model_name: str, checkpoint: Path) -> tuple[str, ...]:
