@@ -25,6 +25,8 @@ from typing import Any
 
 from gpt_fast import LLM, SamplingParams
 
+WARM_UP = 5
+
 _numbers = itertools.count(1)
 
 
@@ -89,7 +91,8 @@ def main() -> int:
         "engine": lambda ids, count: by_engine(llm, ids, count),
     }
     for way in ways.values():
-        way(prompt(arguments.prompt_tokens, vocab_size), 4)
+        for _ in range(WARM_UP):  # Java compiles what it runs often
+            way(prompt(arguments.prompt_tokens, vocab_size), 64)
     report: dict[str, Any] = {}
     for clients in map(int, arguments.clients.split(",")):
         rates: dict[str, list[float]] = {name: [] for name in ways}

@@ -146,6 +146,8 @@ def start(run_dir: Path, args: argparse.Namespace) -> Server:
 def launch(args: argparse.Namespace, run_dir: Path, config: Path, log: Path, tmp_dir: str) -> psutil.Process:
     """Runs TorchServe's launcher, which starts Java in the background and writes its pid into ``tmp_dir``."""
     environment = {
+        # Between two steps the worker's threads leave the cores to TorchServe instead of waiting on them.
+        "OMP_WAIT_POLICY": "passive",
         **os.environ,
         MARK: tmp_dir,
         "TMPDIR": tmp_dir,  # where the launcher keeps its pid file
