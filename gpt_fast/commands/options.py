@@ -18,20 +18,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 (default: %(default)s)")
     group.add_argument("--quantize", metavar="MODE", help="quantize the weights while loading")
-    add_cache_option(group)
+    group.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="DTYPE", help="int8 halves it again (default: as the weights)"
+    )
     group.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile (default: on)"
     )
     add_kernels_option(group)
     group.add_argument("--max-seq-len", type=int, metavar="N", help="context, prompt and answer together, in tokens")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
-
-
-def add_cache_option(group: Any) -> None:
-    """``--kv-cache-dtype``."""
-    group.add_argument(
-        "--kv-cache-dtype", default="auto", metavar="DTYPE", help="int8 halves it again (default: as the weights)"
-    )
 
 
 def add_kernels_option(group: Any) -> None:

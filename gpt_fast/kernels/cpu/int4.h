@@ -15,8 +15,7 @@ struct Int4 {
     static constexpr int kMaxRows = 8;
     static constexpr int64_t kManyRowsTiles = 4;
     static constexpr bool kOutputScale = false;
-#define TT 4
-    static constexpr int tiles_at_once(int rows) { return rows == 1 ? TT : 1; }
+    static constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : 1; }  // as in int8.h
     static constexpr int64_t kHeader = 32, kBlockBytes = kTile * kBlock / 2;
     static constexpr int64_t kAhead = 1280;  // bytes
 
@@ -49,7 +48,7 @@ struct Int4 {
             const uint8_t* header = w;
             w += kHeader;
             for (const int64_t end = b + group_blocks; b < end; ++b, w += kBlockBytes) {
-                if (R > 1) {  // one stream: see linear.h
+                if (R > 1) {  // one stream; the four of a single row are fetched ahead by the hardware
                     _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead, _MM_HINT_T0);
                     _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64, _MM_HINT_T0);
                     _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead + 128, _MM_HINT_T0);
