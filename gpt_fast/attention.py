@@ -25,29 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast.kernels import gpu
-from gpt_fast.kernels.reference import quantize_heads
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer, [num_pages, G, K, D] each; scales float32 [num_pages, G, K], for int8 alone."""
-
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-
-    @classmethod
-    def zeros(cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """An empty cache of ``shape`` = [num_pages, G, K, D]."""
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        if dtype != torch.int8:
-            return cls(k, v)
-        return cls(k, v, *(torch.zeros(shape[:3], dtype=torch.float32, device=device) for _ in range(2)))
-
-    @property
-    def num_bytes(self) -> int:
-        """Of keys, values and scales."""
-        return sum(t.numel() * t.element_size() for t in self if t is not None)
+from gpt_fast.kernels.cache import LayerCache
 
 
 class StepLayout(NamedTuple):
@@ -96,13 +74,6 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
     return mask & (key > query - window) if window else mask
 
 
-def _write(new: Tensor, cache: Tensor, scales: Tensor | None, write_slots: Tensor) -> None:
-    if scales is not None:
-        new, scale = quantize_heads(new)
-        scales.view(-1, scales.shape[2]).index_copy_(0, write_slots, scale)
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, write_slots, new.to(cache.dtype))
-
-
 def _gather(cache: Tensor, scales: Tensor | None, pages: Tensor, dtype: torch.dtype) -> Tensor:
     """Pages [..., p] of ``cache`` as contiguous [..., p * G, K, D]."""
     pages = pages.long()
@@ -128,9 +99,8 @@ def paged_attention_eager(
 ) -> Tensor:
     """The seam in plain torch for lengths that the host can read: one product per sequence that has several new
     tokens, one for all sequences that decode."""
-    _write(k, k_cache, k_scale, write_slots)
-    _write(v, v_cache, v_scale, write_slots)
     cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
+    cache.write(k, v, write_slots)
     out = torch.zeros_like(q)
     starts, lengths = query_start.tolist(), context_len.tolist()
     counts = [end - begin for begin, end in itertools.pairwise(starts)]
@@ -199,9 +169,8 @@ def paged_attention_static(
 
     Each token gathers all pages its sequence may have; what lies outside its context is masked.
     """
-    _write(k, k_cache, k_scale, write_slots)
-    _write(v, v_cache, v_scale, write_slots)
     cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
+    cache.write(k, v, write_slots)
     num_tokens = q.shape[0]
     token = torch.arange(num_tokens, device=q.device, dtype=query_start.dtype)
     slot = (torch.searchsorted(query_start, token, right=True) - 1).clamp_(max=context_len.shape[0] - 1)

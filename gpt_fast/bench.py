@@ -147,8 +147,9 @@ def _run_together(llm: LLM, prompt_tokens: int, lengths: Sequence[int], rng: ran
     prompts = [rng.choices(vocabulary, k=prompt_tokens) for _ in lengths]
     handles: list[Handle] = []
     try:
-        for prompt, length in zip(prompts, lengths, strict=True):
-            handles.append(llm.submit(prompt, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)))
+        with llm.engine.changed:  # one step takes them all in: on a busy machine the first could end before the last
+            for prompt, length in zip(prompts, lengths, strict=True):
+                handles.append(llm.submit(prompt, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)))
         while not handles[-1].finished:
             time.sleep(_POLL_S)  # not wait(): being woken at every token would take the core from the engine
     finally:
@@ -217,7 +218,7 @@ def _row(llm: LLM, batch_size: int, prompt_tokens: int, new_tokens: int, runs: S
 def _slack(batch_size: int, prompt_tokens: int, prefill_chunk: int) -> int:
     """Steps, each a token for the first sequence, until the last one starts.
 
-    Beside decodes a step takes a quarter of a chunk of the prompts; a few more steps if they come in one by one.
+    Beside decodes a step takes a quarter of a chunk of the prompts; one more each where a prompt ends inside a step.
     """
     return batch_size + -(-batch_size * prompt_tokens // max(1, prefill_chunk // 4)) if batch_size > 1 else 0
 

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt_fast.attention import LayerCache, StepLayout, attend, attend_plain
+from gpt_fast.attention import StepLayout, attend, attend_plain
 from gpt_fast.config import ModelConfig
+from gpt_fast.kernels.cache import LayerCache
 
 KVCache = Sequence[LayerCache]  # one for each layer
 

@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.attention import LayerCache, StepLayout, paged_attention_eager, paged_attention_static
+from gpt_fast.attention import StepLayout, paged_attention_eager, paged_attention_static
 from gpt_fast.config import ModelConfig, RopeScaling
+from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.reference import quantize_heads
 from gpt_fast.model import RMSNorm, Transformer, rotate
 from gpt_fast.quantize.apply import quantize_model
@@ -304,7 +305,7 @@ def check_a_cache_of_another_dtype_is_written_and_read() -> None:
 @pytest.mark.parametrize("window", [0, 30])
 def check_a_query_is_the_same_in_any_company(window: int) -> None:
     case = Case([1, 2, 1], [91, 67, 3], 2, 1, 64)
-    cache = attention.Layer(case.k_cache, case.v_cache)
+    cache = LayerCache(case.k_cache, case.v_cache)
     start, length, table, _ = case.layout
     whole = attention.attend(case.q, cache, start, length, table, window)
     for s in range(3):
@@ -317,7 +318,7 @@ def check_a_query_is_the_same_in_any_company(window: int) -> None:
 
 def check_one_launch_or_two_and_again() -> None:
     case = Case([1, 2], [91, 40], 4, 2, 64)
-    cache = attention.Layer(case.k_cache, case.v_cache)
+    cache = LayerCache(case.k_cache, case.v_cache)
     room = attention.scratch(16, 4, 2, 64, torch.device(DEVICE))
     room.partial.fill_(torch.nan)
     one, again, two = (
@@ -338,7 +339,7 @@ def check_many_parts(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_rows_that_only_pad_are_zero() -> None:
     case = Case([1, 1], [9, 5], 4, 2, 64)
-    cache = attention.Layer(case.k_cache, case.v_cache)
+    cache = LayerCache(case.k_cache, case.v_cache)
     q = torch.cat((case.q, noise(3, 4, 64)))
     for one_launch in (True, False):
         out = attention.attend(q, cache, *case.layout[:3], 0, one_launch=one_launch)
@@ -350,12 +351,10 @@ def check_an_int8_cache() -> None:
     case = Case([1, 2], [80, 21], 4, 2, 64)
     keys, values = (torch.where(t.isfinite(), t, 0.0) for t in (case.k_cache, case.v_cache))
     (qk, ks), (qv, vs) = quantize_heads(keys), quantize_heads(values)
-    got = attention.attend(case.q, attention.Layer(qk, qv, ks, vs), *case.layout[:3], 0)
-    exact = attention.Layer(qk * ks[..., None], qv * vs[..., None])
+    got = attention.attend(case.q, LayerCache(qk, qv, ks, vs), *case.layout[:3], 0)
+    exact = LayerCache(qk * ks[..., None], qv * vs[..., None])
     assert_near(got, attention.attend(case.q, exact, *case.layout[:3], 0), torch.float32)
-    assert (
-        got - attention.attend(case.q, attention.Layer(keys, values), *case.layout[:3], 0)
-    ).norm() < 0.02 * got.norm()
+    assert (got - attention.attend(case.q, LayerCache(keys, values), *case.layout[:3], 0)).norm() < 0.02 * got.norm()
 
 
 # --- what stands between -------------------------------------------------------------------------------------------
@@ -377,7 +376,7 @@ def check_rotation_and_cache_write(heads: int, kv_heads: int, dim: int, normed: 
     wq, wk = (norms[0](q.float()), norms[1](k.float())) if normed else (q.float(), k.float())
     wq, wk = (rotate(t, angles.cos(), angles.sin()) for t in (wq, wk))
     weights = tuple(norm.weight.detach() for norm in norms) if normed else (None, None)
-    cache = attention.Layer(*(torch.zeros(4, 4, kv_heads, dim, device=DEVICE, dtype=dtype) for _ in range(2)))
+    cache = LayerCache(*(torch.zeros(4, 4, kv_heads, dim, device=DEVICE, dtype=dtype) for _ in range(2)))
     got = fused.rope_write(qkv, angles.cos(), angles.sin(), slots, cache, heads, *weights, eps=1e-6)
     assert_near(got, wq, dtype)
     written = [t.view(-1, kv_heads, dim)[slots] for t in cache[:2] if t is not None]
@@ -386,7 +385,7 @@ def check_rotation_and_cache_write(heads: int, kv_heads: int, dim: int, normed: 
     untouched = torch.ones(16, dtype=torch.bool).index_fill_(0, slots.cpu(), False)
     assert not cache.k.view(16, -1)[untouched.to(DEVICE)].any()
     if dtype == torch.float32:
-        small = attention.Layer(
+        small = LayerCache(
             *(torch.zeros(4, 4, kv_heads, dim, device=DEVICE, dtype=torch.int8) for _ in range(2)),
             *(torch.zeros(4, 4, kv_heads, device=DEVICE) for _ in range(2)),
         )
@@ -707,12 +706,12 @@ def compile_products_of_float32(compiled: dict[str, Compiled]) -> None:
 
 def compile_the_rest(compiled: dict[str, Compiled]) -> None:
     case = Case([1, 2], [90, 33], 8, 2, 128)
-    cache = attention.Layer(case.k_cache.bfloat16(), case.v_cache.bfloat16())
+    cache = LayerCache(case.k_cache.bfloat16(), case.v_cache.bfloat16())
     attention.attend(case.q.bfloat16(), cache, *case.layout[:3], 7, one_launch=False)
-    small = attention.Layer(cache.k.to(torch.int8), cache.v.to(torch.int8), cache.k[..., 0], cache.v[..., 0])
+    small = LayerCache(cache.k.to(torch.int8), cache.v.to(torch.int8), cache.k[..., 0], cache.v[..., 0])
     attention.attend(case.q.bfloat16(), small, *case.layout[:3], 0)
     many = Case([40, 0], [90, 0], 8, 2, 80)
-    attention.attend(many.q.half(), attention.Layer(many.k_cache.half(), many.v_cache.half()), *many.layout[:3], 0)
+    attention.attend(many.q.half(), LayerCache(many.k_cache.half(), many.v_cache.half()), *many.layout[:3], 0)
     qkv, angles, norm = noise(3, 12 * 128).bfloat16(), noise(3, 64), noise(128).bfloat16()
     for stored in (cache, small):
         fused.rope_write(qkv, angles, angles, case.layout.write_slots, stored, 8, norm, norm, 1e-5)

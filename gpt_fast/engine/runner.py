@@ -16,8 +16,9 @@ import torch._dynamo.config
 import torch._inductor.config
 from torch import Tensor
 
-from gpt_fast.attention import LayerCache, StepLayout
+from gpt_fast.attention import StepLayout
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
+from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.model import Transformer
 from gpt_fast.packed import fast_step
 

@@ -18,22 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.gpu import launching
 from gpt_fast.kernels.gpu.attention_kernel import _LOG2E, attend_kernel, combine_kernel
-from gpt_fast.kernels.reference import quantize_heads
 
 _SPLIT_TOKENS = 16  # a step of more new tokens fills the machine without splitting sequences
 _QUERIES = 16  # tokens of a sequence that a program of a long step takes together
 _PROGRAMS = 132  # multiprocessors to fill at batch 1
-
-
-class Layer(NamedTuple):
-    """``LayerCache`` of gpt_fast/attention.py: k and v [num_pages, page_size, K, D], scales less the last dimension."""
-
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
 
 
 class Scratch(NamedTuple):
@@ -69,7 +60,7 @@ def _width(head_dim: int) -> int:
 
 def attend(
     q: Tensor,
-    cache: Layer,
+    cache: LayerCache,
     query_start: Tensor,
     context_len: Tensor,
     page_table: Tensor,
@@ -158,15 +149,6 @@ def paged_attention(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """gpt_fast/attention.py's operation: write ``k`` and ``v`` [N, K, D], then attend. Its twins are there."""
-    cache = Layer(k_cache, v_cache, k_scale, v_scale)
-    write(k, v, write_slots, cache)
+    cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
+    cache.write(k, v, write_slots)
     return attend(q, cache, query_start, context_len, page_table, window)
-
-
-def write(k: Tensor, v: Tensor, write_slots: Tensor, cache: Layer) -> None:
-    """New keys and values [N, K, D] into flat slots ``write_slots`` [N] int64; rounded for int8."""
-    for new, target, scales in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
-        if scales is not None:
-            new, scale = quantize_heads(new)
-            scales.view(-1, scales.shape[2]).index_copy_(0, write_slots, scale)
-        target.view(-1, *target.shape[2:]).index_copy_(0, write_slots, new.to(target.dtype))

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_fast.kernels.gpu.attention import Layer, attend, scratch
+from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.kernels.gpu.attention import attend, scratch
 from gpt_fast.kernels.gpu.fused import embed, rope_write
 from gpt_fast.kernels.gpu.linear import MAX_ROWS, Row, Weights, linear, linear_residual, prepare
 
@@ -53,7 +54,7 @@ class GpuDecoder:
         layers: Sequence[LayerWeights],
         norm: Tensor,
         output: Weights,
-        cache: Sequence[Layer],
+        cache: Sequence[LayerCache],
         rope: Rope,
         *,
         num_heads: int,
@@ -116,7 +117,7 @@ class GpuDecoder:
         return linear_residual(hidden, layer.w2, x, after, self.eps)
 
 
-def _check_cache(cache: Sequence[Layer], num_layers: int) -> None:
+def _check_cache(cache: Sequence[LayerCache], num_layers: int) -> None:
     if len(cache) != num_layers:
         raise ValueError(f"caches of {len(cache)} layers for {num_layers} layers")
     first = cache[0].k
@@ -152,7 +153,7 @@ def linear_weights(module: Any, dtype: torch.dtype) -> Weights:
 def decoder_of(model: Any, cache: Sequence[Any], one_launch: bool = True) -> GpuDecoder:
     """A decoder that shares the weights of ``model``, a ``Transformer`` of model.py, and its ``cache``.
 
-    ``cache``: a ``LayerCache`` of gpt_fast/attention.py for each layer. Raises ValueError for weights that the kernels
+    ``cache``: a ``LayerCache`` for each layer. Raises ValueError for weights that the kernels
     do not take.
     """
     dtype, config = model.norm.weight.dtype, model.config
@@ -175,7 +176,7 @@ def decoder_of(model: Any, cache: Sequence[Any], one_launch: bool = True) -> Gpu
         layers,
         model.norm.weight.detach(),
         linear_weights(model.output, dtype),
-        [Layer(*layer) for layer in cache],
+        list(cache),
         model.rope,
         num_heads=config.num_heads,
         eps=config.norm_eps,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.gpu import launching
-from gpt_fast.kernels.gpu.attention import Layer
 from gpt_fast.kernels.gpu.fused_kernel import (
     embed_kernel,
     prepare_norm_kernel,
@@ -79,7 +79,7 @@ def rope_write(
     cos: Tensor,
     sin: Tensor,
     write_slots: Tensor,
-    cache: Layer,
+    cache: LayerCache,
     num_heads: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.gpu import attention, fused, linear, reference
 from gpt_fast.kernels.gpu.synthetic import PAGE, PRECISIONS, random_weights
 
@@ -74,12 +75,10 @@ def check_attention(checks: Checks, contexts: Sequence[int], head_dims: Sequence
     for dim, window in ((d, w) for d in head_dims for w in (0, 100)):
         if checks.enough():
             return checks.say("no time for more attention")
-        cache = attention.Layer(*(checks.noise(slots * pages + 1, PAGE, kv_heads, dim) for _ in range(2)))
+        cache = LayerCache(*(checks.noise(slots * pages + 1, PAGE, kv_heads, dim) for _ in range(2)))
         q, name = checks.noise(slots, heads, dim), f"attention, heads of {dim}, window {window}"
 
-        def attend(
-            one_launch: bool = True, q: Tensor = q, cache: attention.Layer = cache, window: int = window
-        ) -> Tensor:
+        def attend(one_launch: bool = True, q: Tensor = q, cache: LayerCache = cache, window: int = window) -> Tensor:
             return attention.attend(q, cache, start, lengths, table, window, one_launch=one_launch)
 
         got = attend()
@@ -91,7 +90,7 @@ def check_attention(checks: Checks, contexts: Sequence[int], head_dims: Sequence
             _check_cache_write(checks, cache, heads, table[:, 0].long())
 
 
-def _check_cache_write(checks: Checks, cache: attention.Layer, heads: int, pages: Tensor) -> None:
+def _check_cache_write(checks: Checks, cache: LayerCache, heads: int, pages: Tensor) -> None:
     """One new token on the first place of each of ``pages``."""
     tokens, (kv_heads, dim) = pages.shape[0], cache.k.shape[2:]
     qkv, angles = (

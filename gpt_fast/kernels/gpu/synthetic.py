@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast.kernels.gpu import attention, linear
+from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.kernels.gpu import linear
 from gpt_fast.kernels.gpu.decoder import GpuDecoder, LayerWeights, Rope
 from gpt_fast.kernels.gpu.graphs import CapturedDecoder, Run
 
@@ -64,7 +65,7 @@ def random_decoder(config: Any, precision: str, tokens: int, rope: Rope, device:
         layers,
         ones,
         random_weights("int8" if precision == "int4" else precision, c.vocab_size, c.dim, device),
-        [attention.Layer(noise(*size), noise(*size)) for _ in range(c.num_layers)],
+        [LayerCache(noise(*size), noise(*size)) for _ in range(c.num_layers)],
         rope,
         num_heads=c.num_heads,
         eps=c.norm_eps,
