@@ -3,7 +3,7 @@
 Plain C functions on raw pointers build in seconds; including torch's headers would take most of a minute. The library
 is kept in ``$GPT_FAST_CACHE``, else ``$XDG_CACHE_HOME/gpt_fast``, else ``~/.cache/gpt_fast``, under a name made of the
 sources, the flags and the compiler, and put there by an atomic rename, so that processes may build at the same time.
-It links libgomp by the name that torch has loaded already: one pool of threads serves both.
+It brings its own threads (``cpu/team.h`` says why), as many as ``torch.get_num_threads()`` at the time of the call.
 
 ``$GPT_FAST_KERNELS=reference`` switches the kernels off; ``$CXX`` names another compiler.
 """
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("cpu")
 # Without -fno-tree-reassoc gcc gathers integer sums at the end of a block and spills every register on the way.
-FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-fopenmp", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-pthread", "-fPIC", "-shared")
 ISA_FLAGS = {"avx2": ("-mavx2", "-mfma", "-mf16c")}
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}

@@ -1,21 +1,15 @@
-// What every kernel shares: the team of threads that runs it, scratch memory, and the vector helpers.
-//
-// Kernels are functions that all threads of a Team call together. They hand out work by a shared counter; which thread
-// computes an output never changes its value. Two kernels that follow each other must be separated by team.barrier().
+// What every kernel shares: the team of threads that runs it (team.h), scratch memory, and the vector helpers.
 //
 // The vector code below is AVX2 + FMA + F16C. Another instruction set gets its own set of these helpers and micro
 // kernels, chosen by compile flags here; nothing above the micro kernels knows about vectors.
 #pragma once
 
-#include <omp.h>
-#include <sched.h>
-
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <type_traits>
-#include <vector>
+
+#include "team.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
@@ -32,76 +26,6 @@ using std::int64_t;
 using std::int8_t;
 using std::uint16_t;
 using std::uint8_t;
-
-// One piece of shared work: how many items have been taken, and how many are done.
-struct Phase {
-    alignas(64) std::atomic<int64_t> taken{0};
-    alignas(64) std::atomic<int64_t> done{0};
-};
-
-// The threads inside one parallel region, seen from one of them.
-//
-// A thread waits for work, not for threads: one that the system has put aside is missed only if it holds an item, and
-// when it comes back it runs through what was done without it. That is why every phase has counters of its own.
-class Team {
-public:
-    Team(int threads, Phase* phases) : size(threads), phases_(phases) {}
-
-    const int size;
-
-    // Calls body(begin, end) for pieces of [0, count), `step` long, until all are taken. All threads give the same
-    // count. What comes next may use the results only after barrier().
-    template <class Body>
-    void share(int64_t count, int64_t step, Body body) {
-        if (size == 1) {
-            for (int64_t begin = 0; begin < count; begin += step) body(begin, begin + step < count ? begin + step : count);
-            return;
-        }
-        Phase& phase = phases_[used_++];
-        count_ = count;
-        for (;;) {
-            const int64_t begin = phase.taken.fetch_add(step, std::memory_order_relaxed);
-            if (begin >= count) return;
-            const int64_t end = begin + step < count ? begin + step : count;
-            body(begin, end);
-            phase.done.fetch_add(end - begin, std::memory_order_release);
-        }
-    }
-
-    // Waits until all of the last share() is done.
-    void barrier() const {
-        if (size == 1) return;
-        const std::atomic<int64_t>& done = phases_[used_ - 1].done;
-        for (int64_t spins = 0; done.load(std::memory_order_acquire) < count_; ++spins) {
-            if (spins < kSpins)
-                _mm_pause();
-            else
-                sched_yield();  // the thread that is waited for may want this core
-        }
-    }
-
-private:
-    static constexpr int64_t kSpins = 2000;
-
-    Phase* phases_;
-    int64_t used_ = 0, count_ = 0;
-};
-
-// Runs body(team) in `threads` threads; it calls share() at most `phases` times.
-template <class Body>
-void run_team(int threads, int64_t phases, Body body) {
-    if (threads <= 1) {
-        Team team(1, nullptr);
-        body(team);
-        return;
-    }
-    std::vector<Phase> counters(static_cast<size_t>(phases));
-#pragma omp parallel num_threads(threads)
-    {
-        Team team(omp_get_num_threads(), counters.data());
-        body(team);
-    }
-}
 
 // Memory that is kept for the next call: grows, never shrinks, aligned to a cache line.
 class Scratch {
