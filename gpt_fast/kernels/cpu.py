@@ -30,7 +30,14 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).with_name("cpu")
 # Without -fno-tree-reassoc gcc gathers integer sums at the end of a block and spills every register on the way.
 FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-pthread", "-fPIC", "-shared")
-ISA_FLAGS = {"avx2": ("-mavx2", "-mfma", "-mf16c")}
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+VARIANTS = {  # flags for the compiler
+    "avx512_vnni": (*_AVX2, "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256"),
+    "avx_vnni": (*_AVX2, "-mavxvnni"),
+    "avx2": _AVX2,
+    "neon_dot": ("-march=armv8.2-a+dotprod",),
+    "neon": (),
+}
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _BUILD_TIMEOUT_S = 300
@@ -42,14 +49,37 @@ class UnavailableError(RuntimeError):
     """The kernels cannot run here; the message says why."""
 
 
-def instruction_set() -> str:
-    """The variant of the kernels for this CPU. Raises UnavailableError."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+class CompilerError(UnavailableError):
+    """The compiler did not accept the sources or the flags."""
+
+
+def variants() -> list[str]:
+    """Of VARIANTS those that this CPU runs, the fastest first. Raises UnavailableError."""
+    machine = platform.machine().lower()
+    flags = _cpu_flags()
+    if machine in ("x86_64", "amd64"):
+        # torch says AVX2 only where FMA is there as well; every such CPU has F16C.
+        if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+            raise UnavailableError("this CPU has no AVX2")
+        have = {"avx512_vnni": {"avx512_vnni", "avx512vl"} <= flags, "avx_vnni": "avx_vnni" in flags, "avx2": True}
+    elif machine in ("aarch64", "arm64"):
+        have = {"neon_dot": "asimddp" in flags or platform.system() == "Darwin", "neon": True}
+    else:
         raise UnavailableError(f"there is no variant for {platform.machine()} CPUs")
-    # torch says AVX2 only where FMA is there as well; every such CPU has F16C.
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        raise UnavailableError("this CPU has no AVX2")
-    return "avx2"
+    return [name for name, there in have.items() if there]
+
+
+def _cpu_flags() -> set[str]:
+    """What Linux names the CPU's extensions of the instruction set; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return set(value.split())
+    return set()
 
 
 def cache_dir() -> Path:
@@ -70,10 +100,24 @@ def compiler() -> str:
 
 
 def build() -> Path:
-    """The shared library for this CPU, compiled now unless it is in the cache. Raises UnavailableError."""
-    isa = instruction_set()
-    cxx = compiler()
-    flags = [*FLAGS, *ISA_FLAGS[isa]]
+    """The shared library for this CPU, compiled now unless it is in the cache. Raises UnavailableError.
+
+    A compiler that does not know the newest instructions gets the next older ones.
+    """
+    names, cxx = variants(), compiler()
+    for name in names:
+        try:
+            return build_variant(name, cxx)
+        except CompilerError as error:
+            if name == names[-1]:
+                raise UnavailableError(f"the kernels could not be built: {error}") from error
+            log.info("no %s kernels: %s", name, error)
+    raise AssertionError("no variant")
+
+
+def build_variant(name: str, cxx: str) -> Path:
+    """One of VARIANTS, by the compiler ``cxx``. Raises CompilerError or UnavailableError."""
+    flags = [*FLAGS, *VARIANTS[name]]
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -82,9 +126,11 @@ def build() -> Path:
     try:
         folder = cache_dir()
         folder.mkdir(parents=True, exist_ok=True)
-        target = folder / f"kernels-{isa}-{digest.hexdigest()[:16]}.so"
+        target = folder / f"kernels-{name}-{digest.hexdigest()[:16]}.so"
         if not target.exists():
             _compile([cxx, *flags, str(SOURCES / "kernels.cpp")], target)
+    except CompilerError:
+        raise
     except (OSError, RuntimeError) as error:  # no home, read-only cache
         raise UnavailableError(f"the kernels could not be built: {error}") from error
     return target
@@ -98,10 +144,10 @@ def _compile(command: Sequence[str], target: Path) -> None:
                 [*command, "-o", str(built)], capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
-            raise UnavailableError(f"{command[0]} took more than {_BUILD_TIMEOUT_S} s") from None
+            raise CompilerError(f"{command[0]} took more than {_BUILD_TIMEOUT_S} s") from None
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no message"]
-            raise UnavailableError(f"{command[0]} failed: {lines[0]}")
+            raise CompilerError(f"{command[0]} failed: {lines[0]}")
         os.replace(built, target)
 
 

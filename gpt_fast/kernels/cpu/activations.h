@@ -23,31 +23,23 @@ struct QuantizedRows {
 
 // One block: scale = largest magnitude / 127, values rounded to nearest even. A block with NaN gets a scale of NaN.
 inline void quantize_block(const float* x, int8_t* values, float* scale, float* sum) {
-    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-    __m256 v[4];
-    __m256i largest = _mm256_setzero_si256();
+    const I8 magnitude = splat(0x7fffffff);
+    F8 v[4];
+    I8 largest = splat(0);
     for (int i = 0; i < 4; ++i) {
-        v[i] = _mm256_loadu_ps(x + 8 * i);
+        v[i] = load8(x + 8 * i);
         // As integers, because the floating-point maximum would lose a NaN.
-        largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_castps_si256(v[i]), magnitude));
+        largest = larger(largest, as_ints(v[i]) & magnitude);
     }
-    __m128i top = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
-    top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
-    top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1));
-    const float most = _mm_cvtss_f32(_mm_castsi128_ps(top));
-    const __m256 inverse = _mm256_set1_ps(most == 0.0f ? 0.0f : 127.0f / most);
-    __m256i q[4];
-    for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
-    // The two packs leave groups of four in the order 0 2 4 6 1 3 5 7.
-    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
-    const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), ordered);
-    const __m256i total = _mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]));
-    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1));
+    const int32_t bits = lane_max(largest);
+    float most;
+    std::memcpy(&most, &bits, sizeof most);
+    const F8 inverse = splat(most == 0.0f ? 0.0f : 127.0f / most);
+    I8 q[4];
+    for (int i = 0; i < 4; ++i) q[i] = nearest(v[i] * inverse);
+    store_int8(values, q);
     *scale = most / 127.0f;
-    *sum = *scale * static_cast<float>(_mm_cvtsi128_si32(s));
+    *sum = *scale * static_cast<float>(lane_sum(add(add(q[0], q[1]), add(q[2], q[3]))));
 }
 
 // Columns [begin, end) of a row of k; begin is a multiple of 32, so is end unless it is k.

@@ -5,9 +5,10 @@
 // (Dao et al. 2023, Flash-Decoding). So a query's result depends neither on what else is in the step nor on how its
 // prompt was cut into chunks nor on threads. Nothing outside a sequence's context is read: pages keep stale values.
 //
-// Work is handed out by (sequence, piece of its queries, key-value head); all query heads of a key-value head are
-// computed together, so that keys and values are read once for them. When there is little such work for the threads, as
-// in decoding one long sequence, the splits are computed in parallel and merged afterwards.
+// Work is handed out in one of two ways. Prompts: by (sequence, piece of its queries, key-value head), all splits in turn.
+// Decoding, or little work for the threads: by (sequence, split), each part into a place of its own, merged afterwards.
+// All query heads of a key-value head are computed together, so that keys and values are read once for them; and where
+// one item has all key-value heads, memory is read from one end to the other, not a head here and there.
 #pragma once
 
 #include "common.h"
@@ -37,15 +38,21 @@ struct Paged {
     int64_t window;
     float scale;
 
-    // Which heads of the caches positions [begin, end) of a slot are; page by page, as divisions are slow.
-    void locate(int64_t slot, int64_t begin, int64_t end, int64_t kv_head, int64_t* places) const {
+    // The first head of positions [begin, end) of a slot, in heads of a cache; page by page, as divisions are slow.
+    void locate(int64_t slot, int64_t begin, int64_t end, int64_t* places) const {
         for (int64_t position = begin; position < end;) {
             const int64_t in_page = position % page_size, left = page_size - in_page;
             const int64_t place = page_table[slot * pages_per_slot + position / page_size] * page_size + in_page;
             const int64_t count = end - position < left ? end - position : left;
-            for (int64_t i = 0; i < count; ++i) *places++ = (place + i) * kv_heads + kv_head;
+            for (int64_t i = 0; i < count; ++i) *places++ = (place + i) * kv_heads;
             position += count;
         }
+    }
+
+    void prefetch(const Cached* cache, int64_t head) const {
+        const char* at = reinterpret_cast<const char*>(cache + head * head_dim);
+        for (int64_t byte = 0; byte < head_dim * static_cast<int64_t>(sizeof(Cached)); byte += 64)
+            gpt_fast::prefetch(at + byte);
     }
 };
 
@@ -61,7 +68,7 @@ inline void clear(const Partial& p, int64_t dim) {
     *p.sum = 0.0f, *p.max = -__builtin_inff();
 }
 
-inline float exp_one(float x) { return _mm256_cvtss_f32(exp8(_mm256_set1_ps(x))); }
+inline float exp_one(float x) { return first_lane(exp8(splat(x))); }
 
 // into = into and then other.
 inline void merge(const Partial& into, const Partial& other, int64_t dim) {
@@ -74,10 +81,14 @@ inline void merge(const Partial& into, const Partial& other, int64_t dim) {
     *into.max = top;
 }
 
+// The same for states side by side, [D] and then sum and max each.
+inline void merge_states(float* into, float* other, int64_t count, int64_t dim) {
+    for (int64_t i = 0; i < count; ++i, into += dim + 2, other += dim + 2)
+        merge({into, into + dim, into + dim + 1}, {other, other + dim, other + dim + 1}, dim);
+}
+
 // Query heads that see the same keys of a block are computed R at a time, so that a key or value is read once for them.
 // What one of them gets does not depend on the others: its sums are the same chains for every R.
-constexpr int kHeadsAtOnce = 4;
-
 // scores[r][i] = scale * q[r] . keys[i] for keys [begin, end). D is a multiple of 8. R x (8 / R) sums at a time: each
 // waits four cycles for the one before, and adding up lanes costs as much as the products unless four sums share it.
 // A group of keys that is not full repeats one, which changes nothing for the others.
@@ -88,29 +99,24 @@ inline void scores_of(const float* const* q, const float* const* keys, int64_t b
     for (int64_t i = begin / J * J; i < end; i += J) {
         const bool whole = i >= begin && i + J <= end;
         const float* key[J];
-        __m256 sum[8];  // [R][J]
+        F8 sum[8];  // [R][J]
 #pragma GCC unroll 8
         for (int64_t j = 0; j < J; ++j)
             key[j] = keys[whole ? i + j : i + j < begin ? begin : i + j < end ? i + j : end - 1];
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) sum[j] = _mm256_setzero_ps();
+        for (int j = 0; j < 8; ++j) sum[j] = splat(0.0f);
 #pragma GCC unroll 2
         for (int64_t d = 0; d < dim; d += 8) {
 #pragma GCC unroll 8
             for (int j = 0; j < J; ++j) {
-                const __m256 kv = load8(key[j] + d);
+                const F8 kv = load8(key[j] + d);
 #pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) sum[r * J + j] = _mm256_fmadd_ps(load8(q[r] + d), kv, sum[r * J + j]);
+                for (int r = 0; r < R; ++r) sum[r * J + j] = plus_product(sum[r * J + j], load8(q[r] + d), kv);
             }
         }
-        alignas(16) float dots[8];
-#pragma GCC unroll 2
-        for (int j = 0; j < 8; j += 4) {
-            const __m256 pairs =
-                _mm256_hadd_ps(_mm256_hadd_ps(sum[j], sum[j + 1]), _mm256_hadd_ps(sum[j + 2], sum[j + 3]));
-            const __m128 four = _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
-            _mm_store_ps(dots + j, _mm_mul_ps(four, _mm_set1_ps(scale)));
-        }
+        float dots[8];
+        store_lane_sums(sum, scale, dots);
+        store_lane_sums(sum + 4, scale, dots + 4);
         if (whole) {
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) std::memcpy(scores[r] + i, dots + r * J, J * sizeof(float));
@@ -126,44 +132,44 @@ inline void scores_of(const float* const* q, const float* const* keys, int64_t b
 template <int R, int W>
 inline void add_values(float* const* value, const float* kept, const float (*weights)[kKeys],
                        const float* const* values, int64_t begin, int64_t end, int64_t d) {
-    __m256 acc[R][W];
+    F8 acc[R][W];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int j = 0; j < W; ++j)
-            acc[r][j] = _mm256_mul_ps(load8(value[r] + d + 8 * j), _mm256_broadcast_ss(kept + r));
+            acc[r][j] = load8(value[r] + d + 8 * j) * splat(kept[r]);
 #pragma GCC unroll 2
     for (int64_t i = begin; i < end; ++i) {
-        __m256 v[W];
+        F8 v[W];
 #pragma GCC unroll 8
         for (int j = 0; j < W; ++j) v[j] = load8(values[i] + d + 8 * j);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const __m256 weight = _mm256_broadcast_ss(weights[r] + i);
+            const F8 weight = splat(weights[r][i]);
 #pragma GCC unroll 8
-            for (int j = 0; j < W; ++j) acc[r][j] = _mm256_fmadd_ps(weight, v[j], acc[r][j]);
+            for (int j = 0; j < W; ++j) acc[r][j] = plus_product(acc[r][j], weight, v[j]);
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int j = 0; j < W; ++j) _mm256_storeu_ps(value[r] + d + 8 * j, acc[r][j]);
+        for (int j = 0; j < W; ++j) store8(value[r] + d + 8 * j, acc[r][j]);
 }
 
 // Scores of one block to weights, in place, and its sum and largest score into `state`; returns what the earlier
 // values are to be multiplied with.
 inline float softmax_block(float* weights, const Partial& state) {
-    __m256 top = _mm256_load_ps(weights);
-    for (int64_t i = 8; i < kKeys; i += 8) top = _mm256_max_ps(top, _mm256_load_ps(weights + i));
+    F8 top = load8(weights);
+    for (int64_t i = 8; i < kKeys; i += 8) top = larger(top, load8(weights + i));
     float max = lane_max(top);
     max = *state.max > max ? *state.max : max;
-    __m256 total = _mm256_setzero_ps();
+    F8 total = splat(0.0f);
     // Should all be -infinity, the difference would be NaN: such a block has no weight.
-    const __m256 shift = _mm256_set1_ps(max == -__builtin_inff() ? 0.0f : max);
+    const F8 shift = splat(max == -__builtin_inff() ? 0.0f : max);
     for (int64_t i = 0; i < kKeys; i += 8) {
-        const __m256 e = exp8(_mm256_sub_ps(_mm256_load_ps(weights + i), shift));
-        _mm256_store_ps(weights + i, e);
-        total = _mm256_add_ps(total, e);
+        const F8 e = exp8(load8(weights + i) - shift);
+        store8(weights + i, e);
+        total = total + e;
     }
     const float keep = *state.sum == 0.0f ? 0.0f : exp_one(*state.max - max);
     *state.sum = *state.sum * keep + lane_sum(total);
@@ -171,22 +177,40 @@ inline float softmax_block(float* weights, const Partial& state) {
     return keep;
 }
 
-// One block of keys for R query heads: scores, weights, and the values into the states, [D] and then sum and max each.
-// Keys [begin, end) of the block.
+// One block of keys for R query heads: scores, weights, and the values into the states. q [R, D], states [R, D + 2]:
+// [D] and then sum and max each. Keys [begin, end) of the block.
 template <int R>
-inline void attend_block(const float* const* q, float* const* states, const float* const* keys,
-                         const float* const* values, int64_t begin, int64_t end, int64_t dim, float scale) {
+inline void attend_block(const float* q, float* states, const float* const* keys, const float* const* values,
+                         int64_t begin, int64_t end, int64_t dim, float scale) {
     alignas(32) float weights[R][kKeys];
-    float kept[R];
-    for (auto& row : weights)
-        for (float& weight : row) weight = -__builtin_inff();
-    scores_of<R>(q, keys, begin, end, dim, scale, weights);
-    for (int r = 0; r < R; ++r)
-        kept[r] = softmax_block(weights[r], {states[r], states[r] + dim, states[r] + dim + 1});
+    const float* heads[R];
+    float *into[R], kept[R];
+    for (int r = 0; r < R; ++r) {
+        heads[r] = q + r * dim;
+        into[r] = states + r * (dim + 2);
+        for (float& weight : weights[r]) weight = -__builtin_inff();
+    }
+    scores_of<R>(heads, keys, begin, end, dim, scale, weights);
+    for (int r = 0; r < R; ++r) kept[r] = softmax_block(weights[r], {into[r], into[r] + dim, into[r] + dim + 1});
     constexpr int W = 8 / R;  // eight sums at once hide each other's latency
     int64_t d = 0;
-    for (; d + 8 * W <= dim; d += 8 * W) add_values<R, W>(states, kept, weights, values, begin, end, d);
-    for (; d < dim; d += 8) add_values<R, 1>(states, kept, weights, values, begin, end, d);
+    for (; d + 8 * W <= dim; d += 8 * W) add_values<R, W>(into, kept, weights, values, begin, end, d);
+    for (; d < dim; d += 8) add_values<R, 1>(into, kept, weights, values, begin, end, d);
+}
+
+// The same for all query heads of a key-value head.
+inline void attend_heads(const float* q, float* states, int64_t group, const float* const* keys,
+                         const float* const* values, int64_t begin, int64_t end, int64_t dim, float scale) {
+    while (group > 0) {
+        const int64_t now = group >= 4 ? 4 : group >= 2 ? 2 : 1;
+        if (now == 4)
+            attend_block<4>(q, states, keys, values, begin, end, dim, scale);
+        else if (now == 2)
+            attend_block<2>(q, states, keys, values, begin, end, dim, scale);
+        else
+            attend_block<1>(q, states, keys, values, begin, end, dim, scale);
+        group -= now, q += now * dim, states += now * (dim + 2);
+    }
 }
 
 // A head of the cache as float32: where it lies, or widened into `room`.
@@ -197,30 +221,30 @@ inline const float* widen(const float* cache, const float*, int64_t place, int64
 inline const float* widen(const uint16_t* cache, const float*, int64_t place, int64_t dim, float* room) {
     const uint16_t* from = cache + place * dim;
 #pragma GCC unroll 4
-    for (int64_t d = 0; d < dim; d += 8) _mm256_storeu_ps(room + d, load8(from + d));
+    for (int64_t d = 0; d < dim; d += 8) store8(room + d, load8(from + d));
     return room;
 }
 
 inline const float* widen(const int8_t* cache, const float* scales, int64_t place, int64_t dim, float* room) {
     const int8_t* from = cache + place * dim;
-    const __m256 scale = _mm256_broadcast_ss(scales + place);
+    const F8 scale = splat(scales[place]);
 #pragma GCC unroll 4
     for (int64_t d = 0; d < dim; d += 8) {
-        const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + d));
-        _mm256_storeu_ps(room + d, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)), scale));
+        store8(room + d, load8_int8(from + d) * scale);
     }
     return room;
 }
 
-// Tokens [first, last) of a slot's queries against keys of [split, split + 1) * kSplit; state[token - first][head].
+// Tokens [first, last) of a slot's queries, heads [kv_begin, kv_end) of the cache, against keys of [split, split + 1) *
+// kSplit; state[kv_head - kv_begin][token - first][query head of kv_head].
 template <class Cached>
-void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t last, int64_t kv_head, int64_t split,
-                  float* state) {
+void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t last, int64_t kv_begin, int64_t kv_end,
+                  int64_t split, float* state) {
     static thread_local Scratch widened;
     float* room = widened.get<float>(2 * kKeys * p.head_dim);
-    const int64_t group = p.heads / p.kv_heads, record = p.head_dim + 2;
+    const int64_t group = p.heads / p.kv_heads, record = p.head_dim + 2, states = (last - first) * group;
     const int64_t end = p.query_start[slot + 1], length = p.context_len[slot];
-    for (int64_t i = 0; i < (last - first) * group; ++i) {
+    for (int64_t i = 0; i < (kv_end - kv_begin) * states; ++i) {
         float* s = state + i * record;
         clear({s, s + p.head_dim, s + p.head_dim + 1}, p.head_dim);
     }
@@ -229,45 +253,31 @@ void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t l
     const int64_t key_end = (split + 1) * kSplit < top ? (split + 1) * kSplit : top;
     for (int64_t base = split * kSplit; base < key_end; base += kKeys) {
         if (base + kKeys <= lowest) continue;
-        const float *keys[kKeys], *values[kKeys];
         const int64_t from = lowest > base ? lowest - base : 0;
         const int64_t count = key_end - base < kKeys ? key_end - base : kKeys;
-        int64_t places[kKeys];
-        p.locate(slot, base + from, base + count, kv_head, places);
-        for (int64_t i = from; i < count; ++i) {
-            const int64_t place = places[i - from];
-            keys[i] = widen(p.k_cache, p.k_scale, place, p.head_dim, room + i * p.head_dim);
-            values[i] = widen(p.v_cache, p.v_scale, place, p.head_dim, room + (kKeys + i) * p.head_dim);
-        }
-        if (base + kKeys < key_end) {  // the next block comes in while this one is computed
-            const int64_t next_end = base + 2 * kKeys < key_end ? base + 2 * kKeys : key_end;
-            p.locate(slot, base + kKeys, next_end, kv_head, places);
-            for (int64_t i = 0; i < next_end - base - kKeys; ++i)
-                for (int64_t byte = 0; byte < p.head_dim * static_cast<int64_t>(sizeof(Cached)); byte += 64) {
-                    _mm_prefetch(reinterpret_cast<const char*>(p.k_cache + places[i] * p.head_dim) + byte, _MM_HINT_T0);
-                    _mm_prefetch(reinterpret_cast<const char*>(p.v_cache + places[i] * p.head_dim) + byte, _MM_HINT_T0);
-                }
-        }
-        for (int64_t token = first; token < last; ++token) {
-            const int64_t position = length - end + token;
-            const int64_t begin = p.window && position + 1 - p.window > base ? position + 1 - p.window - base : 0;
-            const int64_t stop = position + 1 - base < count ? position + 1 - base : count;
-            if (begin >= stop) continue;
-            const float* q = p.q + token * p.q_stride + kv_head * group * p.head_dim;
-            float* states = state + (token - first) * group * record;
-            for (int64_t h = 0; h < group;) {
-                const float* heads[kHeadsAtOnce];
-                float* into[kHeadsAtOnce];
-                for (int64_t r = 0; r < kHeadsAtOnce && h + r < group; ++r)
-                    heads[r] = q + (h + r) * p.head_dim, into[r] = states + (h + r) * record;
-                const int64_t left = group - h;
-                h += left >= 4 ? 4 : left >= 2 ? 2 : 1;
-                if (left >= 4)
-                    attend_block<4>(heads, into, keys, values, begin, stop, p.head_dim, p.scale);
-                else if (left >= 2)
-                    attend_block<2>(heads, into, keys, values, begin, stop, p.head_dim, p.scale);
-                else
-                    attend_block<1>(heads, into, keys, values, begin, stop, p.head_dim, p.scale);
+        const int64_t next = base + kKeys < key_end ? (key_end - base - kKeys < kKeys ? key_end - base - kKeys : kKeys) : 0;
+        int64_t places[kKeys], next_places[kKeys];
+        p.locate(slot, base + from, base + count, places);
+        p.locate(slot, base + kKeys, base + kKeys + next, next_places);
+        for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
+            const float *keys[kKeys], *values[kKeys];
+            for (int64_t i = from; i < count; ++i) {
+                const int64_t place = places[i - from] + kv_head;
+                keys[i] = widen(p.k_cache, p.k_scale, place, p.head_dim, room + i * p.head_dim);
+                values[i] = widen(p.v_cache, p.v_scale, place, p.head_dim, room + (kKeys + i) * p.head_dim);
+            }
+            for (int64_t i = 0; i < next; ++i) {  // comes in while this one is computed
+                p.prefetch(p.k_cache, next_places[i] + kv_head);
+                p.prefetch(p.v_cache, next_places[i] + kv_head);
+            }
+            for (int64_t token = first; token < last; ++token) {
+                const int64_t position = length - end + token;
+                const int64_t begin = p.window && position + 1 - p.window > base ? position + 1 - p.window - base : 0;
+                const int64_t stop = position + 1 - base < count ? position + 1 - base : count;
+                if (begin < stop)
+                    attend_heads(p.q + token * p.q_stride + kv_head * group * p.head_dim,
+                                 state + ((kv_head - kv_begin) * states + (token - first) * group) * record, group, keys,
+                                 values, begin, stop, p.head_dim, p.scale);
             }
         }
     }
@@ -316,52 +326,61 @@ template <class Cached>
 void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
     static thread_local Scratch own_scratch;
     const int64_t group = p.heads / p.kv_heads, record = p.head_dim + 2;
-    const int64_t pieces = count_pieces(p), items = pieces * p.kv_heads, size = kQueryPiece * group * record;
-    float* own = own_scratch.get<float>(2 * size);
-    int64_t most = 1;
-    if (items < 2 * team.size)
-        for (int64_t i = 0; i < pieces; ++i) {
-            const Piece piece = find_piece(p, i);
-            most = piece.split_end - piece.split_begin > most ? piece.split_end - piece.split_begin : most;
-        }
-    if (most > 1) {  // few items: splits in parallel, each into its place in `shared`
-        team.share(items * most, 1, [&](int64_t index, int64_t) {
-            const Piece piece = find_piece(p, index / most / p.kv_heads);
-            const int64_t split = piece.split_begin + index % most;
-            if (split < piece.split_end)
-                attend_split(p, piece.slot, piece.first, piece.last, index / most % p.kv_heads, split,
-                             shared + index * size);
-        });
-        team.barrier();
-    }
-    team.share(items, 1, [&](int64_t index, int64_t) {
-        const Piece piece = find_piece(p, index / p.kv_heads);
-        const int64_t kv_head = index % p.kv_heads, states = (piece.last - piece.first) * group;
-        float* total = own;
-        for (int64_t split = piece.split_begin; split < piece.split_end; ++split) {
-            float* part = most > 1 ? shared + (index * most + split - piece.split_begin) * size
-                                   : own + (split > piece.split_begin ? size : 0);
-            if (most == 1) attend_split(p, piece.slot, piece.first, piece.last, kv_head, split, part);
-            if (split == piece.split_begin) total = part;
-            for (int64_t i = 0; i < states && part != total; ++i) {
-                float *a = total + i * record, *b = part + i * record;
-                merge({a, a + p.head_dim, a + p.head_dim + 1}, {b, b + p.head_dim, b + p.head_dim + 1}, p.head_dim);
+    const int64_t pieces = count_pieces(p), items = pieces * p.kv_heads;
+    const bool decoding = pieces == p.query_start[p.slots];  // one token each
+    const int64_t size = (decoding ? 1 : kQueryPiece) * group * record;  // of the states of one key-value head
+    if (!decoding && items >= 2 * team.size) {
+        float* own = own_scratch.get<float>(2 * size);
+        team.share(items, 1, [&](int64_t index, int64_t) {
+            const Piece piece = find_piece(p, index / p.kv_heads);
+            const int64_t kv_head = index % p.kv_heads, states = (piece.last - piece.first) * group;
+            for (int64_t split = piece.split_begin; split < piece.split_end; ++split) {
+                float* part = own + (split > piece.split_begin ? size : 0);
+                attend_split(p, piece.slot, piece.first, piece.last, kv_head, kv_head + 1, split, part);
+                if (part != own) merge_states(own, part, states, p.head_dim);
             }
-        }
+            finish(p, piece.first, piece.last, kv_head, own);
+        });
+        return;
+    }
+    int64_t most = 1;  // splits of a piece
+    for (int64_t i = 0; i < pieces; ++i) {
+        const Piece piece = find_piece(p, i);
+        most = piece.split_end - piece.split_begin > most ? piece.split_end - piece.split_begin : most;
+    }
+    const int64_t together = decoding && pieces * most >= 2 * team.size ? p.kv_heads : 1, parts = p.kv_heads / together;
+    auto part_of = [&](int64_t piece, int64_t split, int64_t kv_head) {
+        return shared + ((piece * most + split) * p.kv_heads + kv_head) * size;
+    };
+    team.share(pieces * most * parts, 1, [&](int64_t index, int64_t) {
+        const int64_t which = index / parts / most, split = index / parts % most, kv_head = index % parts * together;
+        const Piece piece = find_piece(p, which);
+        if (piece.split_begin + split < piece.split_end)
+            attend_split(p, piece.slot, piece.first, piece.last, kv_head, kv_head + together, piece.split_begin + split,
+                         part_of(which, split, kv_head));
+    });
+    team.barrier();
+    team.share(items, 1, [&](int64_t index, int64_t) {
+        const int64_t which = index / p.kv_heads, kv_head = index % p.kv_heads;
+        const Piece piece = find_piece(p, which);
+        float* total = part_of(which, 0, kv_head);
+        for (int64_t split = 1; split < piece.split_end - piece.split_begin; ++split)
+            merge_states(total, part_of(which, split, kv_head), (piece.last - piece.first) * group, p.head_dim);
         finish(p, piece.first, piece.last, kv_head, total);
     });
 }
 
-// Floats of `shared` for a team of `threads` and contexts of at most `longest` tokens.
-inline int64_t attention_scratch(int threads, int64_t longest, int64_t heads, int64_t kv_heads, int64_t head_dim) {
-    return 2 * threads * ceil_div(longest, kSplit) * kQueryPiece * (heads / kv_heads) * (head_dim + 2);
+// Floats of `shared` for a team of `threads`, and for contexts of at most `longest` tokens in `slots` sequences.
+inline int64_t attention_scratch(int threads, int64_t slots, int64_t longest, int64_t heads, int64_t kv_heads,
+                                 int64_t head_dim) {
+    const int64_t few = 2 * threads * kQueryPiece * (heads / kv_heads), decoding = slots * heads;
+    return (few > decoding ? few : decoding) * ceil_div(longest, kSplit) * (head_dim + 2);
 }
 
 // One head's numbers to int8: the rule of reference.py, quantize_heads.
 inline void quantize_head(const float* x, int64_t dim, int8_t* values, float* scale) {
-    __m256 largest = _mm256_setzero_ps();
-    const __m256 sign = _mm256_set1_ps(-0.0f);
-    for (int64_t d = 0; d < dim; d += 8) largest = _mm256_max_ps(largest, _mm256_andnot_ps(sign, load8(x + d)));
+    F8 largest = splat(0.0f);
+    for (int64_t d = 0; d < dim; d += 8) largest = larger(largest, magnitude(load8(x + d)));
     const float most = lane_max(largest), inverse = most == 0.0f ? 0.0f : 127.0f / most;
     for (int64_t d = 0; d < dim; ++d) values[d] = static_cast<int8_t>(__builtin_rintf(x[d] * inverse));
     *scale = most / 127.0f;

@@ -82,7 +82,7 @@ public:
         h = floats(n * widest);
         qkv = floats(n * width);
         gate_up = floats(n * 2 * m.ffn_dim);
-        attention = floats(attention_scratch(threads, s.longest, m.heads, m.kv_heads, m.head_dim));
+        attention = floats(attention_scratch(threads, s.slots, s.longest, m.heads, m.kv_heads, m.head_dim));
         q_memory = take(QuantizedRows::num_bytes(n, widest));
     }
 

@@ -29,20 +29,20 @@ struct Dense {
 
     int64_t depth() const { return k_total; }
 
-    static void load16(const float* p, __m256& first, __m256& second) {
-        first = _mm256_loadu_ps(p);
-        second = _mm256_loadu_ps(p + 8);
+    static void load16(const float* p, F8& first, F8& second) {
+        first = load8(p);
+        second = load8(p + 8);
     }
-    static void load16(const uint16_t* p, __m256& first, __m256& second) {
-        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-        first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-        second = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+    static void load16(const uint16_t* p, F8& first, F8& second) {
+        const I8 pairs = load32(reinterpret_cast<const uint8_t*>(p));
+        first = lower_bfloat16(pairs);
+        second = upper_bfloat16(pairs);
     }
 
     template <int R, int T>
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, float* acc,
                int64_t acc_stride) const {
-        __m256 sum[R][T][2];
+        F8 sum[R][T][2];
         const float* xs[R];
         const Weight* ws[T];
 #pragma GCC unroll 8
@@ -53,19 +53,19 @@ struct Dense {
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t)
 #pragma GCC unroll 8
-                for (int h = 0; h < 2; ++h) sum[r][t][h] = _mm256_loadu_ps(acc + r * acc_stride + t * kTile + h * 8);
+                for (int h = 0; h < 2; ++h) sum[r][t][h] = load8(acc + r * acc_stride + t * kTile + h * 8);
         }
         for (int64_t i = k; i < k_end; ++i) {
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
-                __m256 first, second;
+                F8 first, second;
                 load16(ws[t] + i * kTile, first, second);
-                if (R == 2) _mm_prefetch(reinterpret_cast<const char*>(ws[t] + i * kTile) + kAhead, _MM_HINT_T0);
+                if (R == 2) prefetch(reinterpret_cast<const char*>(ws[t] + i * kTile) + kAhead);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
-                    const __m256 xv = _mm256_broadcast_ss(xs[r] + i);
-                    sum[r][t][0] = _mm256_fmadd_ps(xv, first, sum[r][t][0]);
-                    sum[r][t][1] = _mm256_fmadd_ps(xv, second, sum[r][t][1]);
+                    const F8 xv = splat(xs[r][i]);
+                    sum[r][t][0] = plus_product(sum[r][t][0], xv, first);
+                    sum[r][t][1] = plus_product(sum[r][t][1], xv, second);
                 }
             }
         }
@@ -74,7 +74,7 @@ struct Dense {
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t)
 #pragma GCC unroll 8
-                for (int h = 0; h < 2; ++h) _mm256_storeu_ps(acc + r * acc_stride + t * kTile + h * 8, sum[r][t][h]);
+                for (int h = 0; h < 2; ++h) store8(acc + r * acc_stride + t * kTile + h * 8, sum[r][t][h]);
     }
 
     static constexpr int64_t kAhead = 1024;  // bytes

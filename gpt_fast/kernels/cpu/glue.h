@@ -8,10 +8,10 @@ namespace gpt_fast {
 
 // out = x * rsqrt(mean(x^2) + eps) * weight, one row. out may be x.
 inline void rms_norm(const float* x, const float* weight, int64_t dim, float eps, float* out) {
-    __m256 squares = _mm256_setzero_ps();
+    F8 squares = splat(0.0f);
     float rest = 0.0f;
     int64_t d = 0;
-    for (; d + 8 <= dim; d += 8) squares = _mm256_fmadd_ps(load8(x + d), load8(x + d), squares);
+    for (; d + 8 <= dim; d += 8) squares = plus_product(squares, load8(x + d), load8(x + d));
     for (; d < dim; ++d) rest += x[d] * x[d];
     const float factor = 1.0f / __builtin_sqrtf((lane_sum(squares) + rest) / static_cast<float>(dim) + eps);
     for (d = 0; d < dim; ++d) out[d] = x[d] * factor * weight[d];
@@ -28,7 +28,6 @@ inline void rope_head(float* x, const float* cos, const float* sin, int64_t half
 
 // out = silu(gate) * up, silu(g) = g / (1 + e^-g).
 inline void silu_mul(const float* gate, const float* up, int64_t count, float* out) {
-    const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
     for (int64_t i = 0; i < count; i += 8) {
         alignas(32) float g[8] = {}, u[8] = {};
         const int64_t n = count - i < 8 ? count - i : 8;
@@ -36,14 +35,14 @@ inline void silu_mul(const float* gate, const float* up, int64_t count, float* o
             std::memcpy(g, gate + i, static_cast<size_t>(n) * sizeof(float));
             std::memcpy(u, up + i, static_cast<size_t>(n) * sizeof(float));
         }
-        const __m256 gv = n < 8 ? _mm256_load_ps(g) : load8(gate + i), uv = n < 8 ? _mm256_load_ps(u) : load8(up + i);
-        const __m256 result =
-            _mm256_mul_ps(_mm256_div_ps(gv, _mm256_add_ps(one, exp8(_mm256_xor_ps(gv, sign)))), uv);
+        const F8 gv = n < 8 ? load8(g) : load8(gate + i), uv = n < 8 ? load8(u) : load8(up + i);
+        const F8 result =
+            gv / (splat(1.0f) + exp8(negative(gv))) * uv;
         if (n < 8) {
-            _mm256_store_ps(g, result);
+            store8(g, result);
             std::memcpy(out + i, g, static_cast<size_t>(n) * sizeof(float));
         } else {
-            _mm256_storeu_ps(out + i, result);
+            store8(out + i, result);
         }
     }
 }

@@ -28,73 +28,62 @@ struct Int4 {
     template <int R, int T>
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, float* acc,
                int64_t acc_stride) const {
-        const __m256i ones = _mm256_set1_epi16(1), low_half = _mm256_set1_epi8(15);
         const int64_t group_blocks = group_size / kBlock, group_bytes = kHeader + group_blocks * kBlockBytes;
         const int64_t groups = k_total / group_size;
         const uint8_t* w = data + (tile * groups + k / group_size) * group_bytes;
         const int64_t next_tile = groups * group_bytes;
         const int8_t* xs[R];
         const float *scales[R], *sums[R];
-        __m256 sum[R][T];
+        F8 sum[R][T];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             xs[r] = x.values + (row + r) * x.blocks * kBlock;
             scales[r] = x.scales + (row + r) * x.blocks;
             sums[r] = x.sums + (row + r) * x.blocks;
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) sum[r][t] = _mm256_loadu_ps(acc + r * acc_stride + t * kTile);
+            for (int t = 0; t < T; ++t) sum[r][t] = load8(acc + r * acc_stride + t * kTile);
         }
         for (int64_t b = k / kBlock; b < k_end / kBlock;) {
             const uint8_t* header = w;
             w += kHeader;
             for (const int64_t end = b + group_blocks; b < end; ++b, w += kBlockBytes) {
                 if (R > 1) {  // one stream; the four of a single row are fetched ahead by the hardware
-                    _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead, _MM_HINT_T0);
-                    _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64, _MM_HINT_T0);
-                    _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead + 128, _MM_HINT_T0);
+                    for (int64_t line = 0; line < 192; line += 64) prefetch(w + kAhead + line);
                 }
-                __m256i pairs[R][T];  // at most 16 products of 15 * 127: fits 16 bits
+                I8 exact[R][T];
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-                    for (int t = 0; t < T; ++t) pairs[r][t] = _mm256_setzero_si256();
+                    for (int t = 0; t < T; ++t) exact[r][t] = splat(0);
 #pragma GCC unroll 8
                 for (int g = 0; g < 4; ++g) {
-                    __m256i first[R], second[R];
+                    I8 first[R], second[R];
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
-                        int32_t bytes[2];
-                        std::memcpy(bytes, xs[r] + b * kBlock + g * 4, 4);
-                        std::memcpy(bytes + 1, xs[r] + b * kBlock + 16 + g * 4, 4);
-                        first[r] = _mm256_set1_epi32(bytes[0]);
-                        second[r] = _mm256_set1_epi32(bytes[1]);
+                        first[r] = splat_bytes(xs[r] + b * kBlock + g * 4);
+                        second[r] = splat_bytes(xs[r] + b * kBlock + 16 + g * 4);
                     }
 #pragma GCC unroll 8
                     for (int t = 0; t < T; ++t) {
-                        const __m256i both =
-                            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + t * next_tile + g * 32));
-                        const __m256i low = _mm256_and_si256(both, low_half);
-                        const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_half);
+                        const I8 both = load32(w + t * next_tile + g * 32);
+                        const I8 low = low_nibbles(both), high = high_nibbles(both);
 #pragma GCC unroll 8
                         for (int r = 0; r < R; ++r) {
-                            pairs[r][t] = _mm256_add_epi16(pairs[r][t], _mm256_maddubs_epi16(low, first[r]));
-                            pin(pairs[r][t]);
-                            pairs[r][t] = _mm256_add_epi16(pairs[r][t], _mm256_maddubs_epi16(high, second[r]));
-                            pin(pairs[r][t]);
+                            exact[r][t] = add_nibbles(exact[r][t], low, first[r]);
+                            exact[r][t] = add_nibbles(exact[r][t], high, second[r]);
                         }
                     }
                 }
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {
-                    const auto* halves = reinterpret_cast<const __m128i*>(header + t * next_tile);
-                    const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128(halves));
-                    const __m256 min = _mm256_cvtph_ps(_mm_loadu_si128(halves + 1));
+                    const F8 scale = load8_float16(header + t * next_tile);
+                    const F8 min = load8_float16(header + t * next_tile + 16);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
-                        const __m256 dot = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs[r][t], ones));
+                        const F8 dot = to_floats(nibble_sums(exact[r][t]));
                         sum[r][t] =
-                            _mm256_fmadd_ps(_mm256_mul_ps(dot, _mm256_broadcast_ss(scales[r] + b)), scale, sum[r][t]);
-                        sum[r][t] = _mm256_fmadd_ps(min, _mm256_broadcast_ss(sums[r] + b), sum[r][t]);
+                            plus_product(sum[r][t], dot * splat(scales[r][b]), scale);
+                        sum[r][t] = plus_product(sum[r][t], min, splat(sums[r][b]));
                     }
                 }
             }
@@ -102,7 +91,7 @@ struct Int4 {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) _mm256_storeu_ps(acc + r * acc_stride + t * kTile, sum[r][t]);
+            for (int t = 0; t < T; ++t) store8(acc + r * acc_stride + t * kTile, sum[r][t]);
     }
 };
 

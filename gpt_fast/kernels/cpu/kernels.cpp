@@ -19,7 +19,7 @@ void attention_op(const float* q, const float* k, const float* v, Paged<Cached> 
                   const int64_t* write_slots, int threads) {
     const int64_t row = p.heads * p.head_dim, kv_dim = p.kv_heads * p.head_dim;
     float* shared =
-        shared_scratch().get<float>(attention_scratch(threads, longest, p.heads, p.kv_heads, p.head_dim));
+        shared_scratch().get<float>(attention_scratch(threads, p.slots, longest, p.heads, p.kv_heads, p.head_dim));
     p.q = q;
     p.q_stride = row;
     p.scale = 1.0f / __builtin_sqrtf(static_cast<float>(p.head_dim));
@@ -124,19 +124,18 @@ void gpt_fast_decoder_step(const Model* model, Step* step, int threads) {
 // Reads all of [data, data + num_bytes), a multiple of 128 kB, and nothing else: what memory allows (roofline.py).
 // Eight places at once, because the hardware fetches ahead for each; one after the other is a fifth slower.
 int64_t gpt_fast_read(const uint8_t* data, int64_t num_bytes, int threads) {
-    std::atomic<int64_t> any{0};
+    std::atomic<int64_t> found{0};
     run_team(threads, kPhases, [&](Team& team) {
-        __m256i seen = _mm256_setzero_si256();
+        I8 seen = splat(0);
         constexpr int64_t piece = 1 << 14;
         team.share(num_bytes, 8 * piece, [&](int64_t begin, int64_t) {
             for (int64_t i = 0; i < piece; i += 32)
                 for (int64_t j = 0; j < 8; ++j)
-                    seen = _mm256_or_si256(
-                        seen, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + begin + j * piece + i)));
+                    seen = seen | load32(data + begin + j * piece + i);
         });
-        any |= !_mm256_testz_si256(seen, seen);  // so that the compiler cannot leave the reading out
+        found |= any(seen);  // so that the compiler cannot leave the reading out
     });
-    return any;
+    return found;
 }
 
 // Sizes of the structs that Python builds, so that a mismatch is an error at load.

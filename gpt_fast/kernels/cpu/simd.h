@@ -1,0 +1,49 @@
+// The vocabulary of vectors that the kernels are written in, in the words of the CPU that they are compiled for.
+//
+// F8 is eight float32, I8 is 32 bytes: eight int32, or 32 of int8, of uint8, or of 4 bits in bytes. F8 has the operators
+// + - * /, I8 has & and |. Every set of instructions gives the same results: integer sums are exact, and sums of lanes
+// are taken in one order. Another set needs its own header of these functions; nothing else knows about it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "simd_avx2.h"
+#elif defined(__aarch64__)
+#include "simd_neon.h"
+#else
+#error "only AVX2 with FMA and F16C, and 64-bit NEON, are implemented"
+#endif
+
+namespace gpt_fast {
+
+inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
+
+// 32 bits everywhere: one weight's four neighbours along k.
+inline I8 splat_bytes(const int8_t* four) {
+    int32_t bytes;
+    std::memcpy(&bytes, four, sizeof bytes);
+    return splat(bytes);
+}
+
+// bfloat16 is the upper half of a float32. Of two in 32 bits:
+inline F8 lower_bfloat16(I8 pairs) { return as_floats(shift_left<16>(pairs)); }
+inline F8 upper_bfloat16(I8 pairs) { return as_floats(pairs & splat(static_cast<int32_t>(0xffff0000u))); }
+
+// e^x, relative error below 2e-7. By Cody and Waite: x = n ln 2 + r, a polynomial for e^r, n into the exponent.
+// -infinity gives 0; NaN stays NaN.
+inline F8 exp8(F8 x) {
+    const F8 low = splat(-87.33f), high = splat(88.37f);
+    const F8 clamped = larger(smaller(x, high), low);
+    const I8 n = nearest(clamped * splat(1.44269504088896f));
+    F8 r = minus_product(clamped, to_floats(n), splat(0.693359375f));
+    r = minus_product(r, to_floats(n), splat(-2.12194440e-4f));
+    // Taylor's coefficients to degree 7 suffice for |r| <= ln 2 / 2.
+    F8 p = splat(1.0f / 5040);
+    for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = plus_product(splat(c), p, r);
+    const F8 result = p * as_floats(shift_left<23>(add(n, splat(127))));
+    return choose(is_nan(x), x, choose(less(x, low), splat(0.0f), result));
+}
+
+}  // namespace gpt_fast

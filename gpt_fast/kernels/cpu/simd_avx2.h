@@ -1,0 +1,152 @@
+// simd.h in AVX2, FMA and F16C; where the compiler may use VNNI (AVX-512's or AVX's own), products of bytes in that.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace gpt_fast {
+
+using F8 = __m256;
+using I8 = __m256i;
+
+// ---- float32 ----
+
+inline F8 splat(float x) { return _mm256_set1_ps(x); }
+inline F8 load8(const float* p) { return _mm256_loadu_ps(p); }
+inline void store8(float* p, F8 v) { _mm256_storeu_ps(p, v); }
+inline F8 plus_product(F8 sum, F8 a, F8 b) { return _mm256_fmadd_ps(a, b, sum); }  // sum + a * b, rounded once
+inline F8 minus_product(F8 sum, F8 a, F8 b) { return _mm256_fnmadd_ps(a, b, sum); }
+inline F8 larger(F8 a, F8 b) { return _mm256_max_ps(a, b); }
+inline F8 smaller(F8 a, F8 b) { return _mm256_min_ps(a, b); }
+inline F8 magnitude(F8 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+inline F8 negative(F8 x) { return _mm256_xor_ps(x, _mm256_set1_ps(-0.0f)); }
+
+// Masks: all bits of a lane, or none.
+inline F8 less(F8 a, F8 b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+inline F8 is_nan(F8 x) { return _mm256_cmp_ps(x, x, _CMP_UNORD_Q); }
+inline F8 choose(F8 mask, F8 yes, F8 no) { return _mm256_blendv_ps(no, yes, mask); }
+
+inline float first_lane(F8 v) { return _mm256_cvtss_f32(v); }
+
+inline float lane_sum(F8 v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+inline float lane_max(F8 v) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+// out[i] = factor * the sum of the lanes of v[i], of four at once: neighbours first, halves last.
+inline void store_lane_sums(const F8* v, float factor, float* out) {
+    const F8 pairs = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
+    _mm_storeu_ps(out, _mm_mul_ps(four, _mm_set1_ps(factor)));
+}
+
+// ---- conversions ----
+
+inline F8 as_floats(I8 bits) { return _mm256_castsi256_ps(bits); }
+inline I8 as_ints(F8 bits) { return _mm256_castps_si256(bits); }
+inline F8 to_floats(I8 v) { return _mm256_cvtepi32_ps(v); }
+inline I8 nearest(F8 v) { return _mm256_cvtps_epi32(v); }  // ties to even; NaN and what is too large: -2^31
+
+inline F8 load8_bfloat16(const uint16_t* p) {
+    return as_floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+}
+
+inline F8 load8_float16(const uint8_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+inline F8 load8_int8(const int8_t* p) {
+    return to_floats(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+
+// 32 values of at most 127 in magnitude.
+inline void store_int8(int8_t* p, const I8* q) {
+    // The two packs leave groups of four in the order 0 2 4 6 1 3 5 7.
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+    const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), ordered);
+}
+
+// ---- integers ----
+
+inline I8 splat(int32_t x) { return _mm256_set1_epi32(x); }
+inline I8 load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline I8 add(I8 a, I8 b) { return _mm256_add_epi32(a, b); }
+inline I8 larger(I8 a, I8 b) { return _mm256_max_epi32(a, b); }
+template <int N>
+inline I8 shift_left(I8 v) {
+    return _mm256_slli_epi32(v, N);
+}
+inline bool any(I8 v) { return !_mm256_testz_si256(v, v); }
+
+inline int32_t lane_sum(I8 v) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+
+inline int32_t lane_max(I8 v) {
+    __m128i s = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+
+// Keeps a running sum where it is. gcc otherwise reorders an unrolled chain of integer additions so that all the
+// products are alive at once, and spills most of them.
+inline void pin(I8& sum) { asm("" : "+x"(sum)); }
+
+// ---- products of bytes ----
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define GPT_FAST_DPBUSD _mm256_dpbusd_epi32
+#elif defined(__AVXVNNI__)
+#define GPT_FAST_DPBUSD _mm256_dpbusd_avx_epi32
+#endif
+
+#ifdef GPT_FAST_DPBUSD
+inline I8 dot_unsigned(I8 sum, I8 u, I8 x) { return GPT_FAST_DPBUSD(sum, u, x); }
+#else
+inline I8 dot_unsigned(I8 sum, I8 u, I8 x) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, x), _mm256_set1_epi16(1)));
+}
+#endif
+
+// sum + the products of four neighbours, int8 each and at most 127 in magnitude.
+inline I8 dot(I8 sum, I8 w, I8 x) {
+    // One side of the instruction is unsigned: |w| * (x with w's sign).
+    sum = dot_unsigned(sum, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    pin(sum);
+    return sum;
+}
+
+inline I8 low_nibbles(I8 v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline I8 high_nibbles(I8 v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+
+// Sums of products of nibbles (0 to 15) with int8: begun at zero, added to at most eight times, then read.
+inline I8 add_nibbles(I8 sums, I8 nibbles, I8 x) {
+#ifdef GPT_FAST_DPBUSD
+    sums = GPT_FAST_DPBUSD(sums, nibbles, x);
+#else
+    sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(nibbles, x));  // 16 products of 15 * 127 fit 16 bits
+#endif
+    pin(sums);
+    return sums;
+}
+
+inline I8 nibble_sums(I8 sums) {
+#ifdef GPT_FAST_DPBUSD
+    return sums;
+#else
+    return _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+#endif
+}
+
+}  // namespace gpt_fast

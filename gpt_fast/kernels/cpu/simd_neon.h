@@ -1,0 +1,135 @@
+// simd.h in 64-bit NEON: two registers for each vector; products of bytes by the dot product instructions of Armv8.2
+// where the compiler may use them.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+
+namespace gpt_fast {
+
+struct F8 {
+    float32x4_t a, b;
+};
+struct I8 {
+    int32x4_t a, b;
+};
+
+// ---- float32 ----
+
+inline F8 operator+(F8 x, F8 y) { return {vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
+inline F8 operator-(F8 x, F8 y) { return {vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
+inline F8 operator*(F8 x, F8 y) { return {vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)}; }
+inline F8 operator/(F8 x, F8 y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
+
+inline F8 splat(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+inline F8 load8(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+inline void store8(float* p, F8 v) { vst1q_f32(p, v.a), vst1q_f32(p + 4, v.b); }
+inline F8 plus_product(F8 sum, F8 x, F8 y) { return {vfmaq_f32(sum.a, x.a, y.a), vfmaq_f32(sum.b, x.b, y.b)}; }
+inline F8 minus_product(F8 sum, F8 x, F8 y) { return {vfmsq_f32(sum.a, x.a, y.a), vfmsq_f32(sum.b, x.b, y.b)}; }
+inline F8 magnitude(F8 x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
+inline F8 negative(F8 x) { return {vnegq_f32(x.a), vnegq_f32(x.b)}; }
+
+// Masks: all bits of a lane, or none.
+inline F8 of_masks(uint32x4_t a, uint32x4_t b) { return {vreinterpretq_f32_u32(a), vreinterpretq_f32_u32(b)}; }
+inline F8 less(F8 x, F8 y) { return of_masks(vcltq_f32(x.a, y.a), vcltq_f32(x.b, y.b)); }
+inline F8 is_nan(F8 x) { return of_masks(vmvnq_u32(vceqq_f32(x.a, x.a)), vmvnq_u32(vceqq_f32(x.b, x.b))); }
+inline F8 choose(F8 mask, F8 yes, F8 no) {
+    return {vbslq_f32(vreinterpretq_u32_f32(mask.a), yes.a, no.a), vbslq_f32(vreinterpretq_u32_f32(mask.b), yes.b, no.b)};
+}
+// As AVX: the second where either is NaN.
+inline F8 larger(F8 x, F8 y) { return choose(less(y, x), x, y); }
+inline F8 smaller(F8 x, F8 y) { return choose(less(x, y), x, y); }
+
+inline float first_lane(F8 v) { return vgetq_lane_f32(v.a, 0); }
+
+inline float lane_sum(F8 v) {
+    const float32x4_t s = vaddq_f32(v.a, v.b);
+    const float32x2_t t = vadd_f32(vget_low_f32(s), vget_high_f32(s));
+    return vget_lane_f32(t, 0) + vget_lane_f32(t, 1);
+}
+
+inline float lane_max(F8 v) {
+    const float32x4_t s = vmaxq_f32(v.a, v.b);
+    const float32x2_t t = vmax_f32(vget_low_f32(s), vget_high_f32(s));
+    return vget_lane_f32(vpmax_f32(t, t), 0);
+}
+
+// out[i] = factor * the sum of the lanes of v[i], of four at once: neighbours first, halves last.
+inline void store_lane_sums(const F8* v, float factor, float* out) {
+    const float32x4_t a = vpaddq_f32(vpaddq_f32(v[0].a, v[1].a), vpaddq_f32(v[2].a, v[3].a));
+    const float32x4_t b = vpaddq_f32(vpaddq_f32(v[0].b, v[1].b), vpaddq_f32(v[2].b, v[3].b));
+    vst1q_f32(out, vmulq_n_f32(vaddq_f32(a, b), factor));
+}
+
+// ---- conversions ----
+
+inline F8 as_floats(I8 bits) { return {vreinterpretq_f32_s32(bits.a), vreinterpretq_f32_s32(bits.b)}; }
+inline I8 as_ints(F8 bits) { return {vreinterpretq_s32_f32(bits.a), vreinterpretq_s32_f32(bits.b)}; }
+inline F8 to_floats(I8 v) { return {vcvtq_f32_s32(v.a), vcvtq_f32_s32(v.b)}; }
+inline I8 nearest(F8 v) { return {vcvtnq_s32_f32(v.a), vcvtnq_s32_f32(v.b)}; }  // ties to even; NaN: 0
+
+inline F8 load8_bfloat16(const uint16_t* p) {
+    const uint16x8_t v = vld1q_u16(p);
+    return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(v), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(v, 16))};
+}
+
+inline F8 load8_float16(const uint8_t* p) {
+    const float16x8_t v = vreinterpretq_f16_u8(vld1q_u8(p));
+    return {vcvt_f32_f16(vget_low_f16(v)), vcvt_high_f32_f16(v)};
+}
+
+inline F8 load8_int8(const int8_t* p) {
+    const int16x8_t v = vmovl_s8(vld1_s8(p));
+    return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(v))), vcvtq_f32_s32(vmovl_high_s16(v))};
+}
+
+// 32 values of at most 127 in magnitude.
+inline void store_int8(int8_t* p, const I8* q) {
+    for (int i = 0; i < 4; ++i) vst1_s8(p + 8 * i, vmovn_s16(vcombine_s16(vmovn_s32(q[i].a), vmovn_s32(q[i].b))));
+}
+
+// ---- integers ----
+
+inline I8 operator&(I8 x, I8 y) { return {vandq_s32(x.a, y.a), vandq_s32(x.b, y.b)}; }
+inline I8 operator|(I8 x, I8 y) { return {vorrq_s32(x.a, y.a), vorrq_s32(x.b, y.b)}; }
+inline I8 splat(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
+inline I8 load32(const uint8_t* p) { return {vreinterpretq_s32_u8(vld1q_u8(p)), vreinterpretq_s32_u8(vld1q_u8(p + 16))}; }
+inline I8 add(I8 x, I8 y) { return {vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
+inline I8 larger(I8 x, I8 y) { return {vmaxq_s32(x.a, y.a), vmaxq_s32(x.b, y.b)}; }
+template <int N>
+inline I8 shift_left(I8 v) {
+    return {vshlq_n_s32(v.a, N), vshlq_n_s32(v.b, N)};
+}
+inline bool any(I8 v) { return vmaxvq_u32(vreinterpretq_u32_s32(vorrq_s32(v.a, v.b))) != 0; }
+inline int32_t lane_sum(I8 v) { return vaddvq_s32(vaddq_s32(v.a, v.b)); }
+inline int32_t lane_max(I8 v) { return vmaxvq_s32(vmaxq_s32(v.a, v.b)); }
+
+// ---- products of bytes ----
+
+inline int32x4_t dot(int32x4_t sum, int8x16_t w, int8x16_t x) {
+#ifdef __ARM_FEATURE_DOTPROD
+    return vdotq_s32(sum, w, x);
+#else
+    const int16x8_t first = vmull_s8(vget_low_s8(w), vget_low_s8(x)), second = vmull_high_s8(w, x);
+    return vpadalq_s16(sum, vpaddq_s16(first, second));  // two products of at most 127 * 127 fit 16 bits
+#endif
+}
+
+// sum + the products of four neighbours, int8 each and at most 127 in magnitude.
+inline I8 dot(I8 sum, I8 w, I8 x) {
+    return {dot(sum.a, vreinterpretq_s8_s32(w.a), vreinterpretq_s8_s32(x.a)),
+            dot(sum.b, vreinterpretq_s8_s32(w.b), vreinterpretq_s8_s32(x.b))};
+}
+
+inline I8 low_nibbles(I8 v) { return v & splat(0x0f0f0f0f); }
+inline I8 high_nibbles(I8 v) {
+    return {vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(v.a), 4)),
+            vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(v.b), 4))};
+}
+
+// Sums of products of nibbles (0 to 15) with int8: begun at zero, added to at most eight times, then read.
+inline I8 add_nibbles(I8 sums, I8 nibbles, I8 x) { return dot(sums, nibbles, x); }
+inline I8 nibble_sums(I8 sums) { return sums; }
+
+}  // namespace gpt_fast
