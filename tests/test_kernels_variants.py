@@ -149,7 +149,9 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "vnni":
         (folder / "dpbusd.h").write_text(DPBUSD)
         subprocess.run(
-            [cpu.compiler(), *cpu.VARIANTS["avx2"], "-include", str(folder / "dpbusd.h"), *flags], check=True, timeout=300
+            [cpu.compiler(), *cpu.VARIANTS["avx2"], "-include", str(folder / "dpbusd.h"), *flags],
+            check=True,
+            timeout=300,
         )
         return [target]
     for tool in (ARM_COMPILER, ARM_EMULATOR):
@@ -168,7 +170,9 @@ def test_results_equal_the_native_kernels(program: list[str], name: str, tmp_pat
 
 def test_norms_and_activations_equal_the_native_kernels(program: list[str], tmp_path: Path) -> None:
     for call in norm_calls():
-        torch.testing.assert_close(elsewhere(program, call, tmp_path), native(call), atol=1e-6, rtol=1e-6, equal_nan=True)
+        torch.testing.assert_close(
+            elsewhere(program, call, tmp_path), native(call), atol=1e-6, rtol=1e-6, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("variant", ["avx512_vnni", "avx_vnni"])

@@ -60,7 +60,7 @@ struct Dense {
             for (int t = 0; t < T; ++t) {
                 F8 first, second;
                 load16(ws[t] + i * kTile, first, second);
-                if (R == 2) prefetch(reinterpret_cast<const char*>(ws[t] + i * kTile) + kAhead);
+                if (T == 1 || R == 2) prefetch(reinterpret_cast<const char*>(ws[t] + i * kTile) + kAhead);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
                     const F8 xv = splat(xs[r][i]);

@@ -12,10 +12,10 @@ namespace gpt_fast {
 struct Int4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTile = 8;
-    static constexpr int kMaxRows = 8;
+    static constexpr int kMaxRows = 4;
     static constexpr int64_t kManyRowsTiles = 4;
     static constexpr bool kOutputScale = false;
-    static constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : 1; }  // as in int8.h
+    static constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : 2; }  // as in int8.h
     static constexpr int64_t kHeader = 32, kBlockBytes = kTile * kBlock / 2;
     static constexpr int64_t kAhead = 1280;  // bytes
 
@@ -47,7 +47,7 @@ struct Int4 {
             const uint8_t* header = w;
             w += kHeader;
             for (const int64_t end = b + group_blocks; b < end; ++b, w += kBlockBytes) {
-                if (R > 1) {  // one stream; the four of a single row are fetched ahead by the hardware
+                if (R > 1) {  // the four streams of a single row are fetched ahead by the hardware
                     for (int64_t line = 0; line < 192; line += 64) prefetch(w + kAhead + line);
                 }
                 I8 exact[R][T];

@@ -12,11 +12,12 @@ namespace gpt_fast {
 struct Int8 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTile = 8;
-    static constexpr int kMaxRows = 8;
+    static constexpr int kMaxRows = 4;
     static constexpr int64_t kManyRowsTiles = 4;
     static constexpr bool kOutputScale = true;
-        // Four streams: the hardware fetches ahead for each by itself, and prefetching in their place only costs.
-    static constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : 1; }
+    // Several tiles, several streams: the hardware fetches ahead for each by itself; and eight sums hide each other's
+    // latency.
+    static constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : 2; }
     static constexpr int64_t kBlockBytes = kTile * kBlock;
 
     const uint8_t* data;
