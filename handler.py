@@ -253,7 +253,7 @@ def pick_device(name: str, gpu_id: int | None) -> str:
     return f"cuda:{gpu_id}" if gpu_id is not None and gpu_id >= 0 and torch.cuda.is_available() else "cpu"
 
 
-# TorchServe's worker writes two lines for every exchange, so for every token, through a pipe that Java reads and parses.
+# TorchServe's worker writes two lines for every exchange, so for every token, into a pipe that Java reads and parses.
 # They say nothing of requests that share exchanges and cost the two processes almost a millisecond.
 
 

@@ -1,4 +1,4 @@
-"""The C++ kernels for CPUs that this machine is not: the same sources for NEON under an emulator, VNNI's by its formula.
+"""The C++ kernels for other CPUs than this one: the same sources for NEON under an emulator, VNNI's by its formula.
 
 Each call's arguments go to the native kernels and, in a file, to a program made of the same sources for the other CPU
 (kernel_calls.cpp). Their results must agree to the bit.
