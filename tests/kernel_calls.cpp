@@ -1,9 +1,11 @@
-// Runs one of the kernels' functions on a file of arguments: for CPUs that Python does not run on here, through an emulator.
+// Runs one of the kernels' functions on a file of arguments: for CPUs that Python does not run on here, through an
+// emulator.
 //
 //   kernel_calls IN OUT
 //
-// IN: int64 function, int64 number of integers, the integers, float64, int64 number of buffers, and for each its size in
-// bytes (int64) and its bytes. OUT: the buffers' bytes after the call, one after the other. A buffer of size 0 is null.
+// IN: int64 function, int64 number of integers, the integers, float64, int64 number of buffers, and for each its size
+// in bytes (int64) and its bytes. OUT: the buffers' bytes after the call, one after the other. A buffer of size 0 is
+// null.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -36,7 +38,8 @@ int main(int, char** argv) {
     std::vector<Buffer> b(static_cast<size_t>(read_int(in)));
     for (Buffer& buffer : b) {
         buffer.size = static_cast<size_t>(read_int(in));
-        buffer.data = buffer.size ? static_cast<uint8_t*>(std::aligned_alloc(64, (buffer.size + 63) / 64 * 64)) : nullptr;
+        buffer.data =
+            buffer.size ? static_cast<uint8_t*>(std::aligned_alloc(64, (buffer.size + 63) / 64 * 64)) : nullptr;
         if (buffer.size && std::fread(buffer.data, buffer.size, 1, in) != 1) return 1;
     }
     auto floats = [&](size_t at) { return reinterpret_cast<float*>(b[at].data); };
@@ -44,12 +47,13 @@ int main(int, char** argv) {
     const int threads = static_cast<int>(i.back());
     switch (function) {
         case 0:
-            gpt_fast_linear(i[0], floats(0), i[1], i[2], i[3], i[4], b[1].data, floats(2), floats(3), floats(4), threads);
+            gpt_fast_linear(i[0], floats(0), i[1], i[2], i[3], i[4], b[1].data, floats(2), floats(3), floats(4),
+                            threads);
             break;
         case 1:
-            gpt_fast_paged_attention(floats(0), floats(1), floats(2), b[3].data, b[4].data, floats(5), floats(6), ints(7),
-                                     ints(8), ints(9), reinterpret_cast<int64_t*>(b[10].data), floats(11), i[0], i[1],
-                                     i[2], i[3], i[4], i[5], i[6], i[7], i[8], threads);
+            gpt_fast_paged_attention(floats(0), floats(1), floats(2), b[3].data, b[4].data, floats(5), floats(6),
+                                     ints(7), ints(8), ints(9), reinterpret_cast<int64_t*>(b[10].data), floats(11),
+                                     i[0], i[1], i[2], i[3], i[4], i[5], i[6], i[7], i[8], threads);
             break;
         case 2: gpt_fast_rms_norm(floats(0), floats(1), i[0], i[1], real, floats(2), threads); break;
         case 3: gpt_fast_silu_mul(floats(0), i[0], i[1], floats(1), threads); break;

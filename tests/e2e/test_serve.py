@@ -395,8 +395,9 @@ def test_plain_torch_model_archiver_and_the_shipped_configuration(checkpoint: Pa
         server.wait_ready("gpt-fast")
         assert curl(server, ["-T", str(ROOT / "request.json")])[0] == 200
         begin = time.monotonic()
-        reply = server.predict(good(30))
+        reply = server.predict(good(200))
         assert time.monotonic() - begin < 10, "something was compiled in service"
-        assert reply.text == expected(llm, 30).text
-        assert len(reply.chunks) > 3  # a fast model has several tokens ready for each
+        assert reply.text == expected(llm, 200).text
+        assert len(reply.chunks) > 2  # a fast model has many tokens ready for each
         assert server.predict({"prompt": None}).status == 400
+        assert "Backend received" not in server.log, "a line for each exchange"

@@ -9,8 +9,8 @@ constexpr int64_t kBlock = 32;
 
 struct QuantizedRows {
     int8_t* values;  // [rows, blocks * 32], the last block filled up with zeros
-    float* scales;  // [rows, blocks]
-    float* sums;  // [rows, blocks]: scale times the sum of the block's values
+    float* scales;   // [rows, blocks]
+    float* sums;     // [rows, blocks]: scale times the sum of the block's values
     int64_t blocks;  // per row
 
     static int64_t num_bytes(int64_t rows, int64_t k) { return rows * ceil_div(k, kBlock) * (kBlock + 8); }

@@ -5,10 +5,11 @@
 // (Dao et al. 2023, Flash-Decoding). So a query's result depends neither on what else is in the step nor on how its
 // prompt was cut into chunks nor on threads. Nothing outside a sequence's context is read: pages keep stale values.
 //
-// Work is handed out in one of two ways. Prompts: by (sequence, piece of its queries, key-value head), all splits in turn.
-// Decoding, or little work for the threads: by (sequence, split), each part into a place of its own, merged afterwards.
-// All query heads of a key-value head are computed together, so that keys and values are read once for them; and where
-// one item has all key-value heads, memory is read from one end to the other, not a head here and there.
+// Work is handed out in one of two ways. Prompts: by (sequence, piece of its queries, key-value head), all splits in
+// turn. Decoding, or little work for the threads: by (sequence, split), each part into a place of its own, merged
+// afterwards. All query heads of a key-value head are computed together, so that keys and values are read once for
+// them; and where one item has all key-value heads, memory is read from one end to the other, not a head here and
+// there.
 #pragma once
 
 #include "common.h"
@@ -25,7 +26,7 @@ template <class Cached>
 struct Paged {
     const float* q;
     int64_t q_stride;  // floats from one token's heads to the next one's
-    float* out;  // [N, H, D], contiguous
+    float* out;        // [N, H, D], contiguous
     const Cached* k_cache;
     const Cached* v_cache;
     const float* k_scale;  // [pages, page_size, K], int8_t only
@@ -136,8 +137,7 @@ inline void add_values(float* const* value, const float* kept, const float (*wei
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int j = 0; j < W; ++j)
-            acc[r][j] = load8(value[r] + d + 8 * j) * splat(kept[r]);
+        for (int j = 0; j < W; ++j) acc[r][j] = load8(value[r] + d + 8 * j) * splat(kept[r]);
 #pragma GCC unroll 2
     for (int64_t i = begin; i < end; ++i) {
         F8 v[W];
@@ -255,7 +255,8 @@ void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t l
         if (base + kKeys <= lowest) continue;
         const int64_t from = lowest > base ? lowest - base : 0;
         const int64_t count = key_end - base < kKeys ? key_end - base : kKeys;
-        const int64_t next = base + kKeys < key_end ? (key_end - base - kKeys < kKeys ? key_end - base - kKeys : kKeys) : 0;
+        const int64_t next =
+            base + kKeys < key_end ? (key_end - base - kKeys < kKeys ? key_end - base - kKeys : kKeys) : 0;
         int64_t places[kKeys], next_places[kKeys];
         p.locate(slot, base + from, base + count, places);
         p.locate(slot, base + kKeys, base + kKeys + next, next_places);
@@ -276,8 +277,8 @@ void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t l
                 const int64_t stop = position + 1 - base < count ? position + 1 - base : count;
                 if (begin < stop)
                     attend_heads(p.q + token * p.q_stride + kv_head * group * p.head_dim,
-                                 state + ((kv_head - kv_begin) * states + (token - first) * group) * record, group, keys,
-                                 values, begin, stop, p.head_dim, p.scale);
+                                 state + ((kv_head - kv_begin) * states + (token - first) * group) * record, group,
+                                 keys, values, begin, stop, p.head_dim, p.scale);
             }
         }
     }
@@ -327,7 +328,7 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
     static thread_local Scratch own_scratch;
     const int64_t group = p.heads / p.kv_heads, record = p.head_dim + 2;
     const int64_t pieces = count_pieces(p), items = pieces * p.kv_heads;
-    const bool decoding = pieces == p.query_start[p.slots];  // one token each
+    const bool decoding = pieces == p.query_start[p.slots];              // one token each
     const int64_t size = (decoding ? 1 : kQueryPiece) * group * record;  // of the states of one key-value head
     if (!decoding && items >= 2 * team.size) {
         float* own = own_scratch.get<float>(2 * size);

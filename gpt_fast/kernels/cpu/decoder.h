@@ -48,7 +48,7 @@ struct Step {
     const int32_t* page_table;
     const int64_t* write_slots;
     int64_t slots, pages_per_slot, longest;  // longest context of the step
-    const int64_t* rows;  // [R] tokens whose logits are wanted
+    const int64_t* rows;                     // [R] tokens whose logits are wanted
     int64_t num_rows;
     float* logits;  // [R, V]
 };
@@ -165,9 +165,25 @@ private:
             if (i >= s.query_start[s.slots]) std::memset(h + i * q_dim, 0, static_cast<size_t>(q_dim) * sizeof(float));
         });
         team.barrier();
-        const Paged<Cached> p{qkv, width, h, k_cache, v_cache, layer.k_scale, layer.v_scale, s.query_start, s.context_len, s.page_table,
-                              s.slots, s.pages_per_slot, m.page_size, m.heads, m.kv_heads, d, layer.window,
-                              1.0f / __builtin_sqrtf(static_cast<float>(d))};
+        const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(d));
+        const Paged<Cached> p{qkv,
+                              width,
+                              h,
+                              k_cache,
+                              v_cache,
+                              layer.k_scale,
+                              layer.v_scale,
+                              s.query_start,
+                              s.context_len,
+                              s.page_table,
+                              s.slots,
+                              s.pages_per_slot,
+                              m.page_size,
+                              m.heads,
+                              m.kv_heads,
+                              d,
+                              layer.window,
+                              scale};
         paged_attention(team, p, attention);
         team.barrier();
     }

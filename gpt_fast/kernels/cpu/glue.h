@@ -36,8 +36,7 @@ inline void silu_mul(const float* gate, const float* up, int64_t count, float* o
             std::memcpy(u, up + i, static_cast<size_t>(n) * sizeof(float));
         }
         const F8 gv = n < 8 ? load8(g) : load8(gate + i), uv = n < 8 ? load8(u) : load8(up + i);
-        const F8 result =
-            gv / (splat(1.0f) + exp8(negative(gv))) * uv;
+        const F8 result = gv / (splat(1.0f) + exp8(negative(gv))) * uv;
         if (n < 8) {
             store8(g, result);
             std::memcpy(out + i, g, static_cast<size_t>(n) * sizeof(float));

@@ -81,8 +81,7 @@ struct Int4 {
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
                         const F8 dot = to_floats(nibble_sums(exact[r][t]));
-                        sum[r][t] =
-                            plus_product(sum[r][t], dot * splat(scales[r][b]), scale);
+                        sum[r][t] = plus_product(sum[r][t], dot * splat(scales[r][b]), scale);
                         sum[r][t] = plus_product(sum[r][t], min, splat(sums[r][b]));
                     }
                 }

@@ -65,8 +65,7 @@ struct Int8 {
             for (int r = 0; r < R; ++r) {
                 const F8 scale = splat(scales[r][b]);
 #pragma GCC unroll 8
-                for (int t = 0; t < T; ++t)
-                    sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]), scale);
+                for (int t = 0; t < T; ++t) sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]), scale);
             }
         }
 #pragma GCC unroll 8

@@ -59,17 +59,18 @@ void gpt_fast_linear(int64_t format, const float* x, int64_t rows, int64_t k, in
 
 // attention.py's paged_attention, all tensors contiguous, head_dim a multiple of 8.
 void gpt_fast_paged_attention(const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
-                              const float* k_scale, const float* v_scale, const int32_t* query_start, const int32_t* context_len, const int32_t* page_table,
-                              const int64_t* write_slots, float* out, int64_t tokens, int64_t slots,
-                              int64_t pages_per_slot, int64_t page_size, int64_t heads, int64_t kv_heads,
-                              int64_t head_dim, int64_t window, int64_t cache_format, int threads) {
+                              const float* k_scale, const float* v_scale, const int32_t* query_start,
+                              const int32_t* context_len, const int32_t* page_table, const int64_t* write_slots,
+                              float* out, int64_t tokens, int64_t slots, int64_t pages_per_slot, int64_t page_size,
+                              int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t window, int64_t cache_format,
+                              int threads) {
     int64_t longest = 0;
     for (int64_t i = 0; i < slots; ++i) longest = context_len[i] > longest ? context_len[i] : longest;
     auto run = [&](auto* kc, auto* vc) {
         using Cached = std::remove_pointer_t<decltype(kc)>;
         attention_op<Cached>(q, k, v,
-                             {nullptr, 0, out, kc, vc, k_scale, v_scale, query_start, context_len, page_table, slots, pages_per_slot,
-                              page_size, heads, kv_heads, head_dim, window, 0.0f},
+                             {nullptr, 0, out, kc, vc, k_scale, v_scale, query_start, context_len, page_table, slots,
+                              pages_per_slot, page_size, heads, kv_heads, head_dim, window, 0.0f},
                              tokens, longest, write_slots, threads);
     };
     switch (cache_format) {
@@ -130,8 +131,7 @@ int64_t gpt_fast_read(const uint8_t* data, int64_t num_bytes, int threads) {
         constexpr int64_t piece = 1 << 14;
         team.share(num_bytes, 8 * piece, [&](int64_t begin, int64_t) {
             for (int64_t i = 0; i < piece; i += 32)
-                for (int64_t j = 0; j < 8; ++j)
-                    seen = seen | load32(data + begin + j * piece + i);
+                for (int64_t j = 0; j < 8; ++j) seen = seen | load32(data + begin + j * piece + i);
         });
         found |= any(seen);  // so that the compiler cannot leave the reading out
     });

@@ -22,15 +22,15 @@ struct Linear {
     int64_t format;
     int64_t n;
     int64_t k;
-    int64_t group_size;  // int4
+    int64_t group_size;   // int4
     const uint8_t* data;  // packed
-    const float* scale;  // int8: [n]
-    const float* bias;  // [n] or null
+    const float* scale;   // int8: [n]
+    const float* bias;    // [n] or null
 };
 
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kRowsAtOnce = 256;  // rows whose sums a thread holds at a time
-constexpr int64_t kDepth = 512;  // values of k in one pass, a multiple of every group size
+constexpr int64_t kDepth = 512;       // values of k in one pass, a multiple of every group size
 
 template <class Format, int R>
 inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile, int64_t tiles,
@@ -40,8 +40,7 @@ inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format
     for (; t + T <= tiles; t += T)
         w.template micro<R, T>(x, row, tile + t, k, k_end, acc + t * Format::kTile, acc_stride);
     if constexpr (T > 1)
-        for (; t < tiles; ++t)
-            w.template micro<R, 1>(x, row, tile + t, k, k_end, acc + t * Format::kTile, acc_stride);
+        for (; t < tiles; ++t) w.template micro<R, 1>(x, row, tile + t, k, k_end, acc + t * Format::kTile, acc_stride);
 }
 
 // Picks the micro kernel for a number of rows that is only known now.

@@ -10,7 +10,7 @@ struct Packing {
     const uint8_t* from;  // [rows, units], rows side by side
     uint8_t* to;
     int64_t rows, units;
-    int64_t group;  // units between two headers; without headers: units
+    int64_t group;   // units between two headers; without headers: units
     int64_t header;  // bytes left free before each group
 };
 

@@ -1,6 +1,7 @@
 // The vocabulary of vectors that the kernels are written in, in the words of the CPU that they are compiled for.
 //
-// F8 is eight float32, I8 is 32 bytes: eight int32, or 32 of int8, of uint8, or of 4 bits in bytes. F8 has the operators
+// F8 is eight float32, I8 is 32 bytes: eight int32, or 32 of int8, of uint8, or of 4 bits in bytes. F8 has the
+// operators
 // + - * /, I8 has & and |. Every set of instructions gives the same results: integer sums are exact, and sums of lanes
 // are taken in one order. Another set needs its own header of these functions; nothing else knows about it.
 #pragma once
@@ -41,7 +42,8 @@ inline F8 exp8(F8 x) {
     r = minus_product(r, to_floats(n), splat(-2.12194440e-4f));
     // Taylor's coefficients to degree 7 suffice for |r| <= ln 2 / 2.
     F8 p = splat(1.0f / 5040);
-    for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = plus_product(splat(c), p, r);
+    for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        p = plus_product(splat(c), p, r);
     const F8 result = p * as_floats(shift_left<23>(add(n, splat(127))));
     return choose(is_nan(x), x, choose(less(x, low), splat(0.0f), result));
 }

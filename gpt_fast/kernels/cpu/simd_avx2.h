@@ -56,7 +56,8 @@ inline F8 to_floats(I8 v) { return _mm256_cvtepi32_ps(v); }
 inline I8 nearest(F8 v) { return _mm256_cvtps_epi32(v); }  // ties to even; NaN and what is too large: -2^31
 
 inline F8 load8_bfloat16(const uint16_t* p) {
-    return as_floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+    return as_floats(
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
 }
 
 inline F8 load8_float16(const uint8_t* p) {

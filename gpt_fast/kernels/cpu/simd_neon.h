@@ -35,7 +35,8 @@ inline F8 of_masks(uint32x4_t a, uint32x4_t b) { return {vreinterpretq_f32_u32(a
 inline F8 less(F8 x, F8 y) { return of_masks(vcltq_f32(x.a, y.a), vcltq_f32(x.b, y.b)); }
 inline F8 is_nan(F8 x) { return of_masks(vmvnq_u32(vceqq_f32(x.a, x.a)), vmvnq_u32(vceqq_f32(x.b, x.b))); }
 inline F8 choose(F8 mask, F8 yes, F8 no) {
-    return {vbslq_f32(vreinterpretq_u32_f32(mask.a), yes.a, no.a), vbslq_f32(vreinterpretq_u32_f32(mask.b), yes.b, no.b)};
+    return {vbslq_f32(vreinterpretq_u32_f32(mask.a), yes.a, no.a),
+            vbslq_f32(vreinterpretq_u32_f32(mask.b), yes.b, no.b)};
 }
 // As AVX: the second where either is NaN.
 inline F8 larger(F8 x, F8 y) { return choose(less(y, x), x, y); }
@@ -94,7 +95,9 @@ inline void store_int8(int8_t* p, const I8* q) {
 inline I8 operator&(I8 x, I8 y) { return {vandq_s32(x.a, y.a), vandq_s32(x.b, y.b)}; }
 inline I8 operator|(I8 x, I8 y) { return {vorrq_s32(x.a, y.a), vorrq_s32(x.b, y.b)}; }
 inline I8 splat(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
-inline I8 load32(const uint8_t* p) { return {vreinterpretq_s32_u8(vld1q_u8(p)), vreinterpretq_s32_u8(vld1q_u8(p + 16))}; }
+inline I8 load32(const uint8_t* p) {
+    return {vreinterpretq_s32_u8(vld1q_u8(p)), vreinterpretq_s32_u8(vld1q_u8(p + 16))};
+}
 inline I8 add(I8 x, I8 y) { return {vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
 inline I8 larger(I8 x, I8 y) { return {vmaxq_s32(x.a, y.a), vmaxq_s32(x.b, y.b)}; }
 template <int N>

@@ -57,7 +57,8 @@ public:
     template <class Body>
     void share(int64_t count, int64_t step, Body body) {
         if (size == 1) {
-            for (int64_t begin = 0; begin < count; begin += step) body(begin, begin + step < count ? begin + step : count);
+            for (int64_t begin = 0; begin < count; begin += step)
+                body(begin, begin + step < count ? begin + step : count);
             return;
         }
         Phase& phase = phases_[used_++];
@@ -112,7 +113,8 @@ public:
         job_ = job, context_ = context;
         left_.store(0, std::memory_order_relaxed);
         const uint64_t number = ++number_ << 16;
-        gate_.store(number | static_cast<uint64_t>(helpers));  // seq_cst, as is asleep_: one of the two sides sees the other
+        gate_.store(number |
+                    static_cast<uint64_t>(helpers));  // seq_cst, as is asleep_: one of the two sides sees the other
         if (asleep_.load() > 0) {
             const std::lock_guard<std::mutex> lock(mutex_);
             opened_.notify_all();
@@ -164,12 +166,12 @@ private:
 
     static bool open(uint64_t gate, uint64_t done) { return (gate & kPlaces) != 0 && gate >> 16 != done; }
 
-    std::mutex turn_;  // whose job it is
+    std::mutex turn_;   // whose job it is
     std::mutex mutex_;  // for sleeping
     std::condition_variable opened_;
     std::atomic<int> asleep_{0};
     alignas(64) std::atomic<uint64_t> gate_{0};  // number of the job, and in the lowest 16 bits its free places
-    alignas(64) std::atomic<int64_t> left_{0};  // helpers that entered and are done
+    alignas(64) std::atomic<int64_t> left_{0};   // helpers that entered and are done
     void (*job_)(void*) = nullptr;
     void* context_ = nullptr;
     uint64_t number_ = 0;
