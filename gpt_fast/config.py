@@ -109,7 +109,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"  # auto: as the weights | float32 | bfloat16 | float16 | int8
     compile: bool = True  # torch.compile, where the kernels do not run whole steps
     compile_cache: str | None = None  # file that keeps what was compiled; None: in the user's cache folder
-    kernels: bool = True  # own C++ kernels on a CPU, Triton's on a GPU; False: plain torch
+    kernels: bool = True  # steps by own kernels, C++ on a CPU, Triton on a GPU; False: by plain torch
     max_seq_len: int | None = None  # tokens, prompt and completion together; None: what the model was made for
     max_batch: int = 8  # sequences decoded together
     max_waiting: int | None = None  # requests that may queue; None: any number
