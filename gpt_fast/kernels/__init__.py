@@ -1,4 +1,4 @@
-"""Kernels behind one table of ``torch.ops.gpt_fast.*``: C++ on CPUs that cpu.py has a variant for, plain torch elsewhere.
+"""Kernels behind one table of ``torch.ops.gpt_fast.*``: C++ on CPUs that have a variant (cpu.py), else plain torch.
 
 The operations are opaque to torch.compile and take weights in either form: packed, as :func:`prepare_dense`,
 :func:`prepare_int8` and :func:`prepare_int4` make them where the C++ kernels run, or plain, which the reference
