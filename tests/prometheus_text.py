@@ -25,10 +25,15 @@ class Exposition:
     help: dict[str, str] = field(default_factory=dict)
 
     def value(self, name: str, **labels: str) -> float:
-        """The value of the one series of that name that has all of these labels; more labels do not matter."""
+        """The value of the one series of that name that has all of these labels; more labels do not matter.
+
+        Raises KeyError if there is none, or more than one.
+        """
         wanted = set(labels.items())
-        [found] = [value for (n, has), value in self.values.items() if n == name and wanted <= has]
-        return found
+        found = [value for (n, has), value in self.values.items() if n == name and wanted <= has]
+        if len(found) != 1:
+            raise KeyError(f"{len(found)} series {name} {labels}")
+        return found[0]
 
     def names(self) -> set[str]:
         return {name for name, _ in self.values}

@@ -92,8 +92,16 @@ def vllm_part(found: Exposition) -> dict[tuple[str, frozenset[tuple[str, str]]],
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """A series that is not there yet, because nothing has been counted or reported, is waited for as well."""
+
+    def holds() -> bool:
+        try:
+            return condition()
+        except KeyError:
+            return False
+
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not holds():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)
 
