@@ -19,8 +19,9 @@ from gpt_fast import kernels
 from gpt_fast.attention import StepLayout
 from gpt_fast.kernels import gpu, packing
 from gpt_fast.kernels.cpu import CACHE_FORMATS
-from gpt_fast.kernels.decoder import Decoder, LayerWeights, LinearWeights
-from gpt_fast.model import Block, KVCache, Transformer
+from gpt_fast.kernels.decoder import Decoder, LinearWeights
+from gpt_fast.kernels.layers import layer_weights
+from gpt_fast.model import KVCache, Transformer
 from gpt_fast.quantize.linear import Int4Linear, Int8Linear
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class FastStep:
         self._rope, self._cache = model.rope, cache
         self._decoder = Decoder(
             table,
-            [_layer(block, config.window(i)) for i, block in enumerate(model.layers)],
+            [layer_weights(block, _weights) for block in model.layers],
             model.norm.weight,
             _weights(model.output),
             cache,
@@ -208,19 +209,3 @@ def _pack(module: nn.Module) -> LinearWeights:
 def _weights(module: nn.Module) -> LinearWeights:
     assert isinstance(module, PackedLinear)
     return module.weights()
-
-
-def _layer(block: nn.Module, window: int) -> LayerWeights:
-    assert isinstance(block, Block)
-    attention, feed_forward = block.attention, block.feed_forward
-    return LayerWeights(
-        attention_norm=block.attention_norm.weight,
-        wqkv=_weights(attention.wqkv),
-        wo=_weights(attention.wo),
-        ffn_norm=block.ffn_norm.weight,
-        w13=_weights(feed_forward.w13),
-        w2=_weights(feed_forward.w2),
-        q_norm=None if attention.q_norm is None else attention.q_norm.weight,
-        k_norm=None if attention.k_norm is None else attention.k_norm.weight,
-        window=window,
-    )

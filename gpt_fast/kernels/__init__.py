@@ -27,7 +27,8 @@ from torch import Tensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.kernels import cpu, packing, reference
 from gpt_fast.kernels.cpu import available, paged_attention, takes_attention
-from gpt_fast.kernels.decoder import Decoder, LayerWeights, LinearWeights
+from gpt_fast.kernels.decoder import Decoder, LinearWeights
+from gpt_fast.kernels.layers import LayerWeights
 
 __all__ = [
     "Decoder",

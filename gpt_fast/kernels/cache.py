@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,3 +42,23 @@ class LayerCache(NamedTuple):
                 new, scale = quantize_heads(new)
                 scales.view(-1, scales.shape[2]).index_copy_(0, write_slots, scale)
             target.view(-1, *target.shape[2:]).index_copy_(0, write_slots, new.to(target.dtype))
+
+
+def check_cache(cache: Sequence[Sequence[Tensor | None]], num_layers: int) -> Tensor:
+    """Whether a ``LayerCache`` for each of ``num_layers`` layers is what kernels read. Raises ValueError.
+
+    Returns the keys of the first layer.
+    """
+    if len(cache) != num_layers:
+        raise ValueError(f"caches of {len(cache)} layers for {num_layers} layers")
+    first = cache[0][0]
+    assert first is not None
+    for layer in cache:
+        for tensor in layer[:2]:
+            assert tensor is not None
+            if tensor.shape != first.shape or tensor.dtype != first.dtype or not tensor.is_contiguous():
+                raise ValueError("all caches must be contiguous and of one shape and dtype")
+        scales = [t for t in layer[2:] if t is not None and t.is_contiguous() and t.shape == first.shape[:3]]
+        if len(scales) != (2 if first.dtype == torch.int8 else 0):
+            raise ValueError("a cache of int8, and no other, has scales of keys and of values")
+    return first

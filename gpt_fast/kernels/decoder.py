@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpt_fast.kernels.cache import check_cache
 from gpt_fast.kernels.cpu import CACHE_FORMATS, FORMATS, library
+from gpt_fast.kernels.layers import LayerWeights
 
 _I, _P = ctypes.c_int64, ctypes.c_void_p
 
@@ -65,20 +67,6 @@ class LinearWeights(NamedTuple):
     bias: Tensor | None = None  # [N]
 
 
-class LayerWeights(NamedTuple):
-    """One block of the decoder; norms of any floating dtype."""
-
-    attention_norm: Tensor
-    wqkv: LinearWeights
-    wo: LinearWeights
-    ffn_norm: Tensor
-    w13: LinearWeights
-    w2: LinearWeights
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    window: int = 0
-
-
 class Decoder:
     """Runs whole steps of a Llama-like model in C++ (``cpu/decoder.h``): model.py's ``Transformer.step``.
 
@@ -91,7 +79,7 @@ class Decoder:
     def __init__(
         self,
         embedding: Tensor | LinearWeights,
-        layers: Sequence[LayerWeights],
+        layers: Sequence[LayerWeights[LinearWeights]],
         norm: Tensor,
         output: LinearWeights,
         cache: Sequence[Sequence[Tensor | None]],
@@ -103,7 +91,11 @@ class Decoder:
         for which, kind in enumerate((_Linear, _Layer, _Model, _Step)):
             assert self._library.gpt_fast_struct_bytes(which) == ctypes.sizeof(kind), f"{kind.__name__} differs"
         self._kept: list[Any] = []
-        k_cache = self._check_cache(cache)
+        k_cache = check_cache(cache, len(layers))
+        if k_cache.dtype not in CACHE_FORMATS:
+            raise ValueError(f"the cache must be float32, bfloat16 or int8, not {k_cache.dtype}")
+        if k_cache.shape[3] % 8:
+            raise ValueError(f"head_dim ({k_cache.shape[3]}) is not a multiple of 8")
         table = embedding.data if isinstance(embedding, LinearWeights) else embedding
         if table.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the embedding must be float32 or bfloat16, not {table.dtype}")
@@ -127,25 +119,6 @@ class Decoder:
             k_cache.shape[1],
         )
         self._kept += [blocks, cache]
-
-    @staticmethod
-    def _check_cache(cache: Sequence[Sequence[Tensor | None]]) -> Tensor:
-        """Raises ValueError; returns the keys of the first layer."""
-        first = cache[0][0]
-        assert first is not None
-        if first.dtype not in CACHE_FORMATS:
-            raise ValueError(f"the cache must be float32, bfloat16 or int8, not {first.dtype}")
-        for layer in cache:
-            for tensor in layer[:2]:
-                assert tensor is not None
-                if tensor.shape != first.shape or tensor.dtype != first.dtype or not tensor.is_contiguous():
-                    raise ValueError("all caches must be contiguous and of one shape and dtype")
-            scales = [t for t in layer[2:] if t is not None and t.is_contiguous() and t.shape == first.shape[:3]]
-            if len(scales) != (2 if first.dtype == torch.int8 else 0):
-                raise ValueError("a cache of int8, and no other, needs the scales of keys and of values")
-        if first.shape[3] % 8:
-            raise ValueError(f"head_dim ({first.shape[3]}) is not a multiple of 8")
-        return first
 
     def step(
         self,
@@ -178,7 +151,7 @@ class Decoder:
 
     def _layer(
         self,
-        layer: LayerWeights,
+        layer: LayerWeights[LinearWeights],
         k: Tensor | None,
         v: Tensor | None,
         k_scale: Tensor | None = None,

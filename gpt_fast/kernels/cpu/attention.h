@@ -12,6 +12,8 @@
 // there.
 #pragma once
 
+#include <algorithm>
+
 #include "common.h"
 
 namespace gpt_fast {
@@ -229,9 +231,7 @@ inline const float* widen(const int8_t* cache, const float* scales, int64_t plac
     const int8_t* from = cache + place * dim;
     const F8 scale = splat(scales[place]);
 #pragma GCC unroll 4
-    for (int64_t d = 0; d < dim; d += 8) {
-        store8(room + d, load8_int8(from + d) * scale);
-    }
+    for (int64_t d = 0; d < dim; d += 8) store8(room + d, load8_int8(from + d) * scale);
     return room;
 }
 
@@ -255,8 +255,7 @@ void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t l
         if (base + kKeys <= lowest) continue;
         const int64_t from = lowest > base ? lowest - base : 0;
         const int64_t count = key_end - base < kKeys ? key_end - base : kKeys;
-        const int64_t next =
-            base + kKeys < key_end ? (key_end - base - kKeys < kKeys ? key_end - base - kKeys : kKeys) : 0;
+        const int64_t next = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
         int64_t places[kKeys], next_places[kKeys];
         p.locate(slot, base + from, base + count, places);
         p.locate(slot, base + kKeys, base + kKeys + next, next_places);
@@ -347,7 +346,7 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
     int64_t most = 1;  // splits of a piece
     for (int64_t i = 0; i < pieces; ++i) {
         const Piece piece = find_piece(p, i);
-        most = piece.split_end - piece.split_begin > most ? piece.split_end - piece.split_begin : most;
+        most = std::max(most, piece.split_end - piece.split_begin);
     }
     const int64_t together = decoding && pieces * most >= 2 * team.size ? p.kv_heads : 1, parts = p.kv_heads / together;
     auto part_of = [&](int64_t piece, int64_t split, int64_t kv_head) {
@@ -375,7 +374,7 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
 inline int64_t attention_scratch(int threads, int64_t slots, int64_t longest, int64_t heads, int64_t kv_heads,
                                  int64_t head_dim) {
     const int64_t few = 2 * threads * kQueryPiece * (heads / kv_heads), decoding = slots * heads;
-    return (few > decoding ? few : decoding) * ceil_div(longest, kSplit) * (head_dim + 2);
+    return std::max(few, decoding) * ceil_div(longest, kSplit) * (head_dim + 2);
 }
 
 // One head's numbers to int8: the rule of reference.py, quantize_heads.

@@ -1,9 +1,8 @@
 // The vocabulary of vectors that the kernels are written in, in the words of the CPU that they are compiled for.
 //
 // F8 is eight float32, I8 is 32 bytes: eight int32, or 32 of int8, of uint8, or of 4 bits in bytes. F8 has the
-// operators
-// + - * /, I8 has & and |. Every set of instructions gives the same results: integer sums are exact, and sums of lanes
-// are taken in one order. Another set needs its own header of these functions; nothing else knows about it.
+// operators + - * /, I8 has & and |. Every set of instructions gives the same results: integer sums are exact, and sums
+// of lanes are taken in one order. Another set needs its own header of these functions; nothing else knows about it.
 #pragma once
 
 #include <cstdint>

@@ -36,6 +36,17 @@ inline void relax() {
 #endif
 }
 
+// For what other threads are about to bring about.
+template <class Done>
+inline void wait_until(Done done) {
+    for (int64_t spins = 0; !done(); ++spins) {
+        if (spins < kSpins)
+            relax();
+        else
+            sched_yield();  // the thread that is waited for may want this core
+    }
+}
+
 // One piece of shared work: how many items have been taken, and how many are done.
 struct Phase {
     alignas(64) std::atomic<int64_t> taken{0};
@@ -76,12 +87,7 @@ public:
     void barrier() const {
         if (size == 1) return;
         const std::atomic<int64_t>& done = phases_[used_ - 1].done;
-        for (int64_t spins = 0; done.load(std::memory_order_acquire) < count_; ++spins) {
-            if (spins < kSpins)
-                relax();
-            else
-                sched_yield();  // the thread that is waited for may want this core
-        }
+        wait_until([&] { return done.load(std::memory_order_acquire) >= count_; });
     }
 
 private:
@@ -121,12 +127,7 @@ public:
         }
         job(context);
         const int64_t entered = helpers - static_cast<int64_t>(gate_.exchange(number) & kPlaces);
-        for (int64_t spins = 0; left_.load(std::memory_order_acquire) < entered; ++spins) {
-            if (spins < kSpins)
-                relax();
-            else
-                sched_yield();
-        }
+        wait_until([&] { return left_.load(std::memory_order_acquire) >= entered; });
         return true;
     }
 

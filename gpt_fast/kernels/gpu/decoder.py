@@ -13,31 +13,18 @@ Every shape depends on the number of tokens alone and nothing is read on the hos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.kernels.cache import LayerCache, check_cache
 from gpt_fast.kernels.gpu.attention import attend, scratch
 from gpt_fast.kernels.gpu.fused import embed, rope_write
 from gpt_fast.kernels.gpu.linear import MAX_ROWS, Row, Weights, linear, linear_residual, prepare
+from gpt_fast.kernels.layers import LayerWeights, layer_weights
 
 Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # positions and lengths [N] -> cos and sin [N, D / 2] float32
-
-
-class LayerWeights(NamedTuple):
-    """One block of the decoder."""
-
-    attention_norm: Tensor
-    wqkv: Weights
-    wo: Weights
-    ffn_norm: Tensor
-    w13: Weights
-    w2: Weights
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    window: int = 0
 
 
 class GpuDecoder:
@@ -51,7 +38,7 @@ class GpuDecoder:
     def __init__(
         self,
         embedding: Tensor,
-        layers: Sequence[LayerWeights],
+        layers: Sequence[LayerWeights[Weights]],
         norm: Tensor,
         output: Weights,
         cache: Sequence[LayerCache],
@@ -62,7 +49,7 @@ class GpuDecoder:
         dtype: torch.dtype,
         one_launch: bool = True,
     ) -> None:
-        _check_cache(cache, len(layers))
+        check_cache(cache, len(layers))
         self.embedding, self.layers, self.norm, self.output = embedding, tuple(layers), norm, output
         self.cache, self.rope, self.num_heads, self.eps, self.dtype = tuple(cache), rope, num_heads, eps, dtype
         self.one_launch = one_launch
@@ -112,21 +99,9 @@ class GpuDecoder:
             x, row = self._feed_forward(layer, x, row, after)
         return linear(row, self.output, out_dtype=torch.float32)
 
-    def _feed_forward(self, layer: LayerWeights, x: Tensor, row: Row, after: Tensor) -> tuple[Tensor, Row]:
+    def _feed_forward(self, layer: LayerWeights[Weights], x: Tensor, row: Row, after: Tensor) -> tuple[Tensor, Row]:
         hidden = linear(row, layer.w13, gated=True)
         return linear_residual(hidden, layer.w2, x, after, self.eps)
-
-
-def _check_cache(cache: Sequence[LayerCache], num_layers: int) -> None:
-    if len(cache) != num_layers:
-        raise ValueError(f"caches of {len(cache)} layers for {num_layers} layers")
-    first = cache[0].k
-    for layer in cache:
-        for tensor in (layer.k, layer.v):
-            if tensor.shape != first.shape or tensor.dtype != first.dtype or not tensor.is_contiguous():
-                raise ValueError("all caches must be contiguous and of one shape and dtype")
-        if (first.dtype == torch.int8) != (layer.k_scale is not None and layer.v_scale is not None):
-            raise ValueError("an int8 cache, and no other, has scales")
 
 
 def linear_weights(module: Any, dtype: torch.dtype) -> Weights:
@@ -153,24 +128,10 @@ def linear_weights(module: Any, dtype: torch.dtype) -> Weights:
 def decoder_of(model: Any, cache: Sequence[Any], one_launch: bool = True) -> GpuDecoder:
     """A decoder that shares the weights of ``model``, a ``Transformer`` of model.py, and its ``cache``.
 
-    ``cache``: a ``LayerCache`` for each layer. Raises ValueError for weights that the kernels
-    do not take.
+    ``cache``: a ``LayerCache`` for each layer. Raises ValueError for weights that the kernels do not take.
     """
     dtype, config = model.norm.weight.dtype, model.config
-    layers = [
-        LayerWeights(
-            block.attention_norm.weight.detach(),
-            linear_weights(block.attention.wqkv, dtype),
-            linear_weights(block.attention.wo, dtype),
-            block.ffn_norm.weight.detach(),
-            linear_weights(block.feed_forward.w13, dtype),
-            linear_weights(block.feed_forward.w2, dtype),
-            None if block.attention.q_norm is None else block.attention.q_norm.weight.detach(),
-            None if block.attention.k_norm is None else block.attention.k_norm.weight.detach(),
-            block.attention.window,
-        )
-        for block in model.layers
-    ]
+    layers = [layer_weights(block, lambda module: linear_weights(module, dtype)) for block in model.layers]
     return GpuDecoder(
         model.tok_embeddings.weight.detach(),
         layers,
