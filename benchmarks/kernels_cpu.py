@@ -144,8 +144,8 @@ class Steps:
         for _ in range(c.num_layers):
             w = {name: random_weights(kind, *size) for name, size in made.items()}
             layers.append(kernels.LayerWeights(ones, w["wqkv"], w["wo"], ones, w["w13"], w["w2"]))
-        output = random_weights(kind, *matrices(c)["output"])
-        self.weight_bytes = sum(num_bytes(w) for layer in layers for w in layer if isinstance(w, kernels.LinearWeights))
+        output = random_weights("int8" if kind == "int4" else kind, *matrices(c)["output"])
+        self.weight_bytes = sum(num_bytes(w) for layer in layers for w in layer.linears())
         self.weight_bytes += num_bytes(output)
         table = (torch.randn(c.vocab_size, c.dim) * 0.02).bfloat16()
         self.decoder = kernels.Decoder(

@@ -22,7 +22,7 @@ from gpt_fast.kernels.cpu import CACHE_FORMATS
 from gpt_fast.kernels.decoder import Decoder, LinearWeights
 from gpt_fast.kernels.layers import layer_weights
 from gpt_fast.model import KVCache, Transformer
-from gpt_fast.quantize.linear import Int4Linear, Int8Linear
+from gpt_fast.quantize.linear import Int4Linear, Int8Linear, SplitLinear
 
 log = logging.getLogger(__name__)
 
@@ -178,8 +178,14 @@ class FastStep:
 
 def _linears(model: Transformer) -> dict[str, nn.Module]:
     """Every product of the model by its module's name, the head last."""
-    names = [f"layers.{i}.{name}" for i in range(len(model.layers)) for name in _BLOCK_LINEARS]
-    return {name: model.get_submodule(name) for name in (*names, "output")}
+    out: dict[str, nn.Module] = {}
+    for name in (*(f"layers.{i}.{name}" for i in range(len(model.layers)) for name in _BLOCK_LINEARS), "output"):
+        module = model.get_submodule(name)
+        if isinstance(module, SplitLinear):
+            out |= {f"{name}.{piece}": part for piece, part in module.named_children()}
+        else:
+            out[name] = module
+    return out
 
 
 def _known(module: nn.Module) -> bool:

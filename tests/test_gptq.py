@@ -156,7 +156,7 @@ def test_calibration_tokens_are_spread_over_the_text() -> None:
 
 @pytest.mark.slow
 def test_perplexity_of_a_trained_model(tmp_path: Path, data_dir: Path) -> None:
-    """int8 within 0.2 % of float32; GPTQ at least 30 % closer than rounding and, with groups of 32, within 4 %."""
+    """int8 within 0.2 % of float32; int4 in groups of 32 within 4 %, and GPTQ at least 30 % closer."""
     source = data_dir / "models" / "stories260K_hf"
     texts = data_dir / "text" / "tinystories"
     tokenizer = load_tokenizer(source)
@@ -174,5 +174,5 @@ def test_perplexity_of_a_trained_model(tmp_path: Path, data_dir: Path) -> None:
     sequences = calibration_tokens([calibration], tokenizer.encode, read_config(source))
     quantize_with_text(source, tmp_path / "b", quant_config("int4", 32), sequences)
     fitted = measure(load_model(tmp_path / "b", torch.float32))
-    assert fitted < 1.04 * exact
+    assert measure(rounded) < 1.04 * exact
     assert fitted - exact < 0.7 * (measure(rounded) - exact)

@@ -20,14 +20,14 @@ from torch._dynamo.utils import counters
 from gpt_fast.checkpoint import load_model as load_unquantized
 from gpt_fast.checkpoint import random_model, save_checkpoint
 from gpt_fast.config import ConfigError, ModelConfig
-from gpt_fast.families import CheckpointError, parts, read_json
+from gpt_fast.families import FAMILIES, CheckpointError, parts, read_json
 from gpt_fast.llm import LLM
 from gpt_fast.params import SamplingParams
 from gpt_fast.quantize import load_model, outline, quant_config, quantize_checkpoint, quantize_model
-from gpt_fast.quantize.linear import KINDS, Int4Linear, QuantizedLinear
+from gpt_fast.quantize.linear import KINDS, Int4Linear, QuantizedLinear, SplitLinear
 from gpt_fast.quantize.reference import dequantize_int4, pack_int4, unpack_int4
 from gpt_fast.quantize.rtn import encode, find_grid, pad_groups, quantize_rows
-from gpt_fast.quantize.scheme import Scheme, parse_quant_config
+from gpt_fast.quantize.scheme import Scheme, Split, parse_quant_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -189,15 +189,42 @@ def test_loading_writing_and_changing_a_model_agree(tmp_path: Path, shape: str, 
         assert torch.allclose(model(tokens), at_load(tokens), atol=1e-5)
 
 
-def test_the_rule() -> None:
+def kinds(model: nn.Module) -> dict[str, Scheme]:
+    return {name: module.scheme for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def blocks(layer: dict[str, Scheme]) -> dict[str, Scheme]:
+    return {f"layers.{i}.{name}": scheme for i in range(2) for name, scheme in layer.items()}
+
+
+def test_queries_beside_keys_and_values_in_another_format_are_one_layer() -> None:
+    weight, bias, x = noise(24, 64), noise(24), noise(3, 64)
+    split = SplitLinear(64, 24, Split(Scheme("int4", 32), Scheme("int8"), 16), nn.Parameter(bias), "cpu")
+    split.queries.write(0, weight[:16])
+    split.keys_values.write(0, weight[16:])
+    apart = [layer(Scheme("int4", 32), weight[:16], bias[:16]), layer(Scheme("int8"), weight[16:], bias[16:])]
+    assert torch.equal(split(x), torch.cat([part(x) for part in apart], dim=-1))
+    assert torch.equal(split.dequantized(), torch.cat([part.dequantized() for part in apart]))
+
+
+def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(TINY, torch.float32)
-    quantize_model(model, quant_config("int4", 64))
-    kinds = {name: module.scheme for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
-    names = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
-    assert kinds == {
-        **{f"layers.{i}.{name}": Scheme("int4", 64) for i in range(2) for name in names},
-        "output": Scheme("int8"),
-    }
+    quantize_model(model, quant_config("int4", 32))
+    int4, int8 = Scheme("int4", 32), Scheme("int8")
+    whole = {"attention.wo": int4, "feed_forward.w13": int4, "feed_forward.w2": int8}  # 48 inputs are no whole groups
+    apart = {"attention.wqkv.queries": int4, "attention.wqkv.keys_values": int8}
+    assert kinds(model) == blocks(whole | apart) | {"output": int8}
+    unshared = random_model(replace(TINY, num_kv_heads=4), torch.float32)  # keys and values as many as queries
+    quantize_model(unshared, quant_config("int4", 32))
+    assert kinds(unshared) == blocks(whole | {"attention.wqkv": int4}) | {"output": int8}
+    llama = FAMILIES["llama"]
+    stacked = replace(llama, names={**llama.names, "layers.{}.attention.wqkv": "one_tensor"})
+    with monkeypatch.context() as patch:
+        patch.setitem(FAMILIES, "llama", stacked)
+        assert quant_config("int4", 32).scheme("layers.0.attention.wqkv", TINY) == int4
+    no_exceptions = random_model(TINY, torch.float32)
+    quantize_model(no_exceptions, replace(quant_config("int4", 32), exceptions=None))
+    assert kinds(no_exceptions) == blocks(dict.fromkeys(whole, int4) | {"attention.wqkv": int4}) | {"output": int8}
     tied = random_model(SHAPES["tied"], torch.float32)
     quantize_model(tied, quant_config("int8"))
     assert tied.output.weight is tied.tok_embeddings.weight
@@ -327,11 +354,11 @@ def test_the_command_writes_a_checkpoint_that_others_take(tmp_path: Path) -> Non
         command = [sys.executable, "-m", "gpt_fast.cli", "quantize", "--checkpoint", str(source), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
-    done = run("--mode", "int4", "--group-size", "64", "--out", str(tmp_path / "b"))
+    done = run("--mode", "int4", "--group-size", "32", "--out", str(tmp_path / "b"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "b" / "generation_config.json").exists()
     model = load_model(tmp_path / "b", torch.float32)
-    assert model.layers[0].attention.wo.scheme == Scheme("int4", 64)
+    assert model.layers[0].attention.wo.scheme == Scheme("int4", 32)
     assert outline(tmp_path / "b", torch.float32).bytes_per_token(9, 4) == model.bytes_per_token(9, 4)
     assert outline(source, torch.float32).bytes_per_token(9, 4) == load_model(source, torch.float32).bytes_per_token(
         9, 4

@@ -17,14 +17,14 @@ _I, _P = ctypes.c_int64, ctypes.c_void_p
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [(name, _I) for name in ("format", "n", "k", "group_size")] + [
+    _fields_ = [(name, _I) for name in ("format", "n", "k", "group_size", "out_stride")] + [
         (name, _P) for name in ("data", "scale", "bias")
     ]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, _Linear) for name in ("wqkv", "wo", "w13", "w2")),
+        *((name, _Linear) for name in ("wqkv", "wkv", "wo", "w13", "w2")),
         *((name, _P) for name in ("attention_norm", "ffn_norm", "q_norm", "k_norm")),
         *((name, _P) for name in ("k_cache", "v_cache", "k_scale", "v_scale")),
         ("window", _I),
@@ -157,19 +157,25 @@ class Decoder:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> _Layer:
+        width = layer.wqkv.out_features + (layer.wkv.out_features if layer.wkv else 0)
         return _Layer(
-            *(self._linear(w) for w in (layer.wqkv, layer.wo, layer.w13, layer.w2)),
+            self._linear(layer.wqkv, width),
+            self._linear(layer.wkv, width),
+            *(self._linear(w) for w in (layer.wo, layer.w13, layer.w2)),
             *(self._float(t) for t in (layer.attention_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)),
             *(None if t is None else t.data_ptr() for t in (k, v, k_scale, v_scale)),
             layer.window,
         )
 
-    def _linear(self, w: LinearWeights) -> _Linear:
+    def _linear(self, w: LinearWeights | None, out_stride: int = 0) -> _Linear:
+        if w is None:
+            return _Linear()
         return _Linear(
             FORMATS[w.kind],
             w.out_features,
             w.in_features,
             w.group_size,
+            out_stride or w.out_features,
             self._pointer(w.data),
             self._float(w.scale),
             self._float(w.bias),

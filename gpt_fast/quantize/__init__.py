@@ -60,9 +60,9 @@ def load_model(
         return load_unquantized(directory, dtype, device, progress, column_major=column_major)
     quant = quant_config(quantize)
     config, weights = resolve_tying(read_config(directory), open_weights(directory))
-    choose = chooser(quant, config.tie_embeddings)
+    choose = chooser(quant, config)
     model = build(config, dtype, device, column_major, lambda m: swap_layers(m, choose, device))
-    fill(model, config, weights, str(directory), progress=progress, store=row_writer(model))
+    fill(model, config, weights, str(directory), progress=progress, store=row_writer(model, choose))
     return model
 
 
@@ -80,7 +80,7 @@ def outline(directory: str | Path, dtype: torch.dtype) -> Transformer:
 
         group_size = parse_format(raw, str(directory / "config.json")).group_size
         quant = QuantConfig(Scheme("int4", group_size if group_size > 0 else config.dim), None)
-    choose = chooser(quant, config.tie_embeddings)
+    choose = chooser(quant, config)
     return build(config, dtype, "meta", swap=lambda m: swap_layers(m, choose, "meta"))
 
 

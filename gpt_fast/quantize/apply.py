@@ -8,23 +8,36 @@ import torch
 from torch import nn
 
 from gpt_fast.checkpoint import Slice
+from gpt_fast.config import ModelConfig
 from gpt_fast.families import Part
 from gpt_fast.model import Transformer
-from gpt_fast.quantize.linear import KINDS, QuantizedLinear
-from gpt_fast.quantize.scheme import QuantConfig, Scheme
+from gpt_fast.quantize.linear import KINDS, QuantizedLinear, SplitLinear
+from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
 from gpt_fast.stored import StoredTensor
 
 _CHUNK = 1 << 18  # weights quantized at a time: with what the search needs beside them they fit a cache
 
-Choose = Callable[[str], Scheme | None]  # by the module's name in Transformer
+Choose = Callable[[str], Scheme | Split | None]  # by the module's name in Transformer
 
 
-def chooser(config: QuantConfig, tied: bool) -> Choose:
-    """``config.scheme`` for one model."""
-    return lambda module: config.scheme(module, tied)
+def chooser(quant: QuantConfig, config: ModelConfig) -> Choose:
+    """``quant.scheme`` for models of ``config``."""
+    return lambda module: quant.scheme(module, config)
 
 
-def swap_layers(model: Transformer, choose: Choose, device: torch.device | str) -> None:
+def locate(part: Part, choose: Choose) -> tuple[Part, Scheme | None]:
+    """``part`` as the quantized model holds it, and the scheme of the linear weight that it is of, else None."""
+    module, _, kind = part.target.rpartition(".")
+    scheme = choose(module)
+    if isinstance(scheme, Split) and part.start < scheme.num_queries:
+        part, scheme = part._replace(target=f"{module}.queries.{kind}"), scheme.queries
+    elif isinstance(scheme, Split):
+        start = part.start - scheme.num_queries
+        part, scheme = part._replace(target=f"{module}.keys_values.{kind}", start=start), scheme.keys_values
+    return part, scheme if kind == "weight" and len(part.shape) == 2 else None
+
+
+def swap_layers(model: nn.Module, choose: Choose, device: torch.device | str) -> None:
     """Replace the linear layers that ``choose`` has a scheme for by quantized ones on ``device``, not yet written.
 
     For a model whose weights are not there yet (``checkpoint.build``): theirs are not looked at. Biases stay.
@@ -38,7 +51,7 @@ def swap_layers(model: Transformer, choose: Choose, device: torch.device | str) 
 
 def quantize_model(model: Transformer, config: QuantConfig) -> None:
     """Round the weights of ``model``, in memory, to nearest, in place; each is let go of as soon as it is done."""
-    choose = chooser(config, model.config.tie_embeddings)
+    choose = chooser(config, model.config)
     with torch.no_grad():
         for name, module in list(model.named_modules()):
             scheme = choose(name) if isinstance(module, nn.Linear) else None
@@ -46,14 +59,17 @@ def quantize_model(model: Transformer, config: QuantConfig) -> None:
                 continue
             assert isinstance(module, nn.Linear)
             layer = _like(module, scheme, module.weight.device)
-            step = chunk_rows(module.in_features)
-            for begin in range(0, module.out_features, step):
-                layer.write(begin, module.weight[begin : begin + step])
+            first = 0
+            for piece in layer.pieces() if isinstance(layer, SplitLinear) else (layer,):
+                step = chunk_rows(piece.in_features)
+                for begin in range(0, piece.out_features, step):
+                    piece.write(begin, module.weight[first + begin : first + min(begin + step, piece.out_features)])
+                first += piece.out_features
             _replace(model, name, layer)
 
 
 def row_writer(
-    model: Transformer,
+    model: Transformer, choose: Choose
 ) -> Callable[[Part, StoredTensor, Slice | None, Callable[[int], object] | None], bool]:
     """What ``checkpoint.fill`` hands weights to: those of quantized layers are rounded as they are read.
 
@@ -64,10 +80,15 @@ def row_writer(
     def store(
         part: Part, tensor: StoredTensor, take: Slice | None, report: Callable[[int], object] | None = None
     ) -> bool:
+        part, _ = locate(part, choose)
         name, _, kind = part.target.rpartition(".")
         layer = layers.get(name)
-        if layer is None or kind != "weight":
+        if layer is None:
             return False
+        if kind == "bias":
+            assert layer.bias is not None
+            tensor.copy_to(layer.bias[part.start : part.start + part.shape[0]], take, report)
+            return True
         low, high = (take.start, take.start + take.length) if take and take.axis == 0 else (0, tensor.num_rows)
         for begin in range(low, high, chunk_rows(tensor.shape[1])):
             end = min(begin + chunk_rows(tensor.shape[1]), high)
@@ -88,7 +109,9 @@ def chunk_rows(width: int) -> int:
     return max(1, _CHUNK // width)
 
 
-def _like(module: nn.Linear, scheme: Scheme, device: torch.device | str) -> QuantizedLinear:
+def _like(module: nn.Linear, scheme: Scheme | Split, device: torch.device | str) -> QuantizedLinear | SplitLinear:
+    if isinstance(scheme, Split):
+        return SplitLinear(module.in_features, module.out_features, scheme, module.bias, device)
     return KINDS[scheme.kind](module.in_features, module.out_features, scheme, module.bias, device)
 
 

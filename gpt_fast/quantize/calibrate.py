@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from gpt_fast.checkpoint import progress_bar
 from gpt_fast.config import ConfigError, ModelConfig
 from gpt_fast.families import Part, parts
 from gpt_fast.model import Block, Rope
+from gpt_fast.quantize.apply import swap_layers
 from gpt_fast.quantize.checkpoint import (
     Source,
     begin_writing,
@@ -33,14 +34,17 @@ from gpt_fast.quantize.checkpoint import (
     write_part,
 )
 from gpt_fast.quantize.gptq import Hessian, gptq
-from gpt_fast.quantize.linear import KINDS
-from gpt_fast.quantize.scheme import QuantConfig, Scheme
+from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
+from gpt_fast.quantize.rtn import quantize_rows
+from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
 from gpt_fast.quantize.writer import CheckpointWriter
 from gpt_fast.safetensors_file import read_safetensors
 
 NUM_SEQUENCES = 128
 LENGTH = 512  # tokens
 _BATCH = 4  # sequences
+
+Schemes = Mapping[str, Scheme | Split | None]  # by the linear layer's name in a block
 
 
 def quantize_with_text(
@@ -111,8 +115,7 @@ def _quantize_blocks(
             exact = torch.cat([block(b, cos, sin) for b in exact.split(_BATCH)])
             _take_from_disk(block, source, writer, prefix)
         else:
-            assert source.quant.blocks is not None
-            exact = quantize_block(block, x, exact, cos, sin, source.quant.blocks)
+            exact = quantize_block(block, x, exact, cos, sin, _schemes(source, prefix))
             _write_block(block, source, writer, prefix)
             for part in own:
                 if len(part.shape) == 1:
@@ -124,8 +127,8 @@ def _quantize_blocks(
             report(sum(source.weights[part.source].num_bytes for part in own))
 
 
-def quantize_block(block: Block, x: Tensor, exact: Tensor, cos: Tensor, sin: Tensor, scheme: Scheme) -> Tensor:
-    """Replace the linear layers of ``block`` by int4 ones.
+def quantize_block(block: Block, x: Tensor, exact: Tensor, cos: Tensor, sin: Tensor, schemes: Schemes) -> Tensor:
+    """Replace the linear layers of ``block`` by quantized ones: int4 by GPTQ, others by rounding to nearest.
 
     ``x`` [S, T, E] are the inputs that quantized blocks before this one make, ``exact`` those of the unquantized model,
     which are returned as this block, unquantized, changes them.
@@ -137,12 +140,18 @@ def quantize_block(block: Block, x: Tensor, exact: Tensor, cos: Tensor, sin: Ten
         hessian = Hessian(linear.in_features)
         for inputs, exact_inputs in zip(x.split(_BATCH), exact.split(_BATCH), strict=True):
             hessian.add(stage.inputs(block, inputs, cos, sin), stage.inputs(reference, exact_inputs, cos, sin))
-        layer = KINDS[scheme.kind](linear.in_features, linear.out_features, scheme, linear.bias, "cpu")
         weight = hessian.corrected(linear.weight)
-        for key, tensor in gptq(weight, hessian.mean(), scheme.group_size).items():
-            layer.get_buffer(key).copy_(tensor)
-        parent, _, name = stage.linear.rpartition(".")
-        setattr(block.get_submodule(parent), name, layer)
+        swap_layers(block, {stage.linear: schemes[stage.linear]}.get, "cpu")
+        layer = block.get_submodule(stage.linear)
+        for piece in layer.pieces() if isinstance(layer, SplitLinear) else (layer,):
+            assert isinstance(piece, QuantizedLinear)
+            rows, weight = weight[: piece.out_features], weight[piece.out_features :]
+            if piece.scheme.kind == "int4":
+                quantized = gptq(rows, hessian.mean(), piece.scheme.group_size)
+            else:
+                quantized = quantize_rows(rows, piece.scheme)
+            for key, tensor in quantized.items():
+                piece.get_buffer(key).copy_(tensor)
         if stage.linear.endswith("wo"):
             x, exact = _after(block, x, cos, sin), _after(reference, exact, cos, sin)
     return torch.cat([b + reference.feed_forward(reference.ffn_norm(b)) for b in exact.split(_BATCH)])
@@ -203,6 +212,10 @@ def _read_block(source: Source, index: int, own: Sequence[Part]) -> Block:
     return block.float()
 
 
+def _schemes(source: Source, prefix: str) -> Schemes:
+    return {stage.linear: source.choose(prefix + stage.linear) for stage in STAGES}
+
+
 def _quantized_parts(source: Source, prefix: str) -> list[Part]:
     return [p for p, dtype in stored_parts(source.config, source.choose) if dtype and p.target.startswith(prefix)]
 
@@ -217,13 +230,7 @@ def _write_block(block: Block, source: Source, writer: CheckpointWriter, prefix:
 def _take_from_disk(block: Block, source: Source, writer: CheckpointWriter, prefix: str) -> None:
     """Replace the linear layers of ``block`` by what an earlier run has made of them."""
     stored = read_safetensors(writer.path)
-    scheme = source.quant.blocks
-    assert scheme is not None
-    for name, linear in list(block.named_modules()):
-        if isinstance(linear, nn.Linear):
-            layer = KINDS[scheme.kind](linear.in_features, linear.out_features, scheme, linear.bias, "cpu")
-            parent, _, attribute = name.rpartition(".")
-            setattr(block.get_submodule(parent), attribute, layer)
+    swap_layers(block, _schemes(source, prefix).get, "cpu")
     buffers = dict(block.named_buffers())
     for part in _quantized_parts(source, prefix):
         target = buffers[part.target.removeprefix(prefix)][part.start : part.start + part.shape[0]]

@@ -16,9 +16,9 @@ from gpt_fast.checkpoint import build, check_weights, open_weights, progress_bar
 from gpt_fast.config import ModelConfig
 from gpt_fast.families import CheckpointError, Part, parts, read_config, read_json
 from gpt_fast.model import Transformer
-from gpt_fast.quantize.apply import Choose, chooser, chunk_rows, swap_layers
+from gpt_fast.quantize.apply import Choose, chooser, chunk_rows, locate, swap_layers
 from gpt_fast.quantize.rtn import quantize_rows
-from gpt_fast.quantize.scheme import QuantConfig, Scheme, parse_quant_config
+from gpt_fast.quantize.scheme import QuantConfig, parse_quant_config
 from gpt_fast.quantize.writer import CheckpointWriter
 from gpt_fast.stored import StoredTensor
 
@@ -35,7 +35,7 @@ class Source(NamedTuple):
 
     @property
     def choose(self) -> Choose:
-        return chooser(self.quant, self.config.tie_embeddings)
+        return chooser(self.quant, self.config)
 
 
 def open_source(directory: str | Path, quant: QuantConfig) -> Source:
@@ -55,17 +55,11 @@ def refuse_quantized(directory: Path) -> None:
         raise CheckpointError(f"{directory} is quantized already ({method}); start from the unquantized checkpoint")
 
 
-def part_scheme(part: Part, choose: Choose) -> Scheme | None:
-    """The scheme of the linear weight that ``part`` is of; None for every other part."""
-    is_matrix = len(part.shape) == 2 and part.target.endswith(".weight")
-    return choose(part.target.removesuffix(".weight")) if is_matrix else None
-
-
 def stored_parts(config: ModelConfig, choose: Choose) -> list[tuple[Part, torch.dtype | None]]:
     """Every tensor of a quantized checkpoint, and its dtype where the scheme gives it."""
     out: list[tuple[Part, torch.dtype | None]] = []
     for part in parts(config):
-        scheme = part_scheme(part, choose)
+        part, scheme = locate(part, choose)
         if scheme is None:
             out.append((part, None))
             continue
@@ -94,7 +88,7 @@ def finish_writing(source: Source, writer: CheckpointWriter) -> None:
 
 def write_part(source: Source, writer: CheckpointWriter, part: Part, report: Report = None) -> None:
     """Write one tensor of ``source``, rounded to nearest if it is to be quantized and as it is otherwise."""
-    tensor, scheme = source.weights[part.source], part_scheme(part, source.choose)
+    tensor, (_, scheme) = source.weights[part.source], locate(part, source.choose)
     prefix = part.source.removesuffix("weight")
     for first, last in tensor.chunks():
         step = chunk_rows(tensor.shape[1]) if scheme else last - first
@@ -149,7 +143,7 @@ def load_quantized(
     raw = read_json(directory / "config.json")["quantization_config"]
     quant = parse_quant_config(raw, str(directory / "config.json"))
     config, weights = resolve_tying(read_config(directory), open_weights(directory))
-    choose = chooser(quant, config.tie_embeddings)
+    choose = chooser(quant, config)
     wanted = stored_parts(config, choose)
     _check(wanted, weights, str(directory))
     model = build(config, dtype, device, column_major, lambda m: swap_layers(m, choose, device))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpt_fast.kernels import gpu
 from gpt_fast.quantize.reference import dequantize_int4, linear_fp8, linear_int4, linear_int8
 from gpt_fast.quantize.rtn import quantize_rows
-from gpt_fast.quantize.scheme import Scheme
+from gpt_fast.quantize.scheme import Scheme, Split
 
 
 class QuantizedLinear(nn.Module):
@@ -112,6 +112,32 @@ class Int4Linear(QuantizedLinear):
     def dequantized(self) -> Tensor:
         columns = dequantize_int4(self.weight, self.scale, self.min)[:, : self.in_features]
         return columns if self.order is None else columns[:, self.order.argsort()]
+
+
+class SplitLinear(nn.Module):
+    """``wqkv`` in two layers: the outputs that are queries, and those that are keys and values."""
+
+    def __init__(
+        self, in_features: int, out_features: int, split: Split, bias: nn.Parameter | None, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        n, rest = split.num_queries, out_features - split.num_queries
+        ours, theirs = (None, None) if bias is None else map(nn.Parameter, bias.detach().split((n, rest)))
+        self.queries = KINDS[split.queries.kind](in_features, n, split.queries, ours, device)
+        self.keys_values = KINDS[split.keys_values.kind](in_features, rest, split.keys_values, theirs, device)
+
+    def pieces(self) -> tuple[QuantizedLinear, QuantizedLinear]:
+        """In the order of their outputs."""
+        return self.queries, self.keys_values
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N] in the dtype of ``x``."""
+        return torch.cat((self.queries(x), self.keys_values(x)), dim=-1)
+
+    def dequantized(self) -> Tensor:
+        """The weight that this layer multiplies with, float32 [N, K]."""
+        return torch.cat([piece.dequantized() for piece in self.pieces()])
 
 
 KINDS: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "int4": Int4Linear, "fp8": Fp8Linear}

@@ -15,7 +15,7 @@ namespace gpt_fast {
 
 // The structs below are built by Python (cpu.py, class Decoder): 8 bytes a field, in this order.
 struct Layer {
-    Linear wqkv, wo, w13, w2;
+    Linear wqkv, wkv, wo, w13, w2;  // wkv: n is 0 unless keys and values are apart
     const float* attention_norm;
     const float* ffn_norm;
     const float* q_norm;  // [D] or null
@@ -88,7 +88,7 @@ public:
 
     int64_t num_bytes() const { return used; }
 
-    // Calls of share() in run(), at most: eleven a layer, three in the head, the embedding.
+    // Calls of share() in run(), at most: twelve a layer, three in the head, the embedding.
     static int64_t phases(const Model& model) { return 12 * model.num_layers + 4; }
 
     void run(Team& team) {
@@ -97,29 +97,32 @@ public:
         team.barrier();
         for (int64_t l = 0; l < m.num_layers; ++l) {
             const Layer& layer = m.layers[l];
-            normed_product(team, layer.attention_norm, layer.wqkv, qkv);
+            normed_product(team, layer.attention_norm, layer.wqkv, layer.wkv, qkv);
             switch (m.cache_format) {
                 case kBfloat16: attend<uint16_t>(team, layer); break;
                 case kInt8: attend<int8_t>(team, layer); break;
                 default: attend<float>(team, layer);
             }
             plain_product(team, m.heads * m.head_dim, layer.wo);
-            normed_product(team, layer.ffn_norm, layer.w13, gate_up);
+            normed_product(team, layer.ffn_norm, layer.w13, Linear{}, gate_up);
             gated_product(team, layer.w2);
         }
         head(team);
     }
 
 private:
-    // out = w(norm(x))
-    void normed_product(Team& team, const float* norm, const Linear& w, float* out) {
+    // out = w(norm(x)), and beside it in each row, where there is one, more(norm(x))
+    void normed_product(Team& team, const float* norm, const Linear& w, const Linear& more, float* out) {
         const QuantizedRows q = QuantizedRows::in(q_memory, s.num_tokens, m.dim);
         team.share(s.num_tokens, 1, [&](int64_t i, int64_t) {
             rms_norm(x + i * m.dim, norm, m.dim, static_cast<float>(m.eps), h + i * m.dim);
-            if (w.format >= kInt8) quantize_row(h + i * m.dim, m.dim, q, i);
+            if (w.format >= kInt8 || more.format >= kInt8) quantize_row(h + i * m.dim, m.dim, q, i);
         });
         team.barrier();
         product(team, h, s.num_tokens, w, q, out, nullptr);
+        team.barrier();
+        if (more.n == 0) return;
+        product(team, h, s.num_tokens, more, q, out + w.n, nullptr);
         team.barrier();
     }
 

@@ -47,7 +47,7 @@ extern "C" {
 // x [rows, k] -> out [rows, n].
 void gpt_fast_linear(int64_t format, const float* x, int64_t rows, int64_t k, int64_t n, int64_t group_size,
                      const uint8_t* data, const float* scale, const float* bias, float* out, int threads) {
-    const Linear layer{format, n, k, group_size, data, scale, bias};
+    const Linear layer{format, n, k, group_size, n, data, scale, bias};
     QuantizedRows q{};
     if (format >= kInt8)
         q = QuantizedRows::in(shared_scratch().get<uint8_t>(QuantizedRows::num_bytes(rows, k)), rows, k);

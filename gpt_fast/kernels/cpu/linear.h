@@ -23,6 +23,7 @@ struct Linear {
     int64_t n;
     int64_t k;
     int64_t group_size;   // int4
+    int64_t out_stride;   // from one row of outputs to the next
     const uint8_t* data;  // packed
     const float* scale;   // int8: [n]
     const float* bias;    // [n] or null
@@ -64,7 +65,7 @@ inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, 
     }
 }
 
-// out [rows, n], row stride n; residual null or [rows, n], may be out itself. Called by the whole team.
+// out [rows, n]; residual null or as out, which it may be itself. Called by the whole team.
 template <class Format>
 void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                    float* out, const float* residual) {
@@ -96,8 +97,9 @@ void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, con
             const int64_t columns = (n - first < width * Format::kTile) ? n - first : width * Format::kTile;
             for (int64_t m = 0; m < count; ++m) {
                 const float* from = acc + m * stride;
-                float* to = out + (row + m) * n + first;
-                const float* add = residual ? residual + (row + m) * n + first : nullptr;
+                const int64_t at = (row + m) * layer.out_stride + first;
+                float* to = out + at;
+                const float* add = residual ? residual + at : nullptr;
                 for (int64_t j = 0; j < columns; ++j) {
                     float value = from[j];
                     if constexpr (Format::kOutputScale) value *= layer.scale[first + j];

@@ -2,7 +2,7 @@
 
     norm, qkv | q and k norm, rotation, cache | attention | wo, residual | norm, gate and up, SwiGLU | w2, residual
 
-and each product leaves what the next norm needs (linear.py). The sister of gpt_fast/kernels/decoder.py, for steps of at
+X of gpt_fast/kernels/decoder.py, for steps of at
 most 16 new tokens: decoding, verifying, the end of a prompt. Longer steps are bound by arithmetic, not by memory, and
 belong to ``Transformer.step`` with torch's products (``GpuDecoder.takes``).
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from gpt_fast.kernels.cache import LayerCache, check_cache
 from gpt_fast.kernels.gpu.attention import attend, scratch
 from gpt_fast.kernels.gpu.fused import embed, rope_write
-from gpt_fast.kernels.gpu.linear import MAX_ROWS, Row, Weights, linear, linear_residual, prepare
+from gpt_fast.kernels.gpu.linear import MAX_ROWS, Row, Weights, launch, linear, linear_residual, prepare
 from gpt_fast.kernels.layers import LayerWeights, layer_weights
 
 Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # positions and lengths [N] -> cos and sin [N, D / 2] float32
@@ -65,7 +65,7 @@ class GpuDecoder:
     @property
     def bytes_per_step(self) -> int:
         """Bytes of weights that one step streams, whatever its number of tokens."""
-        blocks = (w for layer in self.layers for w in (layer.wqkv, layer.wo, layer.w13, layer.w2))
+        blocks = (w for layer in self.layers for w in layer.linears())
         return self.output.num_bytes + sum(w.num_bytes for w in blocks)
 
     def step(
@@ -90,7 +90,7 @@ class GpuDecoder:
         x, row = embed(tokens, self.embedding, self.layers[0].attention_norm, self.eps, self.dtype)
         for i, (layer, cache) in enumerate(zip(self.layers, self.cache, strict=True)):
             after = self.layers[i + 1].attention_norm if i + 1 < len(self.layers) else self.norm
-            qkv = linear(row, layer.wqkv)
+            qkv = self._qkv(layer, row)
             q = rope_write(qkv, cos, sin, write_slots, cache, self.num_heads, layer.q_norm, layer.k_norm, self.eps)
             heads = attend(
                 q, cache, query_start, context_len, page_table, layer.window, self._scratch, self.one_launch
@@ -98,6 +98,15 @@ class GpuDecoder:
             x, row = linear_residual(heads.flatten(1), layer.wo, x, layer.ffn_norm, self.eps)
             x, row = self._feed_forward(layer, x, row, after)
         return linear(row, self.output, out_dtype=torch.float32)
+
+    def _qkv(self, layer: LayerWeights[Weights], row: Row) -> Tensor:
+        if layer.wkv is None:
+            return linear(row, layer.wqkv)
+        split = layer.wqkv.out_features
+        out = row.weighted.new_empty(row.weighted.shape[0], split + layer.wkv.out_features)
+        launch(row, layer.wqkv, out[:, :split])
+        launch(row, layer.wkv, out[:, split:])
+        return out
 
     def _feed_forward(self, layer: LayerWeights[Weights], x: Tensor, row: Row, after: Tensor) -> tuple[Tensor, Row]:
         hidden = linear(row, layer.w13, gated=True)

@@ -190,7 +190,7 @@ def launch(
     row: Row | None = None,
     division: Tiling | None = None,
 ) -> None:
-    """The kernel on given outputs: ``out`` [M, N or F]; with ``next_norm`` also ``row``, parts = programs."""
+    """The kernel on given outputs: ``out`` [M, N or F], columns side by side; with ``next_norm`` also ``row``."""
     rows, squares, eps = x if isinstance(x, Row) else (x, None, 0.0)
     if rows.shape[0] > MAX_ROWS:
         raise ValueError(f"{rows.shape[0]} rows; the products take at most {MAX_ROWS}")
@@ -216,6 +216,7 @@ def launch(
         None if row is None else row.squares,
         rows.shape[0],
         num_out,
+        out.stride(0),
         w.in_features,
         num_groups,
         num_squares,

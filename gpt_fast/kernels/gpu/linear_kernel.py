@@ -142,7 +142,7 @@ def _int4_sum(
 @triton.jit(do_not_specialize=["num_x"])  # one program for any number of rows: the same bits
 def linear_kernel(
     x, squares, w, scale, bias, residual, out, next_norm, weighted, next_squares,
-    num_x, num_out, k_size, num_groups, num_squares, eps,
+    num_x, num_out, out_stride, k_size, num_groups, num_squares, eps,
     kind: tl.constexpr, half_dtype: tl.constexpr, compute: tl.constexpr, group_size: tl.constexpr, gated: tl.constexpr,
     tile: tl.constexpr, columns: tl.constexpr, warps: tl.constexpr, chunk: tl.constexpr, unroll: tl.constexpr,
     even: tl.constexpr, squares_pad: tl.constexpr, assembly: tl.constexpr, overlap: tl.constexpr,
@@ -183,7 +183,7 @@ def linear_kernel(
     if residual is not None:
         acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     value = acc.to(out.dtype.element_ty)
-    tl.store(out + at, value, mask=inside)
+    tl.store(out + m[None, :] * out_stride + n[:, None], value, mask=inside)
     if next_norm is not None:
         value = tl.where(inside, value.to(tl.float32), 0.0)
         norm = tl.load(next_norm + n, mask=n < num_out, other=0.0).to(tl.float32)

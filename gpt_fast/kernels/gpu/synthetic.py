@@ -38,11 +38,13 @@ def random_weights(precision: str, n: int, k: int, device: torch.device) -> line
 def random_decoder(config: Any, precision: str, tokens: int, rope: Rope, device: torch.device) -> GpuDecoder:
     """A decoder of the shape ``config``, a ``ModelConfig``, with room for ``tokens`` in its cache of noise.
 
-    As quantize/scheme.py has it, the head is int8 where the blocks are int4.
+    As quantize/scheme.py has it, the head, and keys and values that heads share, are int8 where the rest is int4.
     """
     c, pages = config, -(-tokens // PAGE)
+    finer = "int8" if precision == "int4" else precision
+    apart = precision == "int4" and c.kv_dim < c.q_dim
 
-    def weights(n: int, k: int) -> linear.Weights:
+    def weights(n: int, k: int, precision: str = precision) -> linear.Weights:
         return random_weights(precision, n, k, device)
 
     def noise(*size: int) -> Tensor:
@@ -52,11 +54,12 @@ def random_decoder(config: Any, precision: str, tokens: int, rope: Rope, device:
     layers = [
         LayerWeights(
             ones,
-            weights(c.q_dim + 2 * c.kv_dim, c.dim),
+            weights(c.q_dim + (0 if apart else 2 * c.kv_dim), c.dim),
             weights(c.dim, c.q_dim),
             ones,
             weights(2 * c.ffn_dim, c.dim),
             weights(c.dim, c.ffn_dim),
+            wkv=weights(2 * c.kv_dim, c.dim, finer) if apart else None,
         )
         for _ in range(c.num_layers)
     ]
@@ -65,7 +68,7 @@ def random_decoder(config: Any, precision: str, tokens: int, rope: Rope, device:
         noise(c.vocab_size, c.dim),
         layers,
         ones,
-        random_weights("int8" if precision == "int4" else precision, c.vocab_size, c.dim, device),
+        weights(c.vocab_size, c.dim, finer),
         [LayerCache(noise(*size), noise(*size)) for _ in range(c.num_layers)],
         rope,
         num_heads=c.num_heads,
