@@ -2,9 +2,10 @@
 
     norm, qkv | q and k norm, rotation, cache | attention | wo, residual | norm, gate and up, SwiGLU | w2, residual
 
-X of gpt_fast/kernels/decoder.py, for steps of at
-most 16 new tokens: decoding, verifying, the end of a prompt. Longer steps are bound by arithmetic, not by memory, and
-belong to ``Transformer.step`` with torch's products (``GpuDecoder.takes``).
+with one more where keys and values are stored otherwise than queries; each product leaves what the next norm needs
+(linear.py). The sister of gpt_fast/kernels/decoder.py, for steps of at most 16 new tokens: decoding, verifying, the end
+of a prompt. Longer steps are bound by arithmetic, not by memory, and belong to ``Transformer.step`` with torch's
+products (``GpuDecoder.takes``).
 
 Every shape depends on the number of tokens alone and nothing is read on the host, so a CUDA graph can hold a step
 (graphs.py).
