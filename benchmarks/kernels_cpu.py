@@ -42,14 +42,15 @@ def random_weights(kind: str, n: int, k: int) -> kernels.LinearWeights:
     elif kind == "int8":
         data = packing.pack_int8(torch.randint(-127, 128, (rows, k), dtype=torch.int8))
     else:
-        scale = torch.full((rows, k // _GROUP), 0.005).half()
-        data = packing.pack_int4(torch.randint(0, 16, (rows, k), dtype=torch.uint8), scale, -8 * scale)
+        scale = torch.full((rows, k // _GROUP), 255, dtype=torch.uint8)
+        zero = torch.full_like(scale, 64)
+        data = packing.pack_int4(torch.randint(0, 16, (rows, k), dtype=torch.uint8), scale, zero)
     tiles = -(-n // (16 if kind in ("float32", "bfloat16") else 8))
     whole = packing.empty((tiles, *data.shape[1:]), data.dtype)
     for begin in range(0, tiles, data.shape[0]):
         part = whole[begin : begin + data.shape[0]]
         part.copy_(data[: part.shape[0]])
-    scales = torch.full((n,), 0.02 / 73) if kind == "int8" else None
+    scales = {"int8": torch.full((n,), 0.02 / 73), "int4": torch.full((n,), 0.005 / 255)}.get(kind)
     return kernels.LinearWeights(kind, whole, n, k, scales, _GROUP if kind == "int4" else 0)
 
 

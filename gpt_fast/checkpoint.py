@@ -49,7 +49,7 @@ __all__ = [
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _SHOWN = 5  # names listed in an error
-_OF_QUANTIZED = (".scale", ".scales", ".min")  # float16 whatever the rest is
+_OF_QUANTIZED = (".scale", ".scales", ".row_scale")  # of their own dtypes whatever the rest is
 _REPEATED = 4_194_301  # elements, a prime: rows of a filled matrix are not copies of each other
 
 

@@ -34,7 +34,7 @@ class PackedLinear(nn.Module):
     """A linear layer with packed weights; x [..., K] -> [..., N] in the dtype of x.
 
     K is ``in_features``, or for int4 less: what fills up its last group may be left out of x.
-    Buffers: ``weight`` as packing.py lays it out, ``scale`` float32 [N] for int8. ``bias`` float32 [N] or None.
+    Buffers: ``weight`` as packing.py lays it out, ``scale`` float32 [N] of integers. ``bias`` float32 [N] or None.
     """
 
     weight: Tensor
@@ -60,8 +60,9 @@ class PackedLinear(nn.Module):
             assert self.scale is not None
             out = kernels.linear_int8(x, self.weight, self.scale)
         elif self.kind == "int4":
+            assert self.scale is not None
             x = F.pad(x, (0, self.in_features - x.shape[-1]))
-            out = kernels.linear_int4(x, kernels.Int4Weights(self.weight, None, None), self.out_features)
+            out = kernels.linear_int4(x, kernels.Int4Weights(self.weight, None, None, self.scale))
         else:
             out = kernels.linear_dense(x, self.weight, self.out_features)
         return (out if self.bias is None else out + self.bias).to(x.dtype)
@@ -202,8 +203,8 @@ def _pack(module: nn.Module) -> LinearWeights:
         if isinstance(module, Int8Linear):
             kind, data, scale, group_size = "int8", packing.pack_int8(module.weight), module.scale, 0
         elif isinstance(module, Int4Linear):
-            data = packing.pack_int4_plain(module.weight, module.scale, module.min)
-            kind, scale, group_size = "int4", None, module.scheme.group_size
+            data = packing.pack_int4_plain(module.weight, module.scale, module.zero)
+            kind, scale, group_size = "int4", module.row_scale, module.scheme.group_size
         else:
             assert isinstance(module, nn.Linear)
             kind, scale, group_size = _DTYPES[module.weight.dtype], None, 0

@@ -42,11 +42,19 @@ def weights(kind: str, n: int, k: int, seed: int = 0) -> tuple[kernels.LinearWei
         return kernels.LinearWeights(kind, packing.pack_int8(q), n, k, s), lambda x: reference.linear_int8(x, q, s)
     size = int(kind.split("-")[1])
     q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
-    s = (torch.rand(n, k // size, generator=g) / 8 / k**0.5).half()
-    low = (-8 * s + 0.1 * s * torch.randn(s.shape, generator=g)).half()
+    s, z, row_scale = int4_grid(n, k // size, g)
+    row_scale /= 8 * k**0.5
     data = packing.nibbles(q)
-    packed = packing.pack_int4(q, s, low)
-    return kernels.LinearWeights("int4", packed, n, k, None, size), lambda x: reference.linear_int4(x, data, s, low)
+    packed = packing.pack_int4(q, s, z)
+    made = kernels.LinearWeights("int4", packed, n, k, row_scale, size)
+    return made, lambda x: reference.linear_int4(x, data, s, z, row_scale)
+
+
+def int4_grid(n: int, groups: int, g: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales, zeros around 8, and row scales for scales of at most 1."""
+    s = torch.randint(1, 256, (n, groups), generator=g, dtype=torch.uint8)
+    z = torch.randint(40, 88, (n, groups), generator=g, dtype=torch.uint8)
+    return s, z, torch.rand(n, generator=g) / 255
 
 
 def run(x: Tensor, w: kernels.LinearWeights) -> Tensor:
@@ -69,12 +77,10 @@ def test_dense_and_int8_unpack_to_what_was_packed(n: int, k: int) -> None:
 def test_int4_unpacks_to_what_was_packed(size: int) -> None:
     n, k = 13, 2 * size
     q = torch.randint(0, 16, (n, k), dtype=torch.uint8)
-    scale, minimum = torch.rand(n, k // size).half(), torch.randn(n, k // size).half()
+    scale, zero, _ = int4_grid(n, k // size)
     assert torch.equal(packing.from_nibbles(packing.nibbles(q)), q)
     assert packing.nibbles(q)[0, 3] == int(q[0, 3]) | int(q[0, 19]) << 4
-    for got, wanted in zip(
-        packing.unpack_int4(packing.pack_int4(q, scale, minimum), n), (q, scale, minimum), strict=True
-    ):
+    for got, wanted in zip(packing.unpack_int4(packing.pack_int4(q, scale, zero), n), (q, scale, zero), strict=True):
         assert torch.equal(got, wanted)
 
 
@@ -126,9 +132,9 @@ def test_int8_takes_any_width_and_its_extremes() -> None:
 @needs_cpp
 def test_int4_does_not_overflow_at_its_extremes() -> None:
     q = torch.full((8, 128), 15, dtype=torch.uint8)
-    one, zero = torch.ones(8, 1).half(), torch.zeros(8, 1).half()
+    one = torch.ones(8, 1, dtype=torch.uint8)
     x = torch.full((2, 128), 127.0)
-    out = cpu.linear(x, "int4", packing.pack_int4(q, one, zero), 8, None, 128)
+    out = cpu.linear(x, "int4", packing.pack_int4(q, one, 0 * one), 8, torch.ones(8), 128)
     assert torch.equal(out, torch.full((2, 8), 15 * 127 * 128.0))
 
 
@@ -160,19 +166,19 @@ def test_the_form_of_the_weights_decides_the_path_and_both_agree() -> None:
     x, w = torch.randn(2, 3, 64), torch.randn(20, 64)
     q, scale = torch.randint(-127, 128, (20, 64), dtype=torch.int8), torch.rand(20)
     data = torch.randint(0, 256, (20, 32), dtype=torch.uint8)
-    s, low = torch.rand(20, 2).half(), torch.randn(20, 2).half()
+    grid = int4_grid(20, 2)
     close = torch.testing.assert_close
     dense = w.bfloat16()
     close(kernels.linear_dense(x, kernels.prepare_dense(dense), 20), kernels.linear_dense(x, dense, 20))
     got = kernels.linear_int8(x, kernels.prepare_int8(q), scale)
     close(got, kernels.linear_int8(x, q, scale), atol=1e-3, rtol=1e-4)  # sums of some hundreds
-    packed, plain = kernels.prepare_int4(data, s, low), kernels.Int4Weights(data, s, low)
+    packed, plain = kernels.prepare_int4(data, *grid), kernels.Int4Weights(data, *grid)
     assert packed.scale is None
-    close(kernels.linear_int4(x, packed, 20), kernels.linear_int4(x, plain, 20), atol=1e-4, rtol=1e-4)
+    close(kernels.linear_int4(x, packed), kernels.linear_int4(x, plain), atol=1e-4, rtol=1e-4)
     for op, args in (
         (torch.ops.gpt_fast.linear_dense, (x, kernels.prepare_dense(dense), 20)),
         (torch.ops.gpt_fast.linear_int8, (x, kernels.prepare_int8(q), scale)),
-        (torch.ops.gpt_fast.linear_int4, (x, *packed, 20)),
+        (torch.ops.gpt_fast.linear_int4, (x, *packed)),
         (torch.ops.gpt_fast.rms_norm, (x, torch.ones(64), 1e-5)),
         (torch.ops.gpt_fast.silu_mul, (x,)),
     ):
@@ -295,6 +301,7 @@ def test_attention_leaves_padding_zero_and_fills_page_zero_only() -> None:
 def decoder_of(model: object, kind: str, cache: list[tuple[Tensor, Tensor]]) -> tuple[kernels.Decoder, object]:
     """A Decoder with the weights of ``model`` in ``kind``; the model's own products become their twins in torch."""
     from gpt_fast.model import Transformer
+    from gpt_fast.quantize.rtn import encode, find_grid
 
     assert isinstance(model, Transformer)
 
@@ -314,13 +321,12 @@ def decoder_of(model: object, kind: str, cache: list[tuple[Tensor, Tensor]]) -> 
             q = (w / scale[:, None]).round().to(torch.int8)
             linear.forward = twin(linear, lambda x: reference.linear_int8(x, q, scale))  # type: ignore[method-assign]
             return kernels.LinearWeights(kind, packing.pack_int8(q), n, k, scale, bias=bias)
-        groups = w.view(n, -1, 32)
-        low = groups.amin(-1).half()
-        step = ((groups.amax(-1) - low.float()) / 15).half()
-        q = ((groups - low.float()[..., None]) / step.float()[..., None]).round().clamp(0, 15)
-        data = packing.nibbles(q.view(n, k).byte())
-        linear.forward = twin(linear, lambda x: reference.linear_int4(x, data, step, low))  # type: ignore[method-assign]
-        return kernels.LinearWeights("int4", packing.pack_int4(q.view(n, k).byte(), step, low), n, k, None, 32, bias)
+        grid = find_grid(w, 32)
+        q = encode(w, grid)
+        data = packing.nibbles(q)
+        linear.forward = twin(linear, lambda x: reference.linear_int4(x, data, *grid))  # type: ignore[method-assign]
+        packed = packing.pack_int4(q, grid.scale, grid.zero)
+        return kernels.LinearWeights("int4", packed, n, k, grid.row_scale, 32, bias)
 
     layers = []
     for block in model.layers:

@@ -58,8 +58,8 @@ def linear_call(kind: str, rows: int, n: int, k: int, group: int = 32) -> Call:
         scale = torch.rand(n, generator=g)
     else:
         codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
-        ranges = torch.rand(2, n, k // group, generator=g).half()
-        data = packing.pack_int4(codes, ranges[0], -8 * ranges[1])
+        grid = torch.randint(0, 256, (2, n, k // group), generator=g, dtype=torch.uint8)
+        data, scale = packing.pack_int4(codes, *grid), torch.rand(n, generator=g)
     x = torch.randn(rows, k, generator=g)
     integers = (cpu.FORMATS[kind], rows, k, n, group)
     return Call(0, integers, (x, data, scale, torch.randn(n, generator=g), torch.zeros(rows, n)), 4)

@@ -107,12 +107,19 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
 def test_the_search_beats_the_plain_range(group_size: int) -> None:
     weight = noise(64, 512) * 0.02
     grid = find_grid(weight, group_size)
-    found = dequantize_int4(pack_int4(encode(weight, grid)), grid.scale, grid.minimum)
+    found = dequantize_int4(pack_int4(encode(weight, grid)), *grid)
     groups = weight.unflatten(1, (-1, group_size))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     step = (high - low) / 15
     plain = (((groups - low) / step).round() * step + low).flatten(1)
     assert (found - weight).square().mean() < 0.9 * (plain - weight).square().mean()
+
+
+def test_groups_on_one_side_of_zero_are_not_cut_off() -> None:
+    weight = 5 + torch.rand(4, 64, generator=torch.Generator().manual_seed(0))
+    for w in (weight, -weight):
+        found = layer(Scheme("int4", 32), w).dequantized()
+        assert (found - w).abs().max() < 0.6 * 6 / 15  # 0 needs a code: the steps are those of 0 to 6
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -247,7 +254,8 @@ def test_a_checkpoint_in_bfloat16_keeps_the_rest_so(tmp_path: Path) -> None:
     stored = safetensors.torch.load_file(tmp_path / "b" / "model.safetensors")
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert stored["model.layers.0.self_attn.q_proj.weight"].shape == (32, 16)
-    assert stored["model.layers.0.self_attn.q_proj.min"].dtype == torch.float16
+    assert stored["model.layers.0.self_attn.q_proj.zero"].dtype == torch.uint8
+    assert stored["model.layers.0.self_attn.k_proj.weight"].dtype == torch.int8
     assert stored["lm_head.weight"].dtype == torch.int8
     assert read_json(tmp_path / "b" / "config.json")["quantization_config"]["group_size"] == 32
     assert not (tmp_path / "b.partial").exists()

@@ -6,7 +6,7 @@ computes. So the form of the weights, not a flag, decides which path runs, and t
 
     linear_dense(x, w, out_features)                w float32 or bfloat16
     linear_int8(x, w, scale)                        x is quantized in blocks of 32 (reference.quantize_activations)
-    linear_int4(x, w, scale, minimum, out_features) packed weights hold scale and minimum: None for both
+    linear_int4(x, w, scale, zero, row_scale)       packed weights hold scale and zero: None for both
     rms_norm(x, weight, eps), silu_mul(gate_up)
 
 Beside the table, for callers that are operations themselves: ``paged_attention``, the attention seam's C++ for what
@@ -57,11 +57,12 @@ def takes_shape(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
 
 
 class Int4Weights(NamedTuple):
-    """4-bit weights: packed, with neither scale nor minimum, or plain bytes [N, K / 2] with both."""
+    """4-bit weights: packed, with neither scale nor zero, or plain bytes [N, K / 2] with both (packing.py)."""
 
     data: Tensor
     scale: Tensor | None
-    minimum: Tensor | None
+    zero: Tensor | None
+    row_scale: Tensor
 
 
 def prepare_dense(w: Tensor) -> Tensor:
@@ -74,11 +75,11 @@ def prepare_int8(w: Tensor) -> Tensor:
     return packing.pack_int8(w) if available() else w
 
 
-def prepare_int4(data: Tensor, scale: Tensor, minimum: Tensor) -> Int4Weights:
-    """Plain bytes [N, K / 2] with scale and minimum [N, K / group_size], packed where the C++ kernels run."""
+def prepare_int4(data: Tensor, scale: Tensor, zero: Tensor, row_scale: Tensor) -> Int4Weights:
+    """Plain bytes [N, K / 2] with scale and zero [N, K / group_size], packed where the C++ kernels run."""
     if available():
-        return Int4Weights(packing.pack_int4_plain(data, scale, minimum), None, None)
-    return Int4Weights(data, scale, minimum)
+        return Int4Weights(packing.pack_int4_plain(data, scale, zero), None, None, row_scale)
+    return Int4Weights(data, scale, zero, row_scale)
 
 
 def linear_dense(x: Tensor, w: Tensor, out_features: int) -> Tensor:
@@ -93,9 +94,9 @@ def linear_int8(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-def linear_int4(x: Tensor, w: Int4Weights, out_features: int) -> Tensor:
+def linear_int4(x: Tensor, w: Int4Weights) -> Tensor:
     """x [..., K] -> [..., N] float32."""
-    out: Tensor = torch.ops.gpt_fast.linear_int4(x, w.data, w.scale, w.minimum, out_features)
+    out: Tensor = torch.ops.gpt_fast.linear_int4(x, *w)
     return out
 
 
@@ -127,12 +128,12 @@ def _linear_int8(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     return cpu.linear(x, "int8", w, scale.shape[0], scale=scale)
 
 
-def _linear_int4(x: Tensor, w: Tensor, scale: Tensor | None, minimum: Tensor | None, out_features: int) -> Tensor:
-    if scale is not None and minimum is not None:
-        return reference.linear_int4(x, w, scale, minimum)
+def _linear_int4(x: Tensor, w: Tensor, scale: Tensor | None, zero: Tensor | None, row_scale: Tensor) -> Tensor:
+    if scale is not None and zero is not None:
+        return reference.linear_int4(x, w, scale, zero, row_scale)
     if not available():
-        return reference.linear_int4(x, *packing.unpack_int4_plain(w, out_features))
-    return cpu.linear(x, "int4", w, out_features, group_size=x.shape[-1] // w.shape[1])
+        return reference.linear_int4(x, *packing.unpack_int4_plain(w, row_scale.shape[0]), row_scale)
+    return cpu.linear(x, "int4", w, row_scale.shape[0], scale=row_scale, group_size=x.shape[-1] // w.shape[1])
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -147,7 +148,7 @@ _library = torch.library.Library("gpt_fast", "FRAGMENT")
 for _schema, _run in (
     ("linear_dense(Tensor x, Tensor w, int out_features) -> Tensor", _linear_dense),
     ("linear_int8(Tensor x, Tensor w, Tensor scale) -> Tensor", _linear_int8),
-    ("linear_int4(Tensor x, Tensor w, Tensor? scale, Tensor? minimum, int out_features) -> Tensor", _linear_int4),
+    ("linear_int4(Tensor x, Tensor w, Tensor? scale, Tensor? zero, Tensor row_scale) -> Tensor", _linear_int4),
     ("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm),
     ("silu_mul(Tensor gate_up) -> Tensor", _silu_mul),
 ):
@@ -170,8 +171,8 @@ def _(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("gpt_fast::linear_int4")
-def _(x: Tensor, w: Tensor, scale: Tensor | None, minimum: Tensor | None, out_features: int) -> Tensor:
-    return _wide(x, out_features)
+def _(x: Tensor, w: Tensor, scale: Tensor | None, zero: Tensor | None, row_scale: Tensor) -> Tensor:
+    return _wide(x, row_scale.shape[0])
 
 
 @torch.library.register_fake("gpt_fast::rms_norm")

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).with_name("cpu")
 # Without -fno-tree-reassoc gcc gathers integer sums at the end of a block and spills every register on the way.
 FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-pthread", "-fPIC", "-shared")
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX2 = ("-mavx2", "-mfma")
 VARIANTS = {  # flags for the compiler
     "avx512_vnni": (*_AVX2, "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256"),
     "avx_vnni": (*_AVX2, "-mavxvnni"),
@@ -58,7 +58,7 @@ def variants() -> list[str]:
     machine = platform.machine().lower()
     flags = _cpu_flags()
     if machine in ("x86_64", "amd64"):
-        # torch says AVX2 only where FMA is there as well; every such CPU has F16C.
+        # torch says AVX2 only where FMA is there as well.
         if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
             raise UnavailableError("this CPU has no AVX2")
         have = {"avx512_vnni": {"avx512_vnni", "avx512vl"} <= flags, "avx_vnni": "avx_vnni" in flags, "avx2": True}

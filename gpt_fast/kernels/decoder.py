@@ -62,7 +62,7 @@ class LinearWeights(NamedTuple):
     data: Tensor
     out_features: int
     in_features: int
-    scale: Tensor | None = None  # int8: [N] float32
+    scale: Tensor | None = None  # int8, and int4's row_scale: [N] float32
     group_size: int = 0  # int4
     bias: Tensor | None = None  # [N]
 

@@ -7,11 +7,12 @@ that lanes of a vector are different outputs and a thread reads memory from fron
 
     float32, bfloat16  [ceil(N / 16), K, 16]; bfloat16 stores output j beside output j + 8
     int8               [ceil(N / 8), ceil(K / 32), 8, 8 outputs, 4 k]; the last block of k filled up with zeros
-    int4               [ceil(N / 8), K / group_size, 32 + 4 * group_size] uint8: 8 scales and 8 mins in float16, then
-                       per block of 32 k [4, 8 outputs, 4] bytes
+    int4               [ceil(N / 8), K / group_size, 16 + 4 * group_size] uint8: 8 scales and 8 zeros, then per block
+                       of 32 k [4, 8 outputs, 4] bytes
 
 The plain format of int4 is [N, K / 2] bytes: in each block of 32 values, byte j holds value j in its low and value
-j + 16 in its high half; a value is ``q * scale + min`` with scale and min [N, K / group_size] in float16.
+j + 16 in its high half; a value is ``(q - zero / 8) * scale * row_scale`` with scale and zero uint8 [N, K / group_size]
+and row_scale float32 [N], which both layouts keep apart.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gpt_fast.kernels import cpu
 BLOCK = 32  # values of k with one activation scale
 GROUP_SIZES = (32, 64, 128)
 _DENSE_TILE, _TILE = 16, 8
+_HEADER = 2 * _TILE  # bytes before each group of int4
 _HUGE_PAGE = 2 * 2**20
 _MADV_HUGEPAGE = 14
 
@@ -125,51 +127,46 @@ def from_nibbles(data: Tensor) -> Tensor:
     return torch.stack((blocks & 15, blocks >> 4), dim=2).reshape(n, 2 * half)
 
 
-def pack_int4(q: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """Values 0..15 ``q`` [N, K] uint8 with scale and minimum [N, K / group_size] -> the streamed layout."""
-    return pack_int4_plain(nibbles(q), scale, minimum)
+def pack_int4(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Values 0..15 ``q`` [N, K] uint8 with scale and zero [N, K / group_size] -> the streamed layout."""
+    return pack_int4_plain(nibbles(q), scale, zero)
 
 
-def pack_int4_plain(data: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """Plain bytes [N, K / 2] with float16 scale and minimum [N, K / group_size] -> the streamed layout (uint8)."""
+def pack_int4_plain(data: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Plain bytes [N, K / 2] with scale and zero, uint8 [N, K / group_size] -> the streamed layout (uint8)."""
     groups = scale.shape[1]
     group_size = 2 * data.shape[1] // groups
     check_group_size(2 * data.shape[1], group_size)
-    scale, minimum = (_pad_rows(t.half(), _TILE) for t in (scale, minimum))
+    scale, zero = (_pad_rows(t, _TILE) for t in (scale, zero))
     tiles = scale.shape[0] // _TILE
-    packed = empty((tiles, groups, 32 + 4 * group_size), torch.uint8)
-    packed[:, :, :16] = _header(scale, tiles)
-    packed[:, :, 16:32] = _header(minimum, tiles)
+    packed = empty((tiles, groups, _HEADER + 4 * group_size), torch.uint8)
+    packed[:, :, :_TILE] = scale.view(tiles, _TILE, groups).transpose(1, 2)
+    packed[:, :, _TILE:_HEADER] = zero.view(tiles, _TILE, groups).transpose(1, 2)
     if cpu.available():
-        cpu.pack("int4", data.contiguous(), packed, units=data.shape[1] // 4, group=group_size // 8, header=32)
+        cpu.pack("int4", data.contiguous(), packed, units=data.shape[1] // 4, group=group_size // 8, header=_HEADER)
         return packed
     data = _pad_rows(data, _TILE)
-    body = packed[:, :, 32:].view(torch.int32)  # [tiles, groups, group_size]: four bytes an element
+    body = packed[:, :, _HEADER:].view(torch.int32)  # [tiles, groups, group_size]: four bytes an element
     blocks = group_size // BLOCK
     source = data.contiguous().view(torch.int32).view(tiles, _TILE, groups, blocks, 4)
     body.unflatten(2, (blocks, 4, _TILE)).copy_(source.permute(0, 2, 3, 4, 1))
     return packed
 
 
-def _header(values: Tensor, tiles: int) -> Tensor:
-    """[tiles * 8, groups] float16 -> bytes [tiles, groups, 16]."""
-    return values.view(tiles, _TILE, -1).transpose(1, 2).contiguous().view(torch.uint8)
-
-
 def unpack_int4(packed: Tensor, out_features: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of :func:`pack_int4`: values [N, K] uint8, scale and minimum [N, K / group_size] float16."""
-    data, scale, minimum = unpack_int4_plain(packed, out_features)
-    return from_nibbles(data), scale, minimum
+    """The inverse of :func:`pack_int4`: values [N, K], scale and zero [N, K / group_size], all uint8."""
+    data, scale, zero = unpack_int4_plain(packed, out_features)
+    return from_nibbles(data), scale, zero
 
 
 def unpack_int4_plain(packed: Tensor, out_features: int) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of :func:`pack_int4_plain`."""
     tiles, groups, width = packed.shape
-    body = packed[:, :, 32:].reshape(tiles, groups, (width - 32) // 128, 4, _TILE, 4)
+    body = packed[:, :, _HEADER:].reshape(tiles, groups, (width - _HEADER) // 128, 4, _TILE, 4)
     data = body.permute(0, 4, 1, 2, 3, 5).reshape(tiles * _TILE, -1)[:out_features]
-    heads = (packed[:, :, at : at + 16].contiguous().view(torch.float16) for at in (0, 16))  # [tiles, groups, 8]
-    scale, minimum = (h.transpose(1, 2).reshape(tiles * _TILE, groups)[:out_features] for h in heads)
-    return data.contiguous(), scale.contiguous(), minimum.contiguous()
+    heads = packed[:, :, :_HEADER].split(_TILE, dim=-1)  # [tiles, groups, 8]
+    scale, zero = (h.transpose(1, 2).reshape(tiles * _TILE, groups)[:out_features] for h in heads)
+    return data.contiguous(), scale.contiguous(), zero.contiguous()
 
 
 def check_group_size(k: int, group_size: int) -> None:

@@ -47,15 +47,15 @@ def linear_int8(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     return F.linear(rounded_activations(x), w.float()) * scale
 
 
-def linear_int4(x: Tensor, data: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """x [..., K], data [N, K / 2] bytes (packing.py), scale and minimum [N, K / group_size] -> [..., N] float32."""
-    return F.linear(rounded_activations(x), dequantize_int4(data, scale, minimum))
+def linear_int4(x: Tensor, data: Tensor, scale: Tensor, zero: Tensor, row_scale: Tensor) -> Tensor:
+    """x [..., K], the plain bytes [N, K / 2] and what scales them (packing.py) -> [..., N] float32."""
+    return F.linear(rounded_activations(x), dequantize_int4(data, scale, zero, row_scale))
 
 
-def dequantize_int4(data: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """[N, K] float32: ``q * scale + min``."""
+def dequantize_int4(data: Tensor, scale: Tensor, zero: Tensor, row_scale: Tensor) -> Tensor:
+    """[N, K] float32: ``(q - zero / 8) * scale * row_scale`` of the plain bytes [N, K / 2] (packing.py)."""
     q = from_nibbles(data).unflatten(-1, (scale.shape[1], -1))
-    values: Tensor = q * scale.float()[..., None] + minimum.float()[..., None]
+    values: Tensor = (q - zero[..., None] / 8) * (scale * row_scale[:, None])[..., None]
     return values.flatten(-2)
 
 

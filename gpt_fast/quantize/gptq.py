@@ -67,7 +67,7 @@ def gptq(
     rounded = _round_columns(weight, hessian, grid, group_size, damping)
     damped = hessian + damping * diagonal.mean() * torch.eye(num_columns)
     codes[:, :num_columns], grid = refine(weight, damped, rounded, grid, group_size, num_sweeps)
-    return {"weight": pack_int4(codes), "scale": grid.scale, "min": grid.minimum}
+    return {"weight": pack_int4(codes), **grid._asdict()}
 
 
 def _round_columns(weight: Tensor, hessian: Tensor, grid: Grid, group_size: int, damping: float) -> Tensor:
@@ -77,17 +77,17 @@ def _round_columns(weight: Tensor, hessian: Tensor, grid: Grid, group_size: int,
     groups = order // group_size
     # Rows are columns of the weight in their new order: each step works on contiguous memory.
     w = weight.t()[order].contiguous()  # [K, N]
-    scale, minimum = (t.t().float()[groups].contiguous() for t in grid)  # [K, N]
+    step, zero = (t.t()[groups].contiguous() for t in (grid.steps(), grid.zeros()))  # [K, N]
     codes = torch.empty(w.shape, dtype=torch.uint8)
     for begin in range(0, len(w), _BLOCK):
         end = min(begin + _BLOCK, len(w))
         block, inside = w[begin:end], factor[begin:end, begin:end]
         errors = torch.empty_like(block)
         for i in range(end - begin):
-            s, m = scale[begin + i], minimum[begin + i]
-            q = ((block[i] - m) / s).round_().clamp_(0, LEVELS)
+            s, z = step[begin + i], zero[begin + i]
+            q = (block[i] / s + z).round_().clamp_(0, LEVELS)
             codes[begin + i] = q.to(torch.uint8)
-            errors[i] = (block[i] - (q * s + m)) / inside[i, i]
+            errors[i] = (block[i] - (q - z) * s) / inside[i, i]
             block[i + 1 :].addr_(inside[i, i + 1 :], errors[i], alpha=-1)
         w[end:].addmm_(factor[begin:end, end:].t(), errors, alpha=-1)
     return codes[order.argsort()].t().contiguous()
@@ -116,5 +116,6 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 
 def output_error(weight: Tensor, tensors: dict[str, Tensor], hessian: Tensor) -> float:
     """Mean squared error of the outputs that int4 ``tensors`` cause in the place of ``weight`` [N, K]."""
-    change = dequantize_int4(tensors["weight"], tensors["scale"], tensors["min"])[:, : weight.shape[1]] - weight
+    quantized = dequantize_int4(tensors["weight"], tensors["scale"], tensors["zero"], tensors["row_scale"])
+    change = quantized[:, : weight.shape[1]] - weight
     return float(((change @ hessian) * change).sum() / weight.shape[0])

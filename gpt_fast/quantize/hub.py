@@ -1,8 +1,8 @@
 """Checkpoints that others quantized to 4 bits: GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ, layout GEMM).
 
-Both store a linear layer of K inputs and N outputs as ``value = (q - zero) * scale`` with eight codes in an int32. It
-becomes our ``q * scale + min`` with ``min = -zero * scale``: exactly so for symmetric checkpoints, whose zero is 8, and
-else with ``min`` rounded to float16, which is less than a hundredth of a step.
+Both store a linear layer of K inputs and N outputs as ``value = (q - zero) * scale`` with eight codes in an int32.
+Codes and zeros stay as they are. A scale becomes the nearest of 255 parts of the largest in its row: what that moves a
+weight by is a small part of what it was rounded by.
 
 =======  =============================================  ===================================================
 GPTQ     qweight int32 [K / 8, N]: inputs 8i .. 8i + 7   qzeros int32 [groups, N / 8], scales [groups, N],
@@ -31,6 +31,7 @@ from gpt_fast.model import Transformer
 from gpt_fast.quantize.apply import swap_layers
 from gpt_fast.quantize.linear import Int4Linear
 from gpt_fast.quantize.reference import pack_int4
+from gpt_fast.quantize.rtn import LARGEST, ZERO_STEPS
 from gpt_fast.quantize.scheme import GROUP_SIZES, Scheme
 from gpt_fast.stored import StoredTensor
 
@@ -150,11 +151,15 @@ def _store(layer: Int4Linear, part: Part, found: _Layer, where: str) -> None:
         raise CheckpointError(f"{where}: {_prefix(part)}g_idx has groups of other sizes than {size}")
     codes = F.pad(found.codes[:, order].to(torch.uint8), (0, -k % size))
     first = groups[torch.arange(0, k, size)]
-    scale, zero = found.scales[first].t(), found.zeros[first].t()
+    scale, zero = found.scales[first].t().float(), found.zeros[first].t()
+    if scale.amin() < 0:
+        raise CheckpointError(f"{where}: {_prefix(part)}scales has negative values")
+    row_scale = (scale.amax(1) / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
     rows = slice(part.start, part.start + n)
     layer.weight[rows].copy_(pack_int4(codes.contiguous()))
-    layer.scale[rows].copy_(scale)
-    layer.min[rows].copy_(-zero.float() * scale.float())
+    layer.scale[rows].copy_((scale / row_scale[:, None]).round_())
+    layer.zero[rows].copy_(ZERO_STEPS * zero)
+    layer.row_scale[rows].copy_(row_scale)
     new = None if torch.equal(order, torch.arange(k)) else order.to(layer.weight.device)
     if part.start and not (new is layer.order or (new is not None and _same(layer.order, new))):
         raise CheckpointError(f"{where}: {_prefix(part)}g_idx differs from that of the layers it is fused with")

@@ -86,13 +86,14 @@ class Fp8Linear(QuantizedLinear):
 
 
 class Int4Linear(QuantizedLinear):
-    """int4 with a scale and a minimum per group of inputs.
+    """int4 with a scale and a zero per group of inputs.
 
     ``order``: int64 [K] or None. Input ``order[i]`` is multiplied with column i: checkpoints of others may have sorted
     their columns (hub.py).
     """
 
-    min: Tensor
+    zero: Tensor
+    row_scale: Tensor
     order: Tensor | None
 
     def __init__(
@@ -107,10 +108,10 @@ class Int4Linear(QuantizedLinear):
             x = x.index_select(-1, self.order)
         if self.padding:
             x = F.pad(x, (0, self.padding))  # zeros: what the padded columns hold does not count
-        return linear_int4(x, self.weight, self.scale, self.min)
+        return linear_int4(x, self.weight, self.scale, self.zero, self.row_scale)
 
     def dequantized(self) -> Tensor:
-        columns = dequantize_int4(self.weight, self.scale, self.min)[:, : self.in_features]
+        columns = dequantize_int4(self.weight, self.scale, self.zero, self.row_scale)[:, : self.in_features]
         return columns if self.order is None else columns[:, self.order.argsort()]
 
 

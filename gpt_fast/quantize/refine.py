@@ -2,7 +2,7 @@
 
 GPTQ decides each code once, with ranges that were found for the weights, not for the outputs. Two kinds of sweeps go on
 from there. Over codes: each is set to the best level while all others stay (cyclic coordinate descent, Behdin et al.
-2023, arXiv 2309.01885). Over ranges: each group's scale and minimum are set by least squares for the outputs, while
+2023, arXiv 2309.01885). Over ranges: each group's scale and zero are set by least squares for the outputs, while
 all others and all codes stay. A sweep costs as much arithmetic as GPTQ itself.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpt_fast.quantize.rtn import LEVELS, Grid, to_float16
+from gpt_fast.quantize.rtn import LARGEST, LEVELS, ZERO_STEPS, Grid, to_zero
 
 
 def refine(
@@ -20,47 +20,50 @@ def refine(
     """``codes`` uint8 and ``weight`` float32, [N, K], ``hessian`` float32 [K, K] -> better codes and ranges."""
     # Rows are columns of the weight: each step works on contiguous memory.
     q, w = codes.t().float().contiguous(), weight.t()  # [K, N]
-    scale, minimum = (t.t().float().contiguous() for t in grid)  # [groups, N]
+    step, zero = grid.steps().t().contiguous(), grid.zeros().t().contiguous()  # [groups, N]
     bounds = [(a, min(a + group_size, len(q))) for a in range(0, len(q), group_size)]
-    change = torch.cat([q[a:b] * scale[g] + minimum[g] - w[a:b] for g, (a, b) in enumerate(bounds)])  # D, [K, N]
+    change = torch.cat([(q[a:b] - zero[g]) * step[g] - w[a:b] for g, (a, b) in enumerate(bounds)])  # D, [K, N]
     for _ in range(num_sweeps):
         slope = hessian @ change  # half the gradient; carried along, and computed anew against rounding errors
         for g, (a, b) in enumerate(bounds):
-            step = _fit_range(q[a:b], scale[g], minimum[g], hessian[a:b, a:b], slope[a:b])
-            change[a:b] += step
-            slope.addmm_(hessian[:, a:b], step)
+            moved = _fit_range(q[a:b], step[g], zero[g], grid.row_scale, hessian[a:b, a:b], slope[a:b])
+            change[a:b] += moved
+            slope.addmm_(hessian[:, a:b], moved)
         slope = hessian @ change
         for g, (a, b) in enumerate(bounds):
-            step = _choose_codes(q[a:b], scale[g], hessian[a:b, a:b], slope[a:b])
-            change[a:b] += step
-            slope.addmm_(hessian[:, a:b], step)
-    return q.t().to(torch.uint8).contiguous(), Grid(scale.t().half().contiguous(), minimum.t().half().contiguous())
+            moved = _choose_codes(q[a:b], step[g], hessian[a:b, a:b], slope[a:b])
+            change[a:b] += moved
+            slope.addmm_(hessian[:, a:b], moved)
+    scale, eighths = (step / grid.row_scale).round().t(), (zero * ZERO_STEPS).t()
+    found = Grid(scale.to(torch.uint8).contiguous(), eighths.to(torch.uint8).contiguous(), grid.row_scale)
+    return q.t().to(torch.uint8).contiguous(), found
 
 
-def _choose_codes(q: Tensor, scale: Tensor, hessian: Tensor, slope: Tensor) -> Tensor:
+def _choose_codes(q: Tensor, step: Tensor, hessian: Tensor, slope: Tensor) -> Tensor:
     """One pass over the columns of a group, in place in ``q`` [g, N]; returns by how much the weights change."""
     before, slope = q.clone(), slope.clone()
     for i in range(len(q)):
-        best = (q[i] - slope[i] / (hessian[i, i] * scale)).round_().clamp_(0, LEVELS)
-        slope.addr_(hessian[i], (best - q[i]) * scale)
+        best = (q[i] - slope[i] / (hessian[i, i] * step)).round_().clamp_(0, LEVELS)
+        slope.addr_(hessian[i], (best - q[i]) * step)
         q[i] = best
-    return (q - before) * scale
+    return (q - before) * step
 
 
-def _fit_range(q: Tensor, scale: Tensor, minimum: Tensor, hessian: Tensor, slope: Tensor) -> Tensor:
-    """Least squares for one group, in place in ``scale`` and ``minimum`` [N]; returns the weights' change [g, N]."""
+def _fit_range(q: Tensor, step: Tensor, zero: Tensor, row_scale: Tensor, hessian: Tensor, slope: Tensor) -> Tensor:
+    """Least squares for one group, in place in ``step`` and ``zero`` [N]; returns the weights' change [g, N]."""
     h_q, h_1 = hessian @ q, hessian.sum(1)  # [g, N], [g]
-    a, b, c = (q * h_q).sum(0), h_q.sum(0), h_1.sum()  # [[a, b], [b, c]] (d scale, d minimum) = -(u, v)
+    # In step and offset = -zero * step: [[a, b], [b, c]] (d step, d offset) = -(u, v)
+    a, b, c = (q * h_q).sum(0), h_q.sum(0), h_1.sum()
     u, v = (q * slope).sum(0), slope.sum(0)
     determinant = a * c - b * b
     sound = determinant > 1e-6 * a * c
-    d_scale = torch.where(sound, (b * v - c * u) / determinant, 0.0)
-    d_minimum = torch.where(sound, (b * u - a * v) / determinant, 0.0)
-    new_scale, new_minimum = to_float16(scale + d_scale, minimum + d_minimum)
-    d_scale, d_minimum = new_scale - scale, new_minimum - minimum  # as they can be stored
-    gain = a * d_scale**2 + 2 * b * d_scale * d_minimum + c * d_minimum**2 + 2 * (u * d_scale + v * d_minimum)
+    wanted = step + torch.where(sound, (b * v - c * u) / determinant, 0.0)
+    new_step = (wanted / row_scale).round_().clamp_(1, LARGEST) * row_scale  # as it can be stored
+    d_step, offset = new_step - step, -zero * step
+    new_zero = to_zero(((v + b * d_step) / c - offset) / new_step)  # the best beside that step, as it can be stored
+    d_offset = -new_zero * new_step - offset
+    gain = a * d_step**2 + 2 * b * d_step * d_offset + c * d_offset**2 + 2 * (u * d_step + v * d_offset)
     better = sound & (gain < 0)
-    d_scale, d_minimum = (torch.where(better, d, 0.0) for d in (d_scale, d_minimum))
-    scale += d_scale
-    minimum += d_minimum
-    return q * d_scale + d_minimum
+    step.copy_(torch.where(better, new_step, step))
+    zero.copy_(torch.where(better, new_zero, zero))
+    return torch.where(better, q * d_step + d_offset, 0.0)

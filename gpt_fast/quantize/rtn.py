@@ -1,9 +1,10 @@
 """Rounding to nearest: weights alone decide, row by row, so any rows can be quantized without the others.
 
-int8 and fp8 take a scale per output channel from its largest magnitude. int4 takes a scale and a minimum per group,
-found by search: of several shrunken ranges, each refined by least squares over the codes it leads to (the idea of
-llama.cpp's k-quants), the one with the least squared error stays. Against the plain minimum and maximum that takes
-about an eighth off the squared error of normally distributed weights.
+int8 and fp8 take a scale per output channel from its largest magnitude. int4 takes a scale and a zero per group, found
+by search: of several shrunken ranges, each refined by least squares over the codes it leads to (the idea of llama.cpp's
+k-quants), the one with the least squared error stays. Against the plain minimum and maximum that takes about an eighth
+off the squared error of normally distributed weights. The few values of scale and zero that can be stored near it are
+tried once more, so that storing them in a byte each costs nothing that could be measured.
 """
 
 from __future__ import annotations
@@ -18,16 +19,27 @@ from gpt_fast.quantize.reference import pack_int4
 from gpt_fast.quantize.scheme import Scheme
 
 LEVELS = 15  # the largest code of int4
+LARGEST = 255  # scale or zero
+ZERO_STEPS = 8  # of a zero, in one code
 _FP8_MAX = 448.0  # of float8_e4m3fn
 _SHRINKS = (1.0, 0.93, 0.86, 0.8, 0.73)  # parts of a group's range that are tried
-_TINY = 2.0**-24  # the least positive float16
+_TINY = 1e-30  # the least scale of a group
 
 
 class Grid(NamedTuple):
-    """Range of each group: ``value = q * scale + minimum``; float16 [N, groups] both."""
+    """Where the codes of each group lie: ``value = (q - zero / 8) * scale * row_scale``."""
 
-    scale: Tensor
-    minimum: Tensor
+    scale: Tensor  # uint8 [N, groups]
+    zero: Tensor  # uint8 [N, groups]
+    row_scale: Tensor  # float32 [N]
+
+    def steps(self) -> Tensor:
+        """What one code is worth, float32 [N, groups]."""
+        return self.scale.float() * self.row_scale[:, None]
+
+    def zeros(self) -> Tensor:
+        """The code, and part of one, of the value 0, float32 [N, groups]."""
+        return self.zero.float() / ZERO_STEPS
 
 
 def quantize_rows(rows: Tensor, scheme: Scheme) -> dict[str, Tensor]:
@@ -36,7 +48,7 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     if scheme.kind == "int4":
         padded = pad_groups(rows, scheme.group_size)
         grid = find_grid(padded, scheme.group_size)
-        return {"weight": pack_int4(encode(padded, grid)), "scale": grid.scale, "min": grid.minimum}
+        return {"weight": pack_int4(encode(padded, grid)), **grid._asdict()}
     scale = rows.abs().amax(1) / (127.0 if scheme.kind == "int8" else _FP8_MAX)
     scale = torch.where(scale > 0, scale, 1.0)
     scaled = rows / scale[:, None]
@@ -52,64 +64,94 @@ def pad_groups(rows: Tensor, group_size: int) -> Tensor:
 
 
 def find_grid(rows: Tensor, group_size: int, importance: Tensor | None = None) -> Grid:
-    """The range of each group of ``rows``, float32 [n, P], with the least squared error.
+    """The grid of each group of ``rows``, float32 [n, P], with the least squared error.
 
     ``importance``, float32 [P], weighs the columns' errors; None: all alike.
     """
     w = rows.unflatten(1, (-1, group_size))  # [n, groups, group size]
-    weigh = None if importance is None else importance.view(-1, group_size).expand_as(w)
-    low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
-    middle, half = (low + high) / 2, (high - low) / 2
-    best: tuple[Tensor, Tensor, Tensor] | None = None
-    for shrink in _SHRINKS:
-        scale, minimum = to_float16(2 * shrink * half / LEVELS, middle - shrink * half)
+    weigh = torch.ones(()) if importance is None else importance.view(-1, group_size)
+    step, zero = _search(w, weigh)
+    row_scale = step.amax(1, keepdim=True) / LARGEST
+    best: _Found | None = None
+    for up in (0, 1):
+        scale = ((step / row_scale).floor() + up).clamp_(1, LARGEST)
+        in_steps = w / (scale * row_scale)
+        shifted = zero * step / (scale * row_scale)
         for _ in range(2):
-            scale, minimum = _least_squares(w, _codes(w, scale, minimum), weigh, scale, minimum)
-        error = (_codes(w, scale, minimum) * scale + minimum).sub_(w).square_()
-        error = (error if weigh is None else error.mul_(weigh)).sum(-1, keepdim=True)
-        if best is None:
-            best = error, scale, minimum
-        else:
-            better = error < best[0]
-            old = zip((error, scale, minimum), best, strict=True)
-            best = tuple(torch.where(better, a, b) for a, b in old)  # type: ignore[assignment]
+            shifted = to_zero(shifted)
+            codes = _codes(in_steps, shifted)
+            error = _sum(weigh, (codes - shifted - in_steps).square_()) * scale.square()
+            best = _better(best, _Found(error, scale, shifted))
+            shifted = _sum(weigh, codes.sub_(in_steps)) / _sum(weigh, torch.ones_like(in_steps))
     assert best is not None
-    return Grid(best[1].squeeze(-1).half(), best[2].squeeze(-1).half())
+    zero = (best.zero * ZERO_STEPS).squeeze(-1)
+    return Grid(best.scale.squeeze(-1).to(torch.uint8), zero.to(torch.uint8), row_scale.flatten())
 
 
 def encode(rows: Tensor, grid: Grid) -> Tensor:
     """Float32 [n, P] -> the nearest codes, uint8 [n, P]."""
     n, groups = grid.scale.shape
     w = rows.view(n, groups, -1)
-    codes = _codes(w, grid.scale.float()[..., None], grid.minimum.float()[..., None])
-    return codes.to(torch.uint8).view(n, -1)
+    return _codes(w / grid.steps()[..., None], grid.zeros()[..., None]).to(torch.uint8).view(n, -1)
 
 
-def _codes(w: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    return ((w - minimum) / scale).round_().clamp_(0, LEVELS)
+def to_zero(zero: Tensor) -> Tensor:
+    """The nearest zeros that can be stored, in codes."""
+    return (zero * ZERO_STEPS).round_().clamp_(0, LARGEST).div_(ZERO_STEPS)
 
 
-def to_float16(scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounded as they will be stored, as float32; a scale of 0 (a constant group) becomes the least one there is."""
-    limit = torch.finfo(torch.float16).max
-    return scale.clamp(_TINY, limit).half().float(), minimum.clamp(-limit, limit).half().float()
+class _Found(NamedTuple):
+    error: Tensor  # of all, and of the rest: [n, groups, 1]
+    scale: Tensor
+    zero: Tensor
 
 
-def _least_squares(
-    w: Tensor, codes: Tensor, weigh: Tensor | None, scale: Tensor, minimum: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Scale and minimum that fit ``codes`` to ``w`` best; where all codes are alike, those given."""
-    total: Tensor | float
-    if weigh is None:
-        total, q_mean, w_mean = 1.0, codes.mean(-1, keepdim=True), w.mean(-1, keepdim=True)
-    else:
-        total = weigh.sum(-1, keepdim=True).clamp(min=1e-30)
-        q_mean = (codes * weigh).sum(-1, keepdim=True) / total
-        w_mean = (w * weigh).sum(-1, keepdim=True) / total
+def _better(old: _Found | None, new: _Found) -> _Found:
+    if old is None:
+        return new
+    better = new.error < old.error
+    return _Found(*(torch.where(better, a, b) for a, b in zip(new, old, strict=True)))
+
+
+def _search(w: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
+    """Step and zero of each group before they are rounded, [n, groups, 1]."""
+    low, high = w.amin(-1, keepdim=True).clamp_(max=0), w.amax(-1, keepdim=True).clamp_(min=0)
+    middle, half = (low + high) / 2, (high - low) / 2
+    best: _Found | None = None
+    for shrink in _SHRINKS:
+        step = (2 * shrink * half / LEVELS).clamp_(min=_TINY)
+        zero = ((shrink * half - middle) / step).clamp_(0, LEVELS)
+        for _ in range(2):
+            step, zero = _least_squares(w, _codes(w / step, zero), weigh, step, zero)
+        in_steps = w / step
+        error = _sum(weigh, (_codes(in_steps, zero) - zero - in_steps).square_()) * step.square()
+        best = _better(best, _Found(error, step, zero))
+    assert best is not None
+    return best.scale, best.zero
+
+
+def _codes(in_steps: Tensor, zero: Tensor) -> Tensor:
+    return (in_steps + zero).round_().clamp_(0, LEVELS)
+
+
+def _sum(weigh: Tensor, values: Tensor) -> Tensor:
+    return (values if weigh.dim() == 0 else weigh * values).sum(-1, keepdim=True)
+
+
+def _least_squares(w: Tensor, codes: Tensor, weigh: Tensor, step: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    """Step and zero that fit ``codes`` to ``w`` best; where all codes are alike, those given."""
+    total = _sum(weigh, torch.ones_like(w)).clamp_(min=1e-30)
+    q_mean, w_mean = _sum(weigh, codes) / total, _sum(weigh, w) / total
     centred = codes - q_mean
-    weighed = centred if weigh is None else centred * weigh
-    spread = (weighed * centred).sum(-1, keepdim=True)
-    fitted = (weighed * w).sum(-1, keepdim=True) / spread
+    spread, product = _sum(weigh, centred.square()), _sum(weigh, centred * w)
+    fitted = product / spread
     usable = (spread > 0) & (fitted > _TINY)
-    fitted = torch.where(usable, fitted, scale)
-    return to_float16(fitted, torch.where(usable, w_mean - fitted * q_mean, minimum))
+    fitted = torch.where(usable, fitted, step)
+    found = torch.where(usable, q_mean - w_mean / fitted, zero)
+    outside = (found < 0) | (found > LEVELS)
+    if outside.any():  # the value 0 must have a place: then the step alone is fitted
+        found = found.clamp_(0, LEVELS)
+        deviation = codes - found
+        alone = _sum(weigh, deviation * w) / _sum(weigh, deviation.square())
+        fitted = torch.where(outside & (alone > _TINY), alone, fitted)
+    return fitted, found

@@ -11,17 +11,18 @@ groups.
 
 The format. A linear layer ``X`` of N outputs and K inputs is stored as plain tensors:
 
-======  =========================================  =================================  ==============
-scheme  ``X.weight``                               ``X.scale``                        ``X.min``
-======  =========================================  =================================  ==============
-int8    int8 [N, K]                                float32 [N]                        --
-fp8     float8_e4m3fn [N, K]                       float32 [N]                        --
-int4    uint8 [N, P / 2]                           float16 [N, P / group_size]        as ``scale``
-======  =========================================  =================================  ==============
+======  =====================  =========================  ============  ================
+scheme  ``X.weight``           ``X.scale``                ``X.zero``    ``X.row_scale``
+======  =====================  =========================  ============  ================
+int8    int8 [N, K]            float32 [N]                --            --
+fp8     float8_e4m3fn [N, K]   float32 [N]                --            --
+int4    uint8 [N, P / 2]       uint8 [N, P / group_size]  as ``scale``  float32 [N]
+======  =====================  =========================  ============  ================
 
-int8 and fp8: ``value = weight * scale``. int4: ``value = q * scale + min`` with q in 0..15; P is K rounded up to a
-multiple of the group size, and what stands in the padding means nothing. Byte j (0..15) of each 16 bytes, which are 32
-values, is ``q[j] | q[j + 16] << 4``: two halves of a vector register come out of one mask and one shift.
+int8 and fp8: ``value = weight * scale``. int4: ``value = (q - zero / 8) * scale * row_scale`` with q in 0..15: 4.5 bits
+a weight in groups of 32. P is K rounded up to a multiple of the group size, and what stands in the padding means
+nothing. Byte j (0..15) of each 16 bytes, which are 32 values, is ``q[j] | q[j + 16] << 4``: two halves of a vector
+register come out of one mask and one shift.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Scheme:
     """How one linear layer is stored."""
 
     kind: Kind
-    group_size: int = 0  # int4: values that share a scale and a minimum
+    group_size: int = 0  # int4: values that share a scale and a zero
 
     def padded(self, in_features: int) -> int:
         """``in_features`` with the padding of the last group."""
@@ -62,8 +63,9 @@ class Scheme:
             groups = self.padded(k) // self.group_size
             return {
                 "weight": (torch.uint8, (n, self.padded(k) // 2)),
-                "scale": (torch.float16, (n, groups)),
-                "min": (torch.float16, (n, groups)),
+                "scale": (torch.uint8, (n, groups)),
+                "zero": (torch.uint8, (n, groups)),
+                "row_scale": (torch.float32, (n,)),
             }
         return {
             "weight": (torch.int8 if self.kind == "int8" else torch.float8_e4m3fn, (n, k)),

@@ -10,7 +10,7 @@ constexpr int64_t kBlock = 32;
 struct QuantizedRows {
     int8_t* values;  // [rows, blocks * 32], the last block filled up with zeros
     float* scales;   // [rows, blocks]
-    float* sums;     // [rows, blocks]: scale times the sum of the block's values
+    float* eighths;  // [rows, blocks]: an eighth of scale times the sum of the block's values, for the zeros of int4
     int64_t blocks;  // per row
 
     static int64_t num_bytes(int64_t rows, int64_t k) { return rows * ceil_div(k, kBlock) * (kBlock + 8); }
@@ -22,7 +22,7 @@ struct QuantizedRows {
 };
 
 // One block: scale = largest magnitude / 127, values rounded to nearest even. A block with NaN gets a scale of NaN.
-inline void quantize_block(const float* x, int8_t* values, float* scale, float* sum) {
+inline void quantize_block(const float* x, int8_t* values, float* scale, float* eighth) {
     const I8 magnitude = splat(0x7fffffff);
     F8 v[4];
     I8 largest = splat(0);
@@ -39,7 +39,7 @@ inline void quantize_block(const float* x, int8_t* values, float* scale, float* 
     for (int i = 0; i < 4; ++i) q[i] = nearest(v[i] * inverse);
     store_int8(values, q);
     *scale = most / 127.0f;
-    *sum = *scale * static_cast<float>(lane_sum(add(add(q[0], q[1]), add(q[2], q[3]))));
+    *eighth = 0.125f * *scale * static_cast<float>(lane_sum(add(add(q[0], q[1]), add(q[2], q[3]))));
 }
 
 // Columns [begin, end) of a row of k; begin is a multiple of 32, so is end unless it is k.
@@ -53,7 +53,7 @@ inline void quantize_part(const float* x, int64_t begin, int64_t end, int64_t k,
             block = tail;
         }
         const int64_t at = row * to.blocks + b;
-        quantize_block(block, to.values + at * kBlock, to.scales + at, to.sums + at);
+        quantize_block(block, to.values + at * kBlock, to.scales + at, to.eighths + at);
     }
 }
 

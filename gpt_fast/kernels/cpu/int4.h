@@ -1,7 +1,8 @@
-// Products with 4-bit weights, value = q * scale + min per group of 32, 64 or 128 along K; x in int8 blocks of 32.
+// Products with 4-bit weights, value = (q - zero / 8) * scale * row scale, scale and zero bytes of a group of 32, 64 or
+// 128 along K; x in int8 blocks of 32.
 //
-// Packed: [tiles, groups, 32 + 128 * group_size / 32] bytes: 8 scales and 8 mins in float16, then for every block
-// [4, 8 outputs, 4] bytes, low halves the first 16 values of k and high halves the other 16. One stream to read.
+// Packed: [tiles, groups, 16 + 128 * group_size / 32] bytes: 8 scales and 8 zeros, then for every block [4, 8 outputs,
+// 4] bytes, low halves the first 16 values of k and high halves the other 16. One stream to read.
 #pragma once
 
 #include "activations.h"
@@ -14,9 +15,9 @@ struct Int4 {
     static constexpr int64_t kTile = 8;
     static constexpr int kMaxRows = 4;
     static constexpr int64_t kManyRowsTiles = 4;
-    static constexpr bool kOutputScale = false;
+    static constexpr bool kOutputScale = true;
     static constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : 2; }  // as in int8.h
-    static constexpr int64_t kHeader = 32, kBlockBytes = kTile * kBlock / 2;
+    static constexpr int64_t kHeader = 16, kBlockBytes = kTile * kBlock / 2;
     static constexpr int64_t kAhead = 1280;  // bytes
 
     const uint8_t* data;
@@ -33,13 +34,13 @@ struct Int4 {
         const uint8_t* w = data + (tile * groups + k / group_size) * group_bytes;
         const int64_t next_tile = groups * group_bytes;
         const int8_t* xs[R];
-        const float *scales[R], *sums[R];
+        const float *scales[R], *eighths[R];
         F8 sum[R][T];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             xs[r] = x.values + (row + r) * x.blocks * kBlock;
             scales[r] = x.scales + (row + r) * x.blocks;
-            sums[r] = x.sums + (row + r) * x.blocks;
+            eighths[r] = x.eighths + (row + r) * x.blocks;
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) sum[r][t] = load8(acc + r * acc_stride + t * kTile);
         }
@@ -76,13 +77,12 @@ struct Int4 {
                 }
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {
-                    const F8 scale = load8_float16(header + t * next_tile);
-                    const F8 min = load8_float16(header + t * next_tile + 16);
+                    const F8 scale = load8_uint8(header + t * next_tile);
+                    const F8 zero = load8_uint8(header + t * next_tile + kTile);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
-                        const F8 dot = to_floats(nibble_sums(exact[r][t]));
-                        sum[r][t] = plus_product(sum[r][t], dot * splat(scales[r][b]), scale);
-                        sum[r][t] = plus_product(sum[r][t], min, splat(sums[r][b]));
+                        const F8 dot = to_floats(nibble_sums(exact[r][t])) * splat(scales[r][b]);
+                        sum[r][t] = plus_product(sum[r][t], minus_product(dot, zero, splat(eighths[r][b])), scale);
                     }
                 }
             }

@@ -25,7 +25,7 @@ struct Linear {
     int64_t group_size;   // int4
     int64_t out_stride;   // from one row of outputs to the next
     const uint8_t* data;  // packed
-    const float* scale;   // int8: [n]
+    const float* scale;   // integers: [n]
     const float* bias;    // [n] or null
 };
 

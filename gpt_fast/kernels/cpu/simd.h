@@ -8,12 +8,12 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#if defined(__AVX2__) && defined(__FMA__)
 #include "simd_avx2.h"
 #elif defined(__aarch64__)
 #include "simd_neon.h"
 #else
-#error "only AVX2 with FMA and F16C, and 64-bit NEON, are implemented"
+#error "only AVX2 with FMA, and 64-bit NEON, are implemented"
 #endif
 
 namespace gpt_fast {

@@ -1,4 +1,4 @@
-// simd.h in AVX2, FMA and F16C; where the compiler may use VNNI (AVX-512's or AVX's own), products of bytes in that.
+// simd.h in AVX2 and FMA; where the compiler may use VNNI (AVX-512's or AVX's own), products of bytes in that.
 #pragma once
 
 #include <immintrin.h>
@@ -60,12 +60,12 @@ inline F8 load8_bfloat16(const uint16_t* p) {
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
 }
 
-inline F8 load8_float16(const uint8_t* p) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
-
 inline F8 load8_int8(const int8_t* p) {
     return to_floats(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+
+inline F8 load8_uint8(const uint8_t* p) {
+    return to_floats(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 
 // 32 values of at most 127 in magnitude.

@@ -75,14 +75,14 @@ inline F8 load8_bfloat16(const uint16_t* p) {
     return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(v), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(v, 16))};
 }
 
-inline F8 load8_float16(const uint8_t* p) {
-    const float16x8_t v = vreinterpretq_f16_u8(vld1q_u8(p));
-    return {vcvt_f32_f16(vget_low_f16(v)), vcvt_high_f32_f16(v)};
-}
-
 inline F8 load8_int8(const int8_t* p) {
     const int16x8_t v = vmovl_s8(vld1_s8(p));
     return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(v))), vcvtq_f32_s32(vmovl_high_s16(v))};
+}
+
+inline F8 load8_uint8(const uint8_t* p) {
+    const uint16x8_t v = vmovl_u8(vld1_u8(p));
+    return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(v))), vcvtq_f32_u32(vmovl_high_u16(v))};
 }
 
 // 32 values of at most 127 in magnitude.

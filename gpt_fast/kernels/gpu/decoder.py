@@ -124,11 +124,12 @@ def linear_weights(module: Any, dtype: torch.dtype) -> Weights:
         return prepare("dense", module.weight, bias=module.bias)
     if getattr(module, "order", None) is not None:
         raise ValueError("int4 weights with sorted columns are not supported here")
+    is_int4 = scheme.kind == "int4"
     return prepare(
         scheme.kind,
         module.weight,
-        scale=module.scale,
-        minimum=getattr(module, "min", None),
+        scale=module.row_scale if is_int4 else module.scale,
+        grid=(module.scale, module.zero) if is_int4 else None,
         bias=module.bias,
         in_features=module.in_features,
         dtype=dtype,

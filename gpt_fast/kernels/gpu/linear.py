@@ -34,14 +34,16 @@ class Weights(NamedTuple):
     data: Tensor  # dense, int8, fp8 (its bytes): [N, K]; int4: [N, P / 2] bytes in the order of quantize/scheme.py
     out_features: int
     in_features: int
-    scale: Tensor | None = None  # int8, fp8: float32 [N]; int4: int32 [P / group_size, N], two 16-bit floats each
+    scale: Tensor | None = None  # all but dense: float32 [N], for the outputs
     group_size: int = 0  # int4
     bias: Tensor | None = None  # [N]
+    pairs: Tensor | None = None  # int4: int32 [P / group_size, N], two 16-bit floats each
 
     @property
     def num_bytes(self) -> int:
         """What one product streams."""
-        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.bias) if t is not None)
+        tensors = (self.data, self.scale, self.bias, self.pairs)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 class Row(NamedTuple):
@@ -67,15 +69,16 @@ def prepare(
     data: Tensor,
     *,
     scale: Tensor | None = None,
-    minimum: Tensor | None = None,
+    grid: tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
     in_features: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Weights:
     """Weights in the format of quantize/scheme.py (``dense``: a float matrix [N, K]) for activations of ``dtype``.
 
-    ``data`` is kept as it is, not copied. int4: ``in_features`` is K where the rows are padded. Raises ValueError for
-    a kind or a group size that is not known.
+    ``scale`` [N] is for the outputs: int4's ``row_scale``, beside the scales and zeros of its groups, ``grid``, and
+    ``in_features`` is K where its rows are padded. ``data`` is kept as it is, not copied. Raises ValueError for a kind
+    or a group size that is not known.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: {kind!r} is not one of {', '.join(KINDS)}")
@@ -84,24 +87,24 @@ def prepare(
     if kind == "dense":
         return Weights(kind, data, n, width, bias=bias)
     assert scale is not None
+    scale = scale.float()
     if kind != "int4":
-        return Weights(kind, data.view(torch.uint8) if kind == "fp8" else data, n, width, scale.float(), bias=bias)
-    assert minimum is not None
-    group_size = 2 * width // scale.shape[1]
+        return Weights(kind, data.view(torch.uint8) if kind == "fp8" else data, n, width, scale, bias=bias)
+    assert grid is not None
+    group_size = 2 * width // grid[0].shape[1]
     if group_size not in (32, 64, 128):
         raise ValueError(f"group_size: {group_size} is not one of 32, 64, 128")
-    return Weights(kind, data, n, in_features or 2 * width, _pairs(scale, minimum, dtype), group_size, bias)
+    return Weights(kind, data, n, in_features or 2 * width, scale, group_size, bias, _pairs(*grid, dtype))
 
 
-def _pairs(scale: Tensor, minimum: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, groups] twice -> int32 [groups, N]: scale in the low half, the value of q = 8 in the high one.
+def _pairs(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 [N, groups] twice -> int32 [groups, N]: scale in the low half, in the high one how far 8 is from the zero.
 
     As bfloat16 for activations of that dtype, else as float16: what the kernel multiplies with, without a conversion.
-    The centre is small where the minimum is near -8 scales, so little is lost by rounding it.
+    Both are exact in either.
     """
     half = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
-    centre = minimum.float() + 8 * scale.float()
-    both = torch.stack((scale.to(half), centre.to(half)), dim=-1).transpose(0, 1).contiguous()
+    both = torch.stack((scale.to(half), (8 - zero / 8).to(half)), dim=-1).transpose(0, 1).contiguous()
     return both.view(torch.int32).squeeze(-1)
 
 
@@ -159,23 +162,23 @@ def product(x: Tensor, w: Weights) -> Tensor:
     if rows.shape[0] <= MAX_ROWS:
         return linear(rows.contiguous(), w).view(*x.shape[:-1], w.out_features)
     out = F.linear(rows, dequantized(w, x.dtype))
-    if w.scale is not None and w.kind != "int4":
+    if w.scale is not None:
         out = (out * w.scale).to(x.dtype)
     return (out if w.bias is None else out + w.bias).view(*x.shape[:-1], w.out_features)
 
 
 def dequantized(w: Weights, dtype: torch.dtype) -> Tensor:
-    """[N, K] in ``dtype``; of int8 and fp8 without their scale, which goes to the outputs."""
+    """[N, K] in ``dtype``, without the scale that goes to the outputs."""
     if w.kind == "fp8":
         return w.data.view(torch.float8_e4m3fn).to(dtype)
     if w.kind != "int4":
         return w.data.to(dtype)
-    assert w.scale is not None
-    halves = w.scale.view(torch.int16).view(*w.scale.shape, 2).transpose(0, 1)  # [N, groups, 2]
+    assert w.pairs is not None
+    halves = w.pairs.view(torch.int16).view(*w.pairs.shape, 2).transpose(0, 1)  # [N, groups, 2]
     halves = halves.contiguous().view(torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
     codes = w.data.view(w.out_features, -1, 16)  # 32 values each
-    values = torch.stack((codes & 15, codes >> 4), dim=2).view(w.out_features, w.scale.shape[0], -1)
-    values = (values.to(dtype) - 8) * halves[..., :1].to(dtype) + halves[..., 1:].to(dtype)
+    values = torch.stack((codes & 15, codes >> 4), dim=2).view(w.out_features, w.pairs.shape[0], -1)
+    values = (values.to(dtype) - 8 + halves[..., 1:].to(dtype)) * halves[..., :1].to(dtype)
     return values.flatten(1)[:, : w.in_features]
 
 
@@ -198,7 +201,7 @@ def launch(
         raise ValueError(f"x must be contiguous and have {w.in_features} columns, not {tuple(rows.shape)}")
     t = division or tiling(w, gated)
     num_out = w.out_features // (2 if gated else 1)
-    num_groups = w.scale.shape[0] if w.kind == "int4" and w.scale is not None else 0
+    num_groups = 0 if w.pairs is None else w.pairs.shape[0]
     whole = num_groups % (t.warps * t.unroll) == 0 and w.in_features == num_groups * w.group_size
     even = whole if w.kind == "int4" else w.in_features % (t.warps * t.chunk) == 0
     num_squares = 0 if squares is None else squares.shape[1]
@@ -208,6 +211,7 @@ def launch(
         squares,
         w.data,
         w.scale,
+        w.pairs,
         w.bias,
         residual,
         out,

@@ -101,7 +101,7 @@ def _int4_sum(
     group_size: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, warps: tl.constexpr, unroll: tl.constexpr,
     even: tl.constexpr, assembly: tl.constexpr,
 ):  # fmt: skip
-    """As ``_bytes_sum`` for nibbles; a chunk is a group, ``pairs`` [groups, w_rows] its scale and centre, 16 bits each.
+    """As ``_bytes_sum`` for nibbles; a chunk is a group, ``pairs`` [groups, w_rows] what prepare() made of its grid.
 
     A weight is ``(q - 8) * scale + centre`` rounded to ``compute``, in which the product is taken.
     """
@@ -131,7 +131,7 @@ def _int4_sum(
                 high_x = tl.load(x_at + first * group_size + 16, mask=given & (k + 16 < left)[None], other=0.0)
             low, high = _nibbles(tl.permute(packed, (1, 0, 2)), compute, assembly)
             scale = (pair & 0xFFFF).to(tl.int16).to(half_dtype, bitcast=True).to(compute)[:, :, None]
-            centre = (pair >> 16).to(tl.int16).to(half_dtype, bitcast=True).to(compute)[:, :, None]
+            centre = (pair >> 16).to(tl.int16).to(half_dtype, bitcast=True).to(compute)[:, :, None] * scale
             low = low * scale + centre
             high = high * scale + centre
             acc = tl.dot(low, tl.permute(low_x.to(compute), (1, 2, 0)), acc, input_precision="ieee")
@@ -141,7 +141,7 @@ def _int4_sum(
 
 @triton.jit(do_not_specialize=["num_x"])  # one program for any number of rows: the same bits
 def linear_kernel(
-    x, squares, w, scale, bias, residual, out, next_norm, weighted, next_squares,
+    x, squares, w, scale, pairs, bias, residual, out, next_norm, weighted, next_squares,
     num_x, num_out, out_stride, k_size, num_groups, num_squares, eps,
     kind: tl.constexpr, half_dtype: tl.constexpr, compute: tl.constexpr, group_size: tl.constexpr, gated: tl.constexpr,
     tile: tl.constexpr, columns: tl.constexpr, warps: tl.constexpr, chunk: tl.constexpr, unroll: tl.constexpr,
@@ -160,12 +160,12 @@ def linear_kernel(
     if kind == "int4":
         w_rows = num_out * (2 if gated else 1)
         acc = _int4_sum(
-            x, w, scale, m, n, num_x, k_size, w_rows, num_groups, half_dtype, compute, group_size, tile, columns, warps,
+            x, w, pairs, m, n, num_x, k_size, w_rows, num_groups, half_dtype, compute, group_size, tile, columns, warps,
             unroll, even, assembly,
         )  # fmt: skip
     else:
         acc = _bytes_sum(x, w, m, n, num_x, k_size, kind, compute, tile, columns, warps, chunk, even, assembly)
-    if kind == "int8" or kind == "fp8":
+    if scale is not None:
         acc *= tl.load(scale + n)[:, None]
     if squares is not None:
         part = tl.arange(0, squares_pad)

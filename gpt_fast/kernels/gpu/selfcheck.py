@@ -49,7 +49,7 @@ def check_products(checks: Checks, sizes: Sequence[tuple[int, int]]) -> None:
             return checks.say("no time for more products")
         name, w = f"{precision} {n} x {k}", random_weights(precision, n, k, checks.device)
         values = linear.dequantized(w, torch.bfloat16).float()
-        if w.scale is not None and w.kind != "int4":
+        if w.scale is not None:
             values = values * w.scale[:, None]
         x, residual, norm = checks.noise(16, k), checks.noise(5, n), 1 + 0.1 * checks.noise(k)
         out = linear.linear(x, w)

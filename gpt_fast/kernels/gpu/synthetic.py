@@ -31,8 +31,8 @@ def random_weights(precision: str, n: int, k: int, device: torch.device) -> line
         values = torch.empty(n, k, dtype=torch.bfloat16, device=device).normal_().to(torch.float8_e4m3fn)
         return linear.prepare("fp8", values, scale=scale)
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
-    step = torch.full((n, k // GROUP), 0.02 / 4.6, device=device).half()
-    return linear.prepare("int4", codes, scale=step, minimum=-7.5 * step)
+    steps = torch.full((n, k // GROUP), 200, dtype=torch.uint8, device=device)
+    return linear.prepare("int4", codes, scale=scale / 4.6 / 200, grid=(steps, torch.full_like(steps, 60)))
 
 
 def random_decoder(config: Any, precision: str, tokens: int, rope: Rope, device: torch.device) -> GpuDecoder:
