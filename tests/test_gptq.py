@@ -149,7 +149,9 @@ def test_calibration_tokens_are_spread_over_the_text() -> None:
         return list(map(int, text.split()))
 
     found = calibration_tokens(["0 1 2", "3 4 5 6", "7 8 9 10 11"], encode, CONFIG, num_sequences=2, length=4)
-    assert found.tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert found.tolist() == [[0, 1, 2, 3], [7, 8, 9, 10]]
+    long = calibration_tokens([" ".join(map(str, range(11))), "50 51"], encode, CONFIG, length=4)
+    assert long.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 50]]
     with pytest.raises(ConfigError, match="at least 128"):
         calibration_tokens(["1 2 3"], encode, CONFIG)
 

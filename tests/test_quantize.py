@@ -371,6 +371,11 @@ def test_the_command_writes_a_checkpoint_that_others_take(tmp_path: Path) -> Non
     assert outline(source, torch.float32).bytes_per_token(9, 4) == load_model(source, torch.float32).bytes_per_token(
         9, 4
     )
+    assert "weights in int4-g32" in done.stderr
+    assert "weights in int8" in done.stderr
+    refused = run("--mode", "int4", "--group-size", "128", "--out", str(tmp_path / "c"))
+    assert refused.returncode == 1
+    assert "group_size: 128 fits no layer" in refused.stderr
     refused = run("--mode", "int8", "--group-size", "64", "--out", str(tmp_path / "c"))
     assert refused.returncode == 1
     assert "--group-size means nothing" in refused.stderr

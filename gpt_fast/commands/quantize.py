@@ -36,6 +36,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Quantize; the directory appears whole or not at all."""
     from gpt_fast.quantize import quant_config, quantize_checkpoint
+    from gpt_fast.quantize.checkpoint import weights_by_scheme
 
     mode, gptq = arguments.mode.removesuffix("-gptq"), arguments.mode.endswith("-gptq")
     if mode != "int4" and arguments.group_size is not None:
@@ -47,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         _quantize_with_text(arguments, quant)
     else:
         quantize_checkpoint(arguments.checkpoint, arguments.out, quant, resume=arguments.resume, progress=True)
-    print(f"wrote {arguments.out}", file=sys.stderr)
+    counts = sorted(weights_by_scheme(arguments.out).items(), key=lambda item: -item[1])
+    said = ", ".join(f"{count / 1e6:,.1f} M weights in {scheme}" for scheme, count in counts)
+    print(f"wrote {arguments.out}: {said}", file=sys.stderr)
     return 0
 
 

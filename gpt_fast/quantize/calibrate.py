@@ -86,17 +86,22 @@ def calibration_tokens(
     num_sequences: int = NUM_SEQUENCES,
     length: int = LENGTH,
 ) -> Tensor:
-    """Sequences for calibration, int64 [S, T]: the documents one after the other, cut, of which S evenly spaced.
+    """Sequences for calibration, int64 [S, T], evenly spaced over the documents, which follow each other.
 
-    T is at most the model's context. Raises ConfigError when there is not enough text for one.
+    Each begins with a document, as what a model reads does, or T or more tokens inside a long one. T is at most the
+    model's context. Raises ConfigError when there is not enough text for one.
     """
     length = min(length, config.max_seq_len)
-    stream = [token for document in documents for token in encode(document)]
-    count = len(stream) // length
-    if not count:
+    stream: list[int] = []
+    starts: list[int] = []
+    for tokens in map(encode, documents):
+        starts += range(len(stream), len(stream) + max(1, len(tokens)), length)
+        stream += tokens
+    starts = [start for start in starts if start + length <= len(stream)]
+    if not starts:
         raise ConfigError(f"the calibration text has {len(stream)} tokens; at least {length} are needed")
-    chosen = torch.linspace(0, count - 1, min(num_sequences, count)).round().long()
-    return torch.tensor(stream[: count * length]).view(count, length)[chosen]
+    chosen = torch.linspace(0, len(starts) - 1, min(num_sequences, len(starts))).round().long().tolist()
+    return torch.tensor([stream[starts[i] : starts[i] + length] for i in chosen])
 
 
 def _quantize_blocks(

@@ -6,6 +6,7 @@ in the place of linear weights. Tensors are stored as the family names them, so 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpt_fast.checkpoint import build, check_weights, open_weights, progress_bar, resolve_tying
-from gpt_fast.config import ModelConfig
+from gpt_fast.config import ConfigError, ModelConfig
 from gpt_fast.families import CheckpointError, Part, parts, read_config, read_json
 from gpt_fast.model import Transformer
 from gpt_fast.quantize.apply import Choose, chooser, chunk_rows, locate, swap_layers
@@ -39,12 +40,31 @@ class Source(NamedTuple):
 
 
 def open_source(directory: str | Path, quant: QuantConfig) -> Source:
-    """Raises CheckpointError for a checkpoint that is damaged or quantized already."""
+    """Raises CheckpointError for a checkpoint that is damaged or quantized already, ConfigError for unfit groups."""
     directory = Path(directory)
     refuse_quantized(directory)
     config, weights = resolve_tying(read_config(directory), open_weights(directory))
     check_weights(parts(config), weights, str(directory))
-    return Source(directory, config, weights, quant)
+    source = Source(directory, config, weights, quant)
+    wanted = quant.blocks
+    if wanted is not None and all(locate(part, source.choose)[1] != wanted for part in parts(config)):
+        raise ConfigError(
+            f"group_size: {wanted.group_size} fits no layer of {directory}; the inputs must fill whole groups"
+        )
+    return source
+
+
+def weights_by_scheme(directory: str | Path) -> dict[str, int]:
+    """How many weights of a quantized checkpoint's linear layers are stored how: scheme, as config.json spells it."""
+    raw = read_json(Path(directory) / "config.json")["quantization_config"]
+    config, _ = resolve_tying(read_config(directory), open_weights(directory))
+    choose = chooser(parse_quant_config(raw, str(directory)), config)
+    out: dict[str, int] = {}
+    for part in parts(config):
+        scheme = locate(part, choose)[1]
+        if scheme is not None:
+            out[str(scheme)] = out.get(str(scheme), 0) + math.prod(part.shape)
+    return out
 
 
 def refuse_quantized(directory: Path) -> None:

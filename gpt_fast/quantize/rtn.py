@@ -61,7 +61,7 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> dict[str, Tensor]:
 
 @functools.cache
 def _keep_memory() -> None:
-    """Let glibc keep freed memory of up to twice this size: faulting it in again was two thirds of the search's time."""
+    """Let glibc keep freed memory of up to twice this size: faulting it in again was half of the search's time."""
     torch.empty(1 << 24, dtype=torch.uint8)
 
 

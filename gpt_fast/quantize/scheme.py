@@ -52,6 +52,10 @@ class Scheme:
     kind: Kind
     group_size: int = 0  # int4: values that share a scale and a zero
 
+    def __str__(self) -> str:
+        """As ``config.json`` spells it."""
+        return f"{self.kind}-g{self.group_size}" if self.kind == "int4" else self.kind
+
     def padded(self, in_features: int) -> int:
         """``in_features`` with the padding of the last group."""
         return -(-in_features // self.group_size) * self.group_size if self.kind == "int4" else in_features
@@ -116,7 +120,7 @@ class QuantConfig:
             "bits": _BITS[main.kind],
             "group_size": main.group_size or -1,  # -1: one scale a row, as other formats spell it
             "symmetric": main.kind != "int4",
-            "modules": {name: _spell(scheme) for name, scheme in schemes if scheme},
+            "modules": {name: str(scheme) for name, scheme in schemes if scheme},
         }
 
 
@@ -143,23 +147,13 @@ def parse_quant_config(raw: Mapping[str, Any], where: str) -> QuantConfig:
     return QuantConfig(schemes.get("layers"), schemes.get("output"), schemes.get("exceptions"))
 
 
-def check_config(config: ModelConfig) -> None:
-    """Raise ConfigError for a model without anything to quantize."""
-    if not config.num_layers:
-        raise ConfigError("quantize: the model has no layers")
-
-
 def _in_features(name: str, config: ModelConfig) -> int:
     return {"wo": config.q_dim, "w2": config.ffn_dim}.get(name, config.dim)
 
 
-def _spell(scheme: Scheme) -> str:
-    return f"{scheme.kind}-g{scheme.group_size}" if scheme.kind == "int4" else scheme.kind
-
-
 def _parse(spelling: object, where: str) -> Scheme:
-    known: dict[str, Scheme] = {_spell(s): s for s in (Scheme("int8"), Scheme("fp8"))}
-    known |= {_spell(s): s for s in (Scheme("int4", g) for g in GROUP_SIZES)}
+    known: dict[str, Scheme] = {str(s): s for s in (Scheme("int8"), Scheme("fp8"))}
+    known |= {str(s): s for s in (Scheme("int4", g) for g in GROUP_SIZES)}
     if spelling not in known:
         raise CheckpointError(
             f"{where}: quantization_config.modules: {spelling!r} is not one of {', '.join(sorted(known))}"
