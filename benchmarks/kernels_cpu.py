@@ -144,7 +144,10 @@ class Steps:
         layers = []
         for _ in range(c.num_layers):
             w = {name: random_weights(kind, *size) for name, size in made.items()}
-            layers.append(kernels.LayerWeights(ones, w["wqkv"], w["wo"], ones, w["w13"], w["w2"]))
+            wkv = None
+            if kind == "int4" and c.kv_dim < c.q_dim:  # as quantize/scheme.py has it
+                w["wqkv"], wkv = random_weights(kind, c.q_dim, c.dim), random_weights("int8", 2 * c.kv_dim, c.dim)
+            layers.append(kernels.LayerWeights(ones, w["wqkv"], w["wo"], ones, w["w13"], w["w2"], wkv=wkv))
         output = random_weights("int8" if kind == "int4" else kind, *matrices(c)["output"])
         self.weight_bytes = sum(num_bytes(w) for layer in layers for w in layer.linears())
         self.weight_bytes += num_bytes(output)

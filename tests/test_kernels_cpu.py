@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -455,3 +456,13 @@ def test_a_failed_build_says_what_the_compiler_said(tmp_path: Path) -> None:
     with pytest.raises(cpu.UnavailableError, match=r"failed: .*broken\.cpp"):
         cpu._compile([cpu.compiler(), str(source)], tmp_path / "broken.so")
     assert [p.name for p in tmp_path.iterdir()] == ["broken.cpp"]
+
+
+@needs_cpp
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_the_benchmarks_steps_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    config = ModelConfig("llama", 96, 64, 2, 4, 2, 16, 96, 128)
+    steps = importlib.import_module("kernels_cpu").Steps(config, kind, 64, 2, torch.bfloat16)
+    assert torch.isfinite(steps.run(2, 1, 40)).all()
+    assert steps.weight_bytes > 0
