@@ -128,11 +128,13 @@ def fill(
     *,
     progress: bool = False,
     take: Callable[[Part], Slice | None] | None = None,
+    place: Callable[[Part], Part] | None = None,
     store: Callable[[Part, StoredTensor, Slice | None, Callable[[int], object] | None], bool] | None = None,
 ) -> None:
     """Write ``weights``, a whole checkpoint of ``config``, into the allocated ``model``. See :func:`load_model`.
 
-    ``store`` may write a part itself, for modules that hold no plain weight: it returns whether it has.
+    ``place`` says where a model with other modules holds a part. ``store`` may write a part itself, for modules that
+    hold no plain weight: it returns whether it has.
     """
     wanted = parts(config)
     check_weights(wanted, weights, where)
@@ -141,6 +143,7 @@ def fill(
     with progress_bar(total, progress, "loading weights") as report, torch.no_grad():
         for part, own in zip(wanted, parts(model.config), strict=True):
             chosen = take(part) if take else None
+            own = place(own) if place else own
             if store is None or not store(own, weights[part.source], chosen, report):
                 target = parameters[own.target][own.start : own.start + own.shape[0]]
                 weights[part.source].copy_to(target, chosen, report)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Quantize; the directory appears whole or not at all."""
     from gpt_fast.quantize import quant_config, quantize_checkpoint
-    from gpt_fast.quantize.checkpoint import weights_by_scheme
 
     mode, gptq = arguments.mode.removesuffix("-gptq"), arguments.mode.endswith("-gptq")
     if mode != "int4" and arguments.group_size is not None:
@@ -48,10 +48,21 @@ def run(arguments: argparse.Namespace) -> int:
         _quantize_with_text(arguments, quant)
     else:
         quantize_checkpoint(arguments.checkpoint, arguments.out, quant, resume=arguments.resume, progress=True)
-    counts = sorted(weights_by_scheme(arguments.out).items(), key=lambda item: -item[1])
-    said = ", ".join(f"{count / 1e6:,.1f} M weights in {scheme}" for scheme, count in counts)
-    print(f"wrote {arguments.out}: {said}", file=sys.stderr)
+    print(f"wrote {arguments.out}: {_what_became_what(arguments.out)}", file=sys.stderr)
     return 0
+
+
+def _what_became_what(directory: str) -> str:
+    import torch
+
+    from gpt_fast.quantize import outline
+    from gpt_fast.quantize.linear import QuantizedLinear
+
+    counts: Counter[str] = Counter()
+    for module in outline(directory, torch.float32).modules():
+        if isinstance(module, QuantizedLinear):
+            counts[str(module.scheme)] += module.in_features * module.out_features
+    return ", ".join(f"{count / 1e6:,.1f} M weights in {scheme}" for scheme, count in counts.most_common())
 
 
 def _quantize_with_text(arguments: argparse.Namespace, quant: Any) -> None:

@@ -14,7 +14,7 @@ from gpt_fast.checkpoint import load_model as load_unquantized
 from gpt_fast.config import ConfigError
 from gpt_fast.families import read_config, read_json
 from gpt_fast.model import Transformer
-from gpt_fast.quantize.apply import chooser, quantize_model, row_writer, swap_layers
+from gpt_fast.quantize.apply import chooser, locate, quantize_model, row_writer, swap_layers
 from gpt_fast.quantize.checkpoint import load_quantized, quantize_checkpoint
 from gpt_fast.quantize.scheme import METHOD, MODES, QuantConfig, Scheme, parse_quant_config, quant_config
 
@@ -62,7 +62,8 @@ def load_model(
     config, weights = resolve_tying(read_config(directory), open_weights(directory))
     choose = chooser(quant, config)
     model = build(config, dtype, device, column_major, lambda m: swap_layers(m, choose, device))
-    fill(model, config, weights, str(directory), progress=progress, store=row_writer(model, choose))
+    place = lambda part: locate(part, choose)[0]  # noqa: E731
+    fill(model, config, weights, str(directory), progress=progress, place=place, store=row_writer(model))
     return model
 
 

@@ -60,7 +60,7 @@ def quantize_model(model: Transformer, config: QuantConfig) -> None:
             assert isinstance(module, nn.Linear)
             layer = _like(module, scheme, module.weight.device)
             first = 0
-            for piece in layer.pieces() if isinstance(layer, SplitLinear) else (layer,):
+            for piece in layer.pieces():
                 step = chunk_rows(piece.in_features)
                 for begin in range(0, piece.out_features, step):
                     piece.write(begin, module.weight[first + begin : first + min(begin + step, piece.out_features)])
@@ -69,7 +69,7 @@ def quantize_model(model: Transformer, config: QuantConfig) -> None:
 
 
 def row_writer(
-    model: Transformer, choose: Choose
+    model: Transformer,
 ) -> Callable[[Part, StoredTensor, Slice | None, Callable[[int], object] | None], bool]:
     """What ``checkpoint.fill`` hands weights to: those of quantized layers are rounded as they are read.
 
@@ -80,15 +80,10 @@ def row_writer(
     def store(
         part: Part, tensor: StoredTensor, take: Slice | None, report: Callable[[int], object] | None = None
     ) -> bool:
-        part, _ = locate(part, choose)
         name, _, kind = part.target.rpartition(".")
         layer = layers.get(name)
-        if layer is None:
+        if layer is None or kind != "weight":
             return False
-        if kind == "bias":
-            assert layer.bias is not None
-            tensor.copy_to(layer.bias[part.start : part.start + part.shape[0]], take, report)
-            return True
         low, high = (take.start, take.start + take.length) if take and take.axis == 0 else (0, tensor.num_rows)
         for begin in range(low, high, chunk_rows(tensor.shape[1])):
             end = min(begin + chunk_rows(tensor.shape[1]), high)

@@ -148,8 +148,8 @@ def quantize_block(block: Block, x: Tensor, exact: Tensor, cos: Tensor, sin: Ten
         weight = hessian.corrected(linear.weight)
         swap_layers(block, {stage.linear: schemes[stage.linear]}.get, "cpu")
         layer = block.get_submodule(stage.linear)
-        for piece in layer.pieces() if isinstance(layer, SplitLinear) else (layer,):
-            assert isinstance(piece, QuantizedLinear)
+        assert isinstance(layer, QuantizedLinear | SplitLinear)
+        for piece in layer.pieces():
             rows, weight = weight[: piece.out_features], weight[piece.out_features :]
             if piece.scheme.kind == "int4":
                 quantized = gptq(rows, hessian.mean(), piece.scheme.group_size)

@@ -6,7 +6,6 @@ in the place of linear weights. Tensors are stored as the family names them, so 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,19 +51,6 @@ def open_source(directory: str | Path, quant: QuantConfig) -> Source:
             f"group_size: {wanted.group_size} fits no layer of {directory}; the inputs must fill whole groups"
         )
     return source
-
-
-def weights_by_scheme(directory: str | Path) -> dict[str, int]:
-    """How many weights of a quantized checkpoint's linear layers are stored how: scheme, as config.json spells it."""
-    raw = read_json(Path(directory) / "config.json")["quantization_config"]
-    config, _ = resolve_tying(read_config(directory), open_weights(directory))
-    choose = chooser(parse_quant_config(raw, str(directory)), config)
-    out: dict[str, int] = {}
-    for part in parts(config):
-        scheme = locate(part, choose)[1]
-        if scheme is not None:
-            out[str(scheme)] = out.get(str(scheme), 0) + math.prod(part.shape)
-    return out
 
 
 def refuse_quantized(directory: Path) -> None:

@@ -38,6 +38,10 @@ class QuantizedLinear(nn.Module):
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
         self.register_parameter("bias", bias)
 
+    def pieces(self) -> tuple[QuantizedLinear, ...]:
+        """The layers that this one is made of: itself."""
+        return (self,)
+
     def write(self, start: int, rows: Tensor) -> None:
         """Quantize ``rows`` [n, K] by rounding to nearest and store them as outputs [start, start + n)."""
         for name, tensor in quantize_rows(rows, self.scheme).items():
@@ -128,7 +132,7 @@ class SplitLinear(nn.Module):
         self.queries = KINDS[split.queries.kind](in_features, n, split.queries, ours, device)
         self.keys_values = KINDS[split.keys_values.kind](in_features, rest, split.keys_values, theirs, device)
 
-    def pieces(self) -> tuple[QuantizedLinear, QuantizedLinear]:
+    def pieces(self) -> tuple[QuantizedLinear, ...]:
         """In the order of their outputs."""
         return self.queries, self.keys_values
 

@@ -10,6 +10,7 @@ tried once more, so that storing them in a byte each costs nothing that could be
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,9 @@ ZERO_STEPS = 8  # of a zero, in one code
 _FP8_MAX = 448.0  # of float8_e4m3fn
 _SHRINKS = (1.0, 0.93, 0.86, 0.8, 0.73)  # parts of a group's range that are tried
 _TINY = 1e-30  # the least scale of a group
+
+
+_Mean = Callable[[Tensor], Tensor]  # over the last dimension of [n, groups, group size], which stays as one
 
 
 class Grid(NamedTuple):
@@ -77,20 +81,20 @@ def find_grid(rows: Tensor, group_size: int, importance: Tensor | None = None) -
     ``importance``, float32 [P], weighs the columns' errors; None: all alike.
     """
     w = rows.unflatten(1, (-1, group_size))  # [n, groups, group size]
-    weigh = torch.ones(()) if importance is None else importance.view(-1, group_size)
-    step, zero = _search(w, weigh)
+    mean = _mean_of(importance, group_size)
+    step, zero = _search(w, mean)
     row_scale = step.amax(1, keepdim=True) / LARGEST
     best: _Found | None = None
     for up in (0, 1):
         scale = ((step / row_scale).floor() + up).clamp_(1, LARGEST)
-        in_steps = w / (scale * row_scale)
-        shifted = zero * step / (scale * row_scale)
+        storable = scale * row_scale
+        in_steps, shifted = w / storable, zero * step / storable
         for _ in range(2):
             shifted = to_zero(shifted)
             codes = _codes(in_steps, shifted)
-            error = _sum(weigh, (codes - shifted - in_steps).square_()) * scale.square()
+            error = mean((codes - shifted - in_steps).square_()) * scale.square()
             best = _better(best, _Found(error, scale, shifted))
-            shifted = _sum(weigh, codes.sub_(in_steps)) / _sum(weigh, torch.ones_like(in_steps))
+            shifted = mean(codes.sub_(in_steps))
     assert best is not None
     zero = (best.zero * ZERO_STEPS).squeeze(-1)
     return Grid(best.scale.squeeze(-1).to(torch.uint8), zero.to(torch.uint8), row_scale.flatten())
@@ -121,7 +125,7 @@ def _better(old: _Found | None, new: _Found) -> _Found:
     return _Found(*(torch.where(better, a, b) for a, b in zip(new, old, strict=True)))
 
 
-def _search(w: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
+def _search(w: Tensor, mean: _Mean) -> tuple[Tensor, Tensor]:
     """Step and zero of each group before they are rounded, [n, groups, 1]."""
     low, high = w.amin(-1, keepdim=True).clamp_(max=0), w.amax(-1, keepdim=True).clamp_(min=0)
     middle, half = (low + high) / 2, (high - low) / 2
@@ -130,9 +134,9 @@ def _search(w: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
         step = (2 * shrink * half / LEVELS).clamp_(min=_TINY)
         zero = ((shrink * half - middle) / step).clamp_(0, LEVELS)
         for _ in range(2):
-            step, zero = _least_squares(w, _codes(w / step, zero), weigh, step, zero)
+            step, zero = _least_squares(w, _codes(w / step, zero), mean, step, zero)
         in_steps = w / step
-        error = _sum(weigh, (_codes(in_steps, zero) - zero - in_steps).square_()) * step.square()
+        error = mean((_codes(in_steps, zero) - zero - in_steps).square_()) * step.square()
         best = _better(best, _Found(error, step, zero))
     assert best is not None
     return best.scale, best.zero
@@ -142,16 +146,19 @@ def _codes(in_steps: Tensor, zero: Tensor) -> Tensor:
     return (in_steps + zero).round_().clamp_(0, LEVELS)
 
 
-def _sum(weigh: Tensor, values: Tensor) -> Tensor:
-    return (values if weigh.dim() == 0 else weigh * values).sum(-1, keepdim=True)
+def _mean_of(importance: Tensor | None, group_size: int) -> _Mean:
+    if importance is None:
+        return lambda values: values.mean(-1, keepdim=True)
+    weigh = importance.view(-1, group_size)
+    total = weigh.sum(-1, keepdim=True).clamp_(min=1e-30)
+    return lambda values: (weigh * values).sum(-1, keepdim=True) / total
 
 
-def _least_squares(w: Tensor, codes: Tensor, weigh: Tensor, step: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+def _least_squares(w: Tensor, codes: Tensor, mean: _Mean, step: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
     """Step and zero that fit ``codes`` to ``w`` best; where all codes are alike, those given."""
-    total = _sum(weigh, torch.ones_like(w)).clamp_(min=1e-30)
-    q_mean, w_mean = _sum(weigh, codes) / total, _sum(weigh, w) / total
+    q_mean, w_mean = mean(codes), mean(w)
     centred = codes - q_mean
-    spread, product = _sum(weigh, centred.square()), _sum(weigh, centred * w)
+    spread, product = mean(centred.square()), mean(centred * w)
     fitted = product / spread
     usable = (spread > 0) & (fitted > _TINY)
     fitted = torch.where(usable, fitted, step)
@@ -160,6 +167,6 @@ def _least_squares(w: Tensor, codes: Tensor, weigh: Tensor, step: Tensor, zero: 
     if outside.any():  # the value 0 must have a place: then the step alone is fitted
         found = found.clamp_(0, LEVELS)
         deviation = codes - found
-        alone = _sum(weigh, deviation * w) / _sum(weigh, deviation.square())
+        alone = mean(deviation * w) / mean(deviation.square())
         fitted = torch.where(outside & (alone > _TINY), alone, fitted)
     return fitted, found

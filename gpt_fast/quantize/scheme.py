@@ -39,7 +39,6 @@ from gpt_fast.family_table import FAMILIES, CheckpointError
 METHOD = "gpt_fast"  # quant_method of the checkpoints written here
 MODES = ("int8", "int4", "fp8")
 GROUP_SIZES = (32, 64, 128)
-BLOCK = 32  # values packed together in int4
 _BITS = {"int8": 8, "int4": 4, "fp8": 8}
 
 Kind = Literal["int8", "int4", "fp8"]
@@ -100,8 +99,10 @@ class QuantConfig:
         """For the linear layer ``module`` of a Transformer of ``config``, named as there."""
         if module == "output":
             return None if config.tie_embeddings else self.head
-        if not module.startswith("layers.") or self.blocks is None or self.exceptions is None:
-            return self.blocks if module.startswith("layers.") else None
+        if not module.startswith("layers."):
+            return None
+        if self.blocks is None or self.exceptions is None:
+            return self.blocks
         name = module.rpartition(".")[2]
         if self.blocks.padded(inputs := _in_features(name, config)) != inputs:
             return self.exceptions
