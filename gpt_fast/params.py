@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +10,36 @@ from typing import Any
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGPROBS = 20
+MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_SAMPLES = 16
+# Of what a completion must match. Within them a grammar compiles in about half a second.
+MAX_CHOICES = 2000
+MAX_SCHEMA_VALUES = 5000  # objects, lists, strings, numbers
+MAX_GRAMMAR_CHARS = 65536
+GREEDY_BELOW = 1e-5  # a lower temperature is greedy: logits divided by it would be no finite numbers
+
+# Field: least and largest value. What is optional may be None as well.
+_INTEGERS: dict[str, tuple[int, int]] = {
+    "max_tokens": (1, 2**31),
+    "top_k": (-1, 2**31),
+    "seed": (-(2**63), 2**64 - 1),
+    "min_tokens": (0, 2**31),
+    "n": (1, MAX_SAMPLES),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 100.0),
+    "timeout_s": (0.0, 86400.0),
+}
+_MORE_THAN_LEAST = ("top_p", "repetition_penalty", "timeout_s")  # here the least value itself is not allowed
+_OPTIONAL = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "logprobs", "prompt_logprobs", "timeout_s")
 
 
 class RequestError(ValueError):
@@ -40,7 +67,7 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one completion is sampled and when it ends. Field names as in vLLM.
+    """How one completion is sampled and when it ends. Field names as in vLLM. Integers may be written as 5 or 5.0.
 
     Order of operations: grammar (``json_schema``, ``regex``, ``choice``), ``min_tokens``, ``logit_bias``, penalties
     (repetition, then frequency and presence), temperature, min_p, top_k, top_p; what is left is renormalised and
@@ -48,8 +75,8 @@ class SamplingParams:
     the batch.
 
     ``max_tokens`` (alias ``max_new_tokens``): most tokens to generate; None: as many as fit.
-    ``temperature`` 0 is greedy. None: the checkpoint's own default; where it has none, greedy, unless top_k, top_p
-    or min_p is given, which then means 1.0.
+    ``temperature`` 0 is greedy, and so is less than GREEDY_BELOW. None: the checkpoint's own default; where it has
+    none, greedy, unless top_k, top_p or min_p is given, which then means 1.0.
     ``top_k`` 0: off. ``top_p`` 1: off. ``min_p`` 0: off, else the least probability relative to the likeliest token.
     ``seed`` None: drawn afresh for each request.
     ``stop``: strings that end the completion and are not part of it. ``stop_token_ids``: the same by token.
@@ -60,7 +87,8 @@ class SamplingParams:
     ``n``: completions of the same prompt; the i-th one is drawn with seed + i.
     ``logprobs``: log probabilities of each token and of so many likeliest ones, of the model's own distribution, before
     anything above. ``prompt_logprobs``: the same of the prompt's tokens.
-    ``json_schema`` (an object), ``regex``, ``choice`` (strings): the completion must match.
+    ``json_schema`` (an object), ``regex``, ``choice`` (strings): the completion must match. MAX_CHOICES,
+    MAX_SCHEMA_VALUES and MAX_GRAMMAR_CHARS limit them.
     ``timeout_s``: seconds after which the request is aborted.
     """
 
@@ -102,34 +130,23 @@ class SamplingParams:
         self._validate()
 
     def _validate(self) -> None:
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31)
-        if self.temperature is not None:
-            _number("temperature", self.temperature, 0.0, 100.0)
-        if self.top_k is not None:
-            _integer("top_k", self.top_k, -1, 2**31)
-        if self.top_p is not None:
-            _number("top_p", self.top_p, 0.0, 1.0, open_below=True)
-        if self.min_p is not None:
-            _number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31)
+        # Each number in its own type: JSON has one kind of number, so 1 and 1.0 are the same.
+        for name in (*_INTEGERS, *_NUMBERS):
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            number: int | float
+            if name in _INTEGERS:
+                number = _integer(name, value, *_INTEGERS[name])
+            else:
+                number = _number(name, value, *_NUMBERS[name], name in _MORE_THAN_LEAST)
+            object.__setattr__(self, name, number)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})", "min_tokens")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(
                 f"ignore_eos must be true or false, not {self.ignore_eos!r}", "ignore_eos", "invalid_type"
             )
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_below=True)
-        _integer("n", self.n, 1, MAX_SAMPLES)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if self.timeout_s is not None:
-            _number("timeout_s", self.timeout_s, 0.0, 86400.0, open_below=True)
         self._validate_stops()
         self._validate_bias()
         self._validate_grammar()
@@ -139,9 +156,11 @@ class SamplingParams:
             raise RequestError("logit_bias must map token ids to numbers", "logit_bias", "invalid_type")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise RequestError(f"logit_bias has more than {MAX_LOGIT_BIASES} entries", "logit_bias")
-        for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, 2**31)
-            _number("logit_bias", bias, -100.0, 100.0)
+        biases = {
+            _integer("logit_bias", token, 0, 2**31): _number("logit_bias", bias, -100.0, 100.0)
+            for token, bias in self.logit_bias.items()
+        }
+        object.__setattr__(self, "logit_bias", biases)
 
     def _validate_grammar(self) -> None:
         given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
@@ -156,6 +175,10 @@ class SamplingParams:
             isinstance(choice, tuple) and choice and all(isinstance(c, str) and c for c in choice)
         ):
             raise RequestError("choice must be a list of at least one non-empty string", "choice", "invalid_type")
+        if choice is not None and len(choice) > MAX_CHOICES:
+            raise RequestError(f"choice has {len(choice)} strings, at most {MAX_CHOICES} are allowed", "choice")
+        for name in given:
+            _check_grammar_size(name, getattr(self, name))
 
     @property
     def penalised(self) -> bool:
@@ -177,8 +200,11 @@ class SamplingParams:
                 raise RequestError(f"each stop string must have 1 to {MAX_STOP_LENGTH} characters", "stop")
         if not isinstance(self.stop_token_ids, tuple):
             raise RequestError("stop_token_ids must be a list of token ids", "stop_token_ids", "invalid_type")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 2**31)
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            message = f"stop_token_ids has {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKENS} are allowed"
+            raise RequestError(message, "stop_token_ids")
+        tokens = tuple(_integer("stop_token_ids", token, 0, 2**31) for token in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", tokens)
 
     def samples(self) -> tuple[SamplingParams, ...]:
         """``n`` single requests; the i-th has seed + i."""
@@ -196,10 +222,10 @@ class SamplingParams:
             temperature = d.temperature if d.temperature is not None else (1.0 if narrowed else 0.0)
         return dataclasses.replace(
             self,
-            temperature=float(temperature),
+            temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
             top_k=max(0, _first(self.top_k, d.top_k, 0)),
-            top_p=float(_first(self.top_p, d.top_p, 1.0)),
-            min_p=float(_first(self.min_p, d.min_p, 0.0)),
+            top_p=_first(self.top_p, d.top_p, 1.0),
+            min_p=_first(self.min_p, d.min_p, 0.0),
         )
 
 
@@ -207,23 +233,49 @@ def _first(*values: Any) -> Any:
     return next(v for v in values if v is not None)
 
 
-def _integer(name: str, value: object, low: int, high: int) -> None:
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    """``value`` as an integer; 5.0 is one. Raises RequestError."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer, not {_show(value)}", name, "invalid_type")
     if not low <= value <= high:
         raise RequestError(f"{name} must be between {low} and {high}, not {_show(value)}", name)
+    return value
 
 
-def _number(name: str, value: object, low: float, high: float, open_below: bool = False) -> None:
+def _number(name: str, value: object, low: float, high: float, open_below: bool = False) -> float:
+    """``value`` as a float. Raises RequestError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(f"{name} must be a number, not {_show(value)}", name, "invalid_type")
-    inside = math.isfinite(value) and low <= value <= high and not (open_below and value == low)
-    if not inside:
+    if not low <= value <= high or (open_below and value == low):  # NaN is not between anything
         least = f"more than {low:g}" if open_below else f"at least {low:g}"
         raise RequestError(f"{name} must be {least} and at most {high:g}, not {_show(value)}", name)
+    return float(value)
+
+
+def _check_grammar_size(name: str, grammar: object) -> None:
+    """Raise RequestError for what would take long to compile. Not recursive: a schema may be nested deeply."""
+    num_values = num_chars = 0
+    pending = [grammar]
+    while pending:
+        item = pending.pop()
+        num_values += 1
+        if isinstance(item, str):
+            num_chars += len(item)
+        elif isinstance(item, Mapping):
+            num_chars += sum(len(str(key)) for key in item)
+            pending += item.values()
+        elif isinstance(item, (list, tuple)):
+            pending += item
+        if num_chars > MAX_GRAMMAR_CHARS:
+            raise RequestError(f"{name} has more than {MAX_GRAMMAR_CHARS} characters", name, "grammar_too_large")
+        if num_values > MAX_SCHEMA_VALUES:
+            message = f"{name} has more than {MAX_SCHEMA_VALUES} values (objects, lists, strings, numbers)"
+            raise RequestError(message, name, "grammar_too_large")
 
 
 def _show(value: object) -> str:
     """``value`` as a short piece of an error message, never a whole hostile payload."""
-    text = repr(value)
+    text = repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a number of more than 64 bits"
     return text if len(text) <= 60 else text[:57] + "..."

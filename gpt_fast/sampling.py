@@ -22,6 +22,7 @@ from torch import Tensor
 from gpt_fast.outputs import TokenLogprobs
 from gpt_fast.params import SamplingParams
 
+NO_TOKEN = -1  # in the place of a token where none can be drawn
 _CANDIDATES = 1024  # tokens looked at before a whole row is sorted for top_p
 
 
@@ -62,18 +63,23 @@ def _mix(z: int) -> int:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Draw one token per row: logits [R, V] -> [R] int64 on the same device."""
+    """Draw one token per row: logits [R, V] -> [R] int64 on the same device.
+
+    NO_TOKEN where the largest logit is no finite number: a model that computes NaN, or a row whose tokens are all
+    ruled out.
+    """
     logits = adjust(logits, rows)
-    greedy = logits.argmax(dim=-1)
+    largest, greedy = logits.max(dim=-1)
+    drawable = largest.isfinite()
     sampled = [i for i, row in enumerate(rows) if row.params.temperature]
     if not sampled:
-        return greedy
+        return greedy.where(drawable, NO_TOKEN)
     device = logits.device
     index = torch.tensor(sampled, device=device)
     probs = probabilities(logits[index], [rows[i].params for i in sampled])
     noise = [uniform(rows[i].seed, rows[i].position) for i in sampled]
     drawn = invert(probs, torch.tensor(noise, device=device, dtype=torch.float64))
-    return greedy.index_copy(0, index, drawn)
+    return greedy.index_copy(0, index, drawn).where(drawable, NO_TOKEN)
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -87,7 +93,7 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in _additions(row)]
     if entries:
         where = tuple(torch.tensor([e[k] for e in entries], device=device) for k in (0, 1))
-        values = torch.tensor([e[2] for e in entries], device=device)
+        values = torch.tensor([e[2] for e in entries], dtype=torch.float32, device=device)
         logits = logits.float().index_put(where, values, accumulate=True)
     penalised = [i for i, row in enumerate(rows) if row.params.penalised]
     if penalised:
@@ -107,7 +113,7 @@ def _additions(row: SamplingRow) -> list[tuple[int, float]]:
 
 def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     def column(value: Callable[[SamplingParams], float]) -> Tensor:
-        return torch.tensor([value(row.params) for row in rows], device=logits.device)[:, None]
+        return torch.tensor([value(row.params) for row in rows], dtype=torch.float32, device=logits.device)[:, None]
 
     generated = _counts(logits, [row.token_ids[row.num_prompt :] for row in rows])
     seen = generated + _counts(logits, [row.token_ids[: row.num_prompt] for row in rows]) > 0
@@ -130,7 +136,8 @@ def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The distribution each row is drawn from: [R, V] logits -> [R, V] float32; no row may have temperature 0."""
     device = logits.device
-    scaled = logits.float() / torch.tensor([p.temperature for p in params], device=device)[:, None]
+    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
+    scaled = logits.float() / temperatures[:, None]
     scaled = _min_p(scaled, [p.min_p or 0.0 for p in params])
     vocab_size = scaled.shape[1]
     limited = [i for i, p in enumerate(params) if 0 < (p.top_k or 0) < vocab_size or (p.top_p or 1.0) < 1.0]
@@ -146,7 +153,9 @@ def _min_p(scaled: Tensor, min_p: list[float]) -> Tensor:
     """Drop tokens less likely than ``min_p`` times the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
     if not any(min_p):
         return scaled
-    limit = scaled.amax(dim=-1) + torch.tensor(min_p, device=scaled.device).log()  # log 0 = -inf drops nothing
+    limit = (
+        scaled.amax(dim=-1) + torch.tensor(min_p, dtype=torch.float32, device=scaled.device).log()
+    )  # log 0 = -inf drops nothing
     return scaled.masked_fill(scaled < limit[:, None], -torch.inf)
 
 
@@ -179,7 +188,7 @@ def _ranked(scaled: Tensor, top_k: list[int], top_p: list[float], count: int) ->
         scaled.logsumexp(dim=-1),
         ranked.masked_fill(~keep, -torch.inf).logsumexp(dim=-1),
     )
-    limit = torch.tensor(top_p, device=device)[:, None]
+    limit = torch.tensor(top_p, dtype=torch.float32, device=device)[:, None]
     mass = (ranked - total[:, None]).exp().masked_fill(~keep, 0.0).cumsum(dim=-1)
     likelier = torch.cat((mass.new_zeros(rows, 1), mass[:, :-1]), dim=-1)
     return ranked, keep & ((likelier < limit) | (limit >= 1.0))

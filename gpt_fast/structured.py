@@ -1,11 +1,19 @@
 """Completions that must match a JSON schema, a regular expression or one of several strings, by llguidance.
 
 llguidance is an optional package; a request that needs it where it is not installed is refused by name.
+
+Compiling takes up to a second. It happens without Python's lock, in the thread that calls ``compile``, so that other
+threads go on. Every request has a compiled grammar to itself, which goes with it: two that shared one would share its
+cache of lexer states, and what one of them wrote would decide when the other meets a limit. The grammars that are alive
+share a budget of memory.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -14,26 +22,40 @@ from torch import Tensor
 from gpt_fast.params import RequestError, SamplingParams
 from gpt_fast.tokenizer import Tokenizer
 
+MAX_LIVE_CHARS = 2**20  # of the grammars of all requests that are queued or running; a compiled one has 200 bytes each
+MAX_ITEMS_IN_ROW = 20_000  # llguidance's own limit of 2,000 is met by a schema of 500 optional properties
+REHEARSAL = 4  # tokens
+RETRY_AFTER_S = 1
 _FIELDS = ("json_schema", "regex", "choice")
 _START = "\n"  # no tokenizer joins what follows to it
 
 
 class GrammarCompiler:
-    """Makes grammars over one tokenizer. ``vocab_size`` is the model's; ids beyond the tokenizer's are not allowed."""
+    """Makes grammars over one tokenizer. ``vocab_size`` is the model's; ids beyond the tokenizer's are not allowed.
+
+    Any number of threads may call :meth:`compile`.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._compiled: Any = None  # llguidance's view of the vocabulary, built at first use
+        self._building = threading.Lock()
+        self._counting = threading.RLock()  # a grammar may be collected, and counted off, while another is counted
+        self.live_chars = 0
 
     def compile(self, params: SamplingParams) -> Grammar | None:
-        """The grammar that ``params`` asks for, or None. Raises RequestError naming the field."""
+        """The grammar that ``params`` asks for, or None.
+
+        Raises RequestError naming the field: 400 for a grammar that is wrong, too large or matches nothing, 503 when
+        those of other requests take all the memory there is for grammars.
+        """
         field = next((name for name in _FIELDS if getattr(params, name) is not None), None)
         if field is None:
             return None
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise RequestError(
                 f"{field} needs the optional package llguidance on the server: pip install llguidance",
@@ -43,59 +65,97 @@ class GrammarCompiler:
         if self._tokenizer is None:
             raise RequestError(f"{field} needs a tokenizer, and this checkpoint has none", field)
         source = _source(params, LLMatcher, field)
-        error = LLMatcher.validate_grammar(source, self._vocabulary())
-        if error:
-            raise RequestError(f"{field} is not usable: {error.strip().splitlines()[0][:300]}", field)
-        return Grammar(LLMatcher(self._vocabulary(), source, log_level=0), self._vocab_size)
+        vocabulary = self._vocabulary()
+        self._count(len(source))
+        try:
+            # Not verbose: its errors would quote the whole grammar.
+            limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ITEMS_IN_ROW)
+            matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
+            _rehearse(Grammar(matcher.deep_copy(), self._vocab_size, field))
+            grammar = Grammar(matcher, self._vocab_size, field)
+        except BaseException:
+            self._count(-len(source))
+            raise
+        weakref.finalize(grammar, self._count, -len(source)).atexit = False
+        return grammar
+
+    def _count(self, num_chars: int) -> None:
+        with self._counting:
+            if num_chars > 0 and self.live_chars + num_chars > MAX_LIVE_CHARS:
+                message = "the grammars of other requests take all the memory there is for them; try again later"
+                raise RequestError(message, None, "queue_full", 503, RETRY_AFTER_S)
+            self.live_chars += num_chars
 
     def _vocabulary(self) -> Any:
-        if self._compiled is None:
-            from llguidance import LLTokenizer, TokenizerWrapper
+        with self._building:
+            if self._compiled is None:
+                from llguidance import LLTokenizer, TokenizerWrapper
 
-            assert self._tokenizer is not None
-            self._compiled = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer, self._eos_token_ids)))
-        return self._compiled
+                assert self._tokenizer is not None
+                self._compiled = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer, self._eos_token_ids)))
+            return self._compiled
 
 
 class Grammar:
-    """The state of one completion against its grammar."""
+    """The state of one completion against its grammar, which the request's ``field`` asked for."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, field: str) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._field = field
+        self._allowed: Tensor | None = None  # of the present state
 
     def allowed(self) -> Tensor:
-        """[V] bool: the tokens that may come next. Raises RuntimeError when the grammar became too complex."""
-        allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
-        known = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
-        count = min(self._vocab_size, known.numel())
-        allowed[:count] = known[:count]
-        if self._matcher.is_error() or not bool(allowed.any()):
-            raise RuntimeError(f"the grammar cannot go on: {self._matcher.get_error() or 'no token fits'}")
-        return allowed
+        """[V] bool: the tokens that may come next.
+
+        Raises RequestError when there are none, or when the grammar has become too complex.
+        """
+        if self._allowed is None:
+            allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
+            known = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
+            count = min(self._vocab_size, known.numel())
+            allowed[:count] = known[:count]
+            if self._matcher.is_error() or not bool(allowed.any()):
+                raise RequestError(self._why(), self._field, "unusable_grammar")
+            self._allowed = allowed
+        return self._allowed
 
     def advance(self, token: int) -> None:
         """Take note of the token that came."""
         self._matcher.consume_token(token)
+        self._allowed = None
 
     @property
     def complete(self) -> bool:
         """Whether the completion matches and nothing could follow."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
+    def _why(self) -> str:
+        error = (self._matcher.get_error() or "NoExtension").strip().splitlines()[0][:300]
+        return f"{self._field} is not usable: " + ("no text matches it" if error.startswith("NoExtension") else error)
+
+
+def _rehearse(grammar: Grammar) -> None:
+    """Take a few tokens, always the same, so that what matches nothing or is too complex is refused at once."""
+    for _ in range(REHEARSAL):
+        allowed = grammar.allowed()
+        grammar.advance(int(allowed.to(torch.uint8).argmax()))
+        if grammar.complete:
+            return
+
 
 def _source(params: SamplingParams, matcher: Any, field: str) -> str:
     if params.choice is not None:
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in params.choice)
-        return str(matcher.grammar_from_lark(f"start: {choices}"))
+        # As one regular expression: as alternatives of a grammar, more than 2,000 exceed a limit of the parser.
+        return str(matcher.grammar_from_regex("|".join(map(re.escape, params.choice))))
     if params.regex is not None:
         return str(matcher.grammar_from_regex(params.regex))
     try:
         # One spelling of JSON: with free white space a weak model can go on with blanks for ever.
         spelling = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         return str(matcher.grammar_from_json_schema(json.dumps(params.json_schema), overrides=spelling))
-    except ValueError as error:
-        raise RequestError(f"{field} is not usable: {error}", field) from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{field} is not usable: {str(error)[:300]}", field) from None
 
 
 class _Vocabulary:

@@ -198,7 +198,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("max_new_tokens negative", {"max_new_tokens": -5}, "max_new_tokens"),
     ("max_new_tokens huge", {"max_new_tokens": 10**12}, "max_new_tokens"),
     ("max_new_tokens enormous", {"max_new_tokens": 10**500}, "max_new_tokens"),
-    ("max_new_tokens float", {"max_new_tokens": 5.0}, "max_new_tokens"),
+    ("max_new_tokens float", {"max_new_tokens": 5.5}, "max_new_tokens"),
     ("max_new_tokens string", {"max_new_tokens": "5"}, "max_new_tokens"),
     ("max_new_tokens boolean", {"max_new_tokens": True}, "max_new_tokens"),
     ("max_tokens under its other name", {"max_tokens": 0}, "max_tokens"),

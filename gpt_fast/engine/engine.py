@@ -11,22 +11,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor
 
+from gpt_fast.engine.compute import Outcome, Part, compute, in_halves, probe
 from gpt_fast.engine.handle import EngineError, Handle, RequestFailedError
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler, StepPlan
 from gpt_fast.outputs import FinishReason
 from gpt_fast.params import RequestError
-from gpt_fast.sampling import SamplingRow, logprobs, sample
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1  # what a refused client is told to wait
 ABANDONED_S = 5.0  # a request that is held this long without anybody fetching is aborted
+MAX_SHOWN = 300  # characters of a failure that are logged and told: it may quote what a client sent
 
 
 class Engine:
@@ -90,17 +91,23 @@ class Engine:
 
         Raises RequestError (503, ``queue_full``) when ``max_waiting`` are waiting, EngineError when the engine stopped.
         """
-        handle = Handle(request, self, max_uncollected)
+        return self.add_all([request], max_uncollected)[0]
+
+    def add_all(self, requests: Sequence[Request], max_uncollected: int | None = None) -> list[Handle]:
+        """Queue all of ``requests`` or, raising as :meth:`add` does, none of them."""
+        handles = [Handle(request, self, max_uncollected) for request in requests]
         with self.changed:
             if self._fatal is not None or self._closing:
                 raise EngineError(f"the engine has stopped: {self._fatal or 'it was closed'}")
-            if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
-                message = f"{self.num_waiting} requests are waiting, and no more may; try again later"
+            if self.max_waiting is not None and self.num_waiting + len(handles) > self.max_waiting:
+                message = (
+                    f"{self.num_waiting} requests are waiting, and at most {self.max_waiting} may; try again later"
+                )
                 raise RequestError(message, None, "queue_full", 503, retry_after_s=RETRY_AFTER_S)
-            self._handles[request.id] = handle
-            self._inbox.append(request)
+            self._handles |= {handle.id: handle for handle in handles}
+            self._inbox.extend(requests)
             self.changed.notify_all()
-        return handle
+        return handles
 
     def cancel(self, request_id: str) -> None:
         """Ask that a request ends before the next step."""
@@ -164,84 +171,58 @@ class Engine:
         return not self._closing
 
     def step(self) -> None:
-        """One turn: schedule, run, sample, emit."""
+        """One turn: schedule, run and sample, emit. What fails in it costs the requests that make it fail."""
         begin = time.perf_counter()
-        plan, requests = self.scheduler.schedule()
+        plan, requests = self._schedule()
         if not plan.sequences:
             return
-        logits = self.runner.execute(plan)
-        emitting, rows = self._take_prompt_logprobs(plan, requests, logits)
-        for request, sequence in zip(requests, plan.sequences, strict=True):
-            self.scheduler.computed(request, len(sequence.tokens))
-        emitting, tokens = self._sample(emitting, logits, rows)
-        self._emit(emitting, tokens)
+        parts = list(zip(requests, plan.sequences, strict=True))
+        outcomes = in_halves(partial(compute, self.runner), parts)
+        if all(isinstance(outcome, Exception) for outcome in outcomes):
+            probe(self.runner)
+        self._emit(parts, outcomes)
         self.num_steps += 1
-        self.on_step(plan, time.perf_counter() - begin)
+        _observe(self.on_step, plan, time.perf_counter() - begin)
 
-    def _take_prompt_logprobs(
-        self, plan: StepPlan, requests: Sequence[Request], logits: Tensor
-    ) -> tuple[list[Request], list[int]]:
-        """The requests whose next token can be sampled, and the row of logits of each.
+    def _schedule(self) -> tuple[StepPlan, list[Request]]:
+        """The scheduler's next step. Requests that it cannot plan end here."""
+        try:
+            return self.scheduler.schedule()
+        except Exception:
+            everyone = [*self.scheduler.running, *self.scheduler.waiting]
+            tried = in_halves(lambda among: [self.scheduler.schedule(among)] * len(among), everyone)
+            faults = [(r, fault) for r, fault in zip(everyone, tried, strict=True) if isinstance(fault, Exception)]
+            for request, fault in faults:
+                self._fail(request, fault)
+            if len(faults) == len(everyone):
+                self.scheduler.check_integrity()
+            return self.scheduler.schedule()
 
-        Other rows are there for the log probabilities of prompt tokens, which are taken here.
-        """
-        emitting, rows, row = [], [], 0
-        for request, sequence in zip(requests, plan.sequences, strict=True):
-            first, row = row, row + sequence.num_logits
-            if request.params.prompt_logprobs is not None and sequence.start < request.num_prompt:
-                known = request.token_ids[sequence.start + 1 : sequence.start + 1 + sequence.num_logits]
-                known = known[: request.num_prompt - sequence.start - 1]
-                known = known[max(0, len(request.prompt_logprobs) - 1 - sequence.start) :]  # again after preemption
-                if known:
-                    at = first + len(request.prompt_logprobs) - 1 - sequence.start
-                    num_top = [request.params.prompt_logprobs] * len(known)
-                    request.prompt_logprobs += logprobs(logits[at : at + len(known)], known, num_top)
-            if sequence.num_logits and sequence.start + len(sequence.tokens) == request.num_tokens:
-                emitting.append(request)
-                rows.append(row - 1)
-        return emitting, rows
-
-    def _sample(
-        self, candidates: Sequence[Request], logits: Tensor, rows: Sequence[int]
-    ) -> tuple[list[Request], list[int]]:
-        """The next token of each request from its row of ``logits``; one whose grammar fails ends here, alone."""
-        requests, chosen, sampling = [], [], []
-        for request, row in zip(candidates, rows, strict=True):
-            try:
-                sampling.append(_row(request))
-            except Exception as error:
-                self._fail(request, error)
-                continue
-            requests.append(request)
-            chosen.append(row)
-        if not requests:
-            return [], []
-        logits = logits if len(chosen) == len(logits) else logits[chosen]
-        tokens: list[int] = sample(logits, sampling).tolist()
-        wanting = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
-        if wanting:
-            num_top = [requests[i].params.logprobs or 0 for i in wanting]
-            found = logprobs(logits[wanting], [tokens[i] for i in wanting], num_top)
-            for i, entry in zip(wanting, found, strict=True):
-                requests[i].logprobs.append(entry)
-        return requests, tokens
-
-    def _emit(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+    def _emit(self, parts: Sequence[Part], outcomes: Sequence[Outcome | Exception]) -> None:
         now = time.monotonic()
         with self.changed:
             pressing = False
-            for request, token in zip(requests, tokens, strict=True):
+            for (request, sequence), outcome in zip(parts, outcomes, strict=True):
                 try:
-                    text = request.append(token, now)
+                    if isinstance(outcome, Exception):
+                        raise outcome
+                    self.scheduler.computed(request, len(sequence.tokens))
+                    pressing |= self._advance(request, outcome, now)
                 except Exception as error:
                     self._fail(request, error)
-                    continue
-                self._handles[request.id].put(text, token)
-                pressing |= request.first_token == now
-                if request.finish_reason is not None:
-                    self._finish(request)
-                    pressing = True
             self._notify(pressing)
+
+    def _advance(self, request: Request, outcome: Outcome, now: float) -> bool:
+        """Give ``request`` what a step found; returns whether that is its first token or its end."""
+        request.prompt_logprobs += outcome.prompt_logprobs
+        if outcome.token is None:
+            return False
+        if outcome.logprobs is not None:
+            request.logprobs.append(outcome.logprobs)
+        self._handles[request.id].put(request.append(outcome.token, now), outcome.token)
+        if request.finish_reason is not None:
+            self._finish(request)
+        return request.first_token == now or request.finish_reason is not None
 
     def _notify(self, pressing: bool = True) -> None:
         self.changed.notify_all()
@@ -249,25 +230,32 @@ class Engine:
             self.pressing.notify_all()
 
     def _finish(self, request: Request) -> None:
+        completion = request.completion()
         self.scheduler.finish(request)
-        self._handles.pop(request.id).completion = request.completion()
-        self.on_finish(request)
+        self._handles.pop(request.id).completion = completion
+        _observe(self.on_finish, request)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End one request by its own fault; the others go on."""
-        log.error("request %s failed: %s", request.id, error)
+        why = str(error).partition("\n")[0][:MAX_SHOWN]
+        log.error("request %s failed: %s: %s", request.id, type(error).__name__, why)
+        log.debug("where it failed", exc_info=error)
         request.finish_reason = "abort"
         self.scheduler.finish(request)
         with self.changed:
-            self._handles.pop(request.id).error = RequestFailedError(str(error).partition("\n")[0])
+            own = isinstance(error, (RequestError, RequestFailedError))
+            self._handles.pop(request.id).error = error if own else RequestFailedError(why)
             self._notify()
-        self.on_finish(request)
+        _observe(self.on_finish, request)
 
     def _abort(self, requests: Iterable[Request], reason: FinishReason = "abort") -> None:
         with self.changed:
             for request in requests:
                 request.finish_reason = reason
-                self._finish(request)
+                try:
+                    self._finish(request)
+                except Exception as error:
+                    self._fail(request, error)
                 self._notify()
 
     def _abandon(self, error: Exception | None) -> None:
@@ -279,13 +267,9 @@ class Engine:
             self._notify()
 
 
-def _row(request: Request) -> SamplingRow:
-    return SamplingRow(
-        request.params,
-        request.seed,
-        request.num_tokens,
-        request.token_ids,
-        request.num_prompt,
-        request.end_ids,
-        None if request.grammar is None else request.grammar.allowed(),
-    )
+def _observe(observer: Callable[..., None], *args: object) -> None:
+    """Tell ``observer``. What goes wrong there is logged and costs no request anything."""
+    try:
+        observer(*args)
+    except Exception:
+        log.exception("an observer of the engine failed")

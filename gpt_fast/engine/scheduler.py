@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from gpt_fast.engine.pages import PageAllocator, page_digest
@@ -69,13 +70,16 @@ class Scheduler:
         """Queue a new request."""
         self.waiting.append(request)
 
-    def schedule(self) -> tuple[StepPlan, list[Request]]:
-        """The next step and, for each sequence of its plan, the request it belongs to."""
+    def schedule(self, among: Collection[Request] | None = None) -> tuple[StepPlan, list[Request]]:
+        """The next step and, for each sequence of its plan, the request it belongs to.
+
+        ``among``: look at these requests alone. Planning again before the step is computed gives the same step.
+        """
         chosen: list[tuple[Request, int]] = []  # request, tokens to compute
         decoding = any(r.num_tokens - r.num_computed == 1 and not r.held for r in self.running)
         budget = max(1, self.prefill_chunk // 4) if decoding else self.prefill_chunk
         num_waiting = len(self.waiting)
-        for request in list(self.running):
+        for request in [r for r in self.running if among is None or r in among]:
             if request.status is not Status.RUNNING:
                 continue  # preempted by an older one in this very loop
             if request.held:
@@ -86,11 +90,10 @@ class Scheduler:
                 chosen.append((request, count))
                 budget -= count if pending > 1 else 0
         preempted = len(self.waiting) > num_waiting  # then pages are short: admit nobody in this step
-        while budget > 0 and self.waiting and len(self.running) < self.max_batch and not preempted:
-            request = self.waiting[0]
-            if not self._admit(request):
+        queue = [] if preempted else [r for r in self.waiting if among is None or r in among]
+        for request in queue:
+            if budget <= 0 or len(self.running) >= self.max_batch or not self._admit(request):
                 break
-            self.waiting.popleft()
             count = min(request.num_tokens - request.num_computed, budget)
             chosen.append((request, count))
             budget -= count
@@ -147,17 +150,18 @@ class Scheduler:
         if fresh is None:
             self.pages.release(found)
             return False
+        self.waiting.remove(request)
+        self.running.append(request)
         num_found = len(found) * self.pages.page_size
         request.pages = found + fresh
+        request.status = Status.RUNNING
         request.num_computed = num_found
         request.num_remembered, request.digest = 0, salt
         self._advance_digest(request, len(found))
-        request.status = Status.RUNNING
         if request.first_scheduled is None:
             request.first_scheduled = time.monotonic()
             request.num_cached = num_found
             self.pages.count_lookup(request.num_tokens, num_found)
-        self.running.append(request)
         return True
 
     def _salt(self, request: Request) -> bytes:
