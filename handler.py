@@ -49,20 +49,23 @@ def _find_package() -> None:
 
 _find_package()
 
-from gpt_fast.api import Api, Page  # noqa: E402
+from gpt_fast.api import Api  # noqa: E402
 from gpt_fast.config import ConfigError  # noqa: E402
 from gpt_fast.engine.handle import EngineError  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
 from gpt_fast.metrics import Metrics, worker_id, write_torchserve  # noqa: E402
 from gpt_fast.params import RequestError  # noqa: E402
 from gpt_fast.protocol import native  # noqa: E402
-from gpt_fast.serving import Piece, Session, as_request_error, wait_for_news  # noqa: E402
+from gpt_fast.serving import Lanes, Piece, Session, as_request_error, wait_for_news  # noqa: E402
 from gpt_fast.settings import HandlerSettings, read_settings  # noqa: E402
 
 EXIT_AFTER_S = 1.0  # a worker that cannot go on: long enough for its last answer to leave
 LAST_WORDS_S = 1.0
 EXCHANGE_S = 0.1  # a call returns after this long even if nobody has anything to say: new requests wait outside
 PAUSE_S = 0.008  # between two pieces of one stream: a call costs TorchServe and this process 3 ms of a core
+SWITCH_S = 0.001  # how long another Python thread may keep the engine's and the handler's waiting
+# Bodies of requests that have not been answered yet: TorchServe sends them again with every call.
+MAX_UNANSWERED_BYTES = 8 * 1024 * 1024
 
 
 class GPTFastHandler:
@@ -74,6 +77,7 @@ class GPTFastHandler:
         self.metrics: Metrics
         self.api: Api
         self.continuous = False
+        self.lanes = Lanes.start()
         self.sessions: dict[str, Session] = {}  # by TorchServe's request id; continuous batching alone
         self.last_exchange = 0.0  # monotonic seconds
 
@@ -99,6 +103,7 @@ class GPTFastHandler:
     def load(self, ctx: Any, config: Mapping[str, Any], model_dir: Path) -> None:
         """Everything slow: weights, compilation, warm-up."""
         logging.getLogger().addFilter(_worth_a_line)
+        sys.setswitchinterval(SWITCH_S)
         self.continuous = serves_continuously(config)
         self.settings = read_settings(config, model_dir)
         for warning in self.settings.warnings:
@@ -180,20 +185,25 @@ class GPTFastHandler:
     # Both.
 
     def open(self, index: int, entry: Mapping[str, Any], ctx: Any) -> Session | Piece:
-        """Start serving one entry, or give the whole answer where that needs no model."""
-        try:
-            length = content_length(ctx.get_all_request_header(index))
-            opened = self.api.open(ctx.get_request_header(index, "url_path") or "", entry, length)
-            if not isinstance(opened, Page):
-                return Session(self.llm, opened, announce=self.continuous)
-        except Exception as error:
-            return self.refused(ctx, index, error)
-        ctx.set_response_status(200, "OK", index)  # left alone, the status line would have no phrase
-        ctx.set_response_content_type(index, opened.content_type)
-        return Piece(opened.body, last=True, plain=True)
+        """Start serving one entry; the whole answer where it is refused at once."""
+        num_bytes = sum(len(value) for value in entry.values() if isinstance(value, (bytes, bytearray, str)))
+        unanswered = sum(session.num_bytes for session in self.sessions.values() if not session.started)
+        if unanswered and unanswered + num_bytes > MAX_UNANSWERED_BYTES:
+            message = "too many large requests are waiting; try again later"
+            return self.refused(ctx, index, RequestError(message, None, "queue_full", 503, retry_after_s=1))
+        length = content_length(ctx.get_all_request_header(index))
+        route = ctx.get_request_header(index, "url_path") or ""
+        return Session(
+            self.llm,
+            lambda: self.api.open(route, entry, length),
+            self.lanes,
+            num_bytes=num_bytes,
+            announce=self.continuous,
+            one_piece_s=self.settings.one_piece_timeout_s,
+        )
 
     def take(self, ctx: Any, index: int, session: Session) -> Piece | None:
-        """The session's next piece, its content type set."""
+        """The session's next piece, its status and content type set."""
         try:
             piece = session.take()
         except RequestError as error:
@@ -201,8 +211,8 @@ class GPTFastHandler:
         if session.failure is not None:
             self.end_if_fatal(session.failure)
         if piece is not None:
-            ctx.set_response_status(200, "OK", index)
-            ctx.set_response_content_type(index, session.job.content_type)
+            ctx.set_response_status(200, "OK", index)  # left alone, the status line would have no phrase
+            ctx.set_response_content_type(index, piece.content_type)
         return piece
 
     def refused(self, ctx: Any, index: int, error: Exception) -> Piece:
@@ -213,7 +223,7 @@ class GPTFastHandler:
         ctx.set_response_content_type(index, native.JSON_TYPE)
         if failure.retry_after_s is not None:
             ctx.set_response_header(index, "Retry-After", str(failure.retry_after_s))
-        return Piece(native.error_body(failure), last=True, plain=True)
+        return Piece(native.error_body(failure), last=True, plain=True, content_type=native.JSON_TYPE)
 
     def end_if_fatal(self, error: BaseException) -> None:
         """End this worker when no request can be served any more; TorchServe starts another."""

@@ -12,27 +12,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gpt_fast.chat import load_template
 from gpt_fast.metrics import CONTENT_TYPE, Metrics
 from gpt_fast.params import RequestError
 from gpt_fast.protocol import native, openai
 from gpt_fast.protocol.body import read_body
-from gpt_fast.protocol.job import Job
+from gpt_fast.protocol.job import Job, Page
 from gpt_fast.settings import HandlerSettings
 
 if TYPE_CHECKING:
     from gpt_fast.llm import LLM
 
+MAX_SEQUENCES = 256  # of one request, where any number may wait
 ROUTES = ("v1/chat/completions", "v1/completions", "v1/models", "health", "metrics")
-
-
-class Page(NamedTuple):
-    """An answer that needs no model."""
-
-    content_type: str
-    body: str
 
 
 class Api:
@@ -43,12 +37,15 @@ class Api:
         self._settings = settings
         self._metrics = metrics
         checkpoint = getattr(llm, "checkpoint", None)
+        max_waiting = llm.engine.max_waiting
         self._openai = openai.OpenAIContext(
             models=names,
             max_model_len=llm.max_seq_len,
             tokenizer=llm.tokenizer,
             template=load_template(checkpoint) if checkpoint is not None else None,
             default_temperature=llm.defaults.sampling.temperature,
+            # Half of the queue, so that one request never fills it for the others.
+            max_sequences=MAX_SEQUENCES if max_waiting is None else max(1, max_waiting // 2),
         )
 
     def open(self, route: str, entry: Mapping[str, Any], content_length: int | None) -> Job | Page:

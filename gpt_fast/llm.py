@@ -192,8 +192,7 @@ class LLM:
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
         params = params or SamplingParams()
-        requests = [self.prepare(prompt, sample) for prompt in several for sample in params.samples()]
-        handles = [self.engine.add(request) for request in requests]
+        handles = self.submit_all([(prompt, sample) for prompt in several for sample in params.samples()])
         try:
             completions = [_completion(handle) for handle in handles]
         except BaseException:
@@ -210,7 +209,16 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, max_uncollected: int | None = None
     ) -> Handle:
         """Queue ``prompt`` and return its handle: poll, wait, cancel. ``max_uncollected``: see ``Handle``."""
-        return self.engine.add(self.prepare(prompt, params), max_uncollected)
+        return self.submit_all([(prompt, params)], max_uncollected)[0]
+
+    def submit_all(
+        self, parts: Sequence[tuple[Prompt, SamplingParams | None]], max_uncollected: int | None = None
+    ) -> list[Handle]:
+        """Queue several prompts, all or, when one of them is refused, none; a handle for each.
+
+        Encoding and compiling grammars happen in the calling thread, which may be any.
+        """
+        return self.engine.add_all([self.prepare(prompt, params) for prompt, params in parts], max_uncollected)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Check and encode one request. Raises RequestError naming the field that is wrong."""

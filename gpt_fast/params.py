@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ MAX_SAMPLES = 16
 MAX_CHOICES = 2000
 MAX_SCHEMA_VALUES = 5000  # objects, lists, strings, numbers
 MAX_GRAMMAR_CHARS = 65536
+MAX_SHOWN = 300  # characters of a failure that are logged or told: it may quote what a client sent
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: logits divided by it would be no finite numbers
 
 # Field: least and largest value. What is optional may be None as well.
@@ -63,6 +65,11 @@ class RequestError(ValueError):
         self.code = code
         self.status = status
         self.retry_after_s = retry_after_s
+
+
+def brief(error: BaseException) -> str:
+    """For the log: where ``error`` was raised, and the beginning of what it says."""
+    return f"{type(error).__name__}: {str(error)[:MAX_SHOWN]}\n" + "".join(traceback.format_tb(error.__traceback__))
 
 
 @dataclass(frozen=True)

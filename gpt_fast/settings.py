@@ -20,7 +20,7 @@ BLOCK = "the handler block of model_config.yaml"
 MIB = 1024 * 1024
 
 _ENGINE = tuple(f.name for f in dataclasses.fields(EngineConfig))
-_OWN = ("checkpoint", "max_new_tokens", "stream", "max_body_bytes")
+_OWN = ("checkpoint", "max_new_tokens", "stream", "max_body_bytes", "one_piece_timeout_s")
 _ALIASES = {"converted_ckpt_dir": "checkpoint"}
 _WITHOUT_EFFECT = {
     "draft": "there is no speculative decoding yet, the target decodes alone",
@@ -42,6 +42,7 @@ class HandlerSettings:
     max_new_tokens: int | None = None  # for requests that do not say; None: SamplingParams' own default
     stream: bool = True  # for requests that do not say
     max_body_bytes: int = MIB
+    one_piece_timeout_s: float = 600.0  # for requests that are not streamed and do not say
     warnings: tuple[str, ...] = ()  # keys that are understood and change nothing, for the log
 
 
@@ -53,6 +54,7 @@ class _Own:
     max_new_tokens: int | None = None
     stream: bool | None = None
     max_body_bytes: int | None = None
+    one_piece_timeout_s: float | None = None
 
 
 def read_settings(config: Mapping[str, Any] | None, model_dir: Path) -> HandlerSettings:

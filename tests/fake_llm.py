@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ class FakeLLM:
         self.tokenizer = None
         self.defaults = GenerationDefaults((), None, SamplingParams())
         scheduler = SimpleNamespace(running=[], num_preemptions=0, pages=PageAllocator(2, 1))
-        self.engine = SimpleNamespace(scheduler=scheduler, num_waiting=0)
+        self.engine = SimpleNamespace(scheduler=scheduler, num_waiting=0, max_waiting=None)
         self.handles: list[FakeHandle] = []
         self.silent = False  # of the handles to come
 
@@ -52,14 +53,18 @@ class FakeLLM:
         if len(prompt) > self.max_seq_len:
             message = f"the prompt has {len(prompt)} tokens; at most {self.max_seq_len} fit"
             raise RequestError(message, "prompt", "context_length_exceeded")
-        self.handles.append(FakeHandle(self, prompt, params))
+        self.handles.append(FakeHandle(self, prompt, params, eager=max_uncollected is None))
         return self.handles[-1]
+
+    def submit_all(self, parts: Sequence[tuple[Any, Any]], max_uncollected: int | None = None) -> list[FakeHandle]:
+        return [self.submit(prompt, params, max_uncollected) for prompt, params in parts]
 
 
 class FakeHandle:
-    """One request. ``silent``: it has nothing to say until that is set to False."""
+    """One request. ``silent``: it has nothing to say until that is set to False. ``eager``: all of it is there."""
 
-    def __init__(self, llm: FakeLLM, prompt: str | list[int], params: SamplingParams) -> None:
+    def __init__(self, llm: FakeLLM, prompt: str | list[int], params: SamplingParams, eager: bool = False) -> None:
+        self.eager = eager
         self.llm = llm
         self.completion: Completion | None = None
         self.silent = llm.silent
@@ -78,7 +83,7 @@ class FakeHandle:
 
     @property
     def finished(self) -> bool:
-        return self.completion is not None
+        return self.completion is not None or (self.eager and not self.silent)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -97,3 +102,15 @@ class FakeHandle:
             text = "".join(words[: i + 1])
             self.completion = Completion(text, tuple(range(i + 1)), reason, num_prompt_tokens=len(self._prompt))
         return Delta(words[i], (i,), reason, self.completion)
+
+
+class Here(Executor):
+    """Does its work at once, in the calling thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done

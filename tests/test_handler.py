@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_llm import FakeLLM
+from fake_llm import FakeLLM, Here
 
 from gpt_fast.config import ConfigError
 from gpt_fast.engine.handle import EngineError
 from gpt_fast.params import RequestError
+from gpt_fast.serving import Lanes
 
 pytest.importorskip("ts", reason="torchserve is not installed")
 
@@ -69,6 +70,7 @@ class Worker:
         config = {"handler": keys, **(yaml or {})}
         self.handler = handler.GPTFastHandler()
         self.handler.build = lambda checkpoint, options: llm
+        self.handler.lanes = Lanes(Here(), Here())
         metrics = type("Metrics", (), {"request_ids": None, "add_time": lambda *_: None})()
         self.service = Service("gpt-fast", str(tmp_path), None, self.handler.handle, None, 1, True, metrics)
         self.service.context.model_yaml_config = config

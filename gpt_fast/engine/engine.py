@@ -21,13 +21,12 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler, StepPlan
 from gpt_fast.outputs import FinishReason
-from gpt_fast.params import RequestError
+from gpt_fast.params import MAX_SHOWN, RequestError, brief
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1  # what a refused client is told to wait
 ABANDONED_S = 5.0  # a request that is held this long without anybody fetching is aborted
-MAX_SHOWN = 300  # characters of a failure that are logged and told: it may quote what a client sent
 
 
 class Engine:
@@ -238,13 +237,12 @@ class Engine:
     def _fail(self, request: Request, error: Exception) -> None:
         """End one request by its own fault; the others go on."""
         why = str(error).partition("\n")[0][:MAX_SHOWN]
-        log.error("request %s failed: %s: %s", request.id, type(error).__name__, why)
-        log.debug("where it failed", exc_info=error)
+        explained = isinstance(error, (RequestError, RequestFailedError))
+        log.error("request %s failed: %s", request.id, why if explained else brief(error))
         request.finish_reason = "abort"
         self.scheduler.finish(request)
         with self.changed:
-            own = isinstance(error, (RequestError, RequestFailedError))
-            self._handles.pop(request.id).error = error if own else RequestFailedError(why)
+            self._handles.pop(request.id).error = error if explained else RequestFailedError(why)
             self._notify()
         _observe(self.on_finish, request)
 

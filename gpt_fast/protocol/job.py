@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import RequestError, SamplingParams
+
+
+class Page(NamedTuple):
+    """An answer that needs no model."""
+
+    content_type: str
+    body: str
 
 
 @dataclass(frozen=True)

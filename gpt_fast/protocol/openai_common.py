@@ -211,7 +211,8 @@ def check_length(prompt: Sequence[int], asked: int | None, context: OpenAIContex
 def check_count(num_prompts: int, n: int, context: OpenAIContext, param: str) -> None:
     """Refuse a request that would take the whole queue."""
     if num_prompts * n > context.max_sequences:
-        message = f"{num_prompts} prompts, {n} samples of each, are more than {context.max_sequences} sequences"
+        asked = f"{num_prompts} prompts with {n} samples of each are {num_prompts * n} sequences"
+        message = f"{asked}; one request may have at most {context.max_sequences} here"
         raise RequestError(message, param if num_prompts > 1 else "n")
 
 
