@@ -22,7 +22,7 @@ MAX_SHOWN = 300  # characters of a failure that are logged or told: it may quote
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: logits divided by it would be no finite numbers
 
 # Field: least and largest value. What is optional may be None as well.
-_INTEGERS: dict[str, tuple[int, int]] = {
+INTEGERS: dict[str, tuple[int, int]] = {
     "max_tokens": (1, 2**31),
     "top_k": (-1, 2**31),
     "seed": (-(2**63), 2**64 - 1),
@@ -31,7 +31,7 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
-_NUMBERS: dict[str, tuple[float, float]] = {
+NUMBERS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -41,7 +41,7 @@ _NUMBERS: dict[str, tuple[float, float]] = {
     "timeout_s": (0.0, 86400.0),
 }
 _MORE_THAN_LEAST = ("top_p", "repetition_penalty", "timeout_s")  # here the least value itself is not allowed
-_OPTIONAL = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "logprobs", "prompt_logprobs", "timeout_s")
+OPTIONAL = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "logprobs", "prompt_logprobs", "timeout_s")
 
 
 class RequestError(ValueError):
@@ -138,15 +138,15 @@ class SamplingParams:
 
     def _validate(self) -> None:
         # Each number in its own type: JSON has one kind of number, so 1 and 1.0 are the same.
-        for name in (*_INTEGERS, *_NUMBERS):
+        for name in (*INTEGERS, *NUMBERS):
             value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
+            if value is None and name in OPTIONAL:
                 continue
             number: int | float
-            if name in _INTEGERS:
-                number = _integer(name, value, *_INTEGERS[name])
+            if name in INTEGERS:
+                number = integer(name, value, *INTEGERS[name])
             else:
-                number = _number(name, value, *_NUMBERS[name], name in _MORE_THAN_LEAST)
+                number = _number(name, value, *NUMBERS[name], name in _MORE_THAN_LEAST)
             object.__setattr__(self, name, number)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})", "min_tokens")
@@ -164,7 +164,7 @@ class SamplingParams:
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise RequestError(f"logit_bias has more than {MAX_LOGIT_BIASES} entries", "logit_bias")
         biases = {
-            _integer("logit_bias", token, 0, 2**31): _number("logit_bias", bias, -100.0, 100.0)
+            integer("logit_bias", token, 0, 2**31): _number("logit_bias", bias, -100.0, 100.0)
             for token, bias in self.logit_bias.items()
         }
         object.__setattr__(self, "logit_bias", biases)
@@ -210,7 +210,7 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             message = f"stop_token_ids has {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKENS} are allowed"
             raise RequestError(message, "stop_token_ids")
-        tokens = tuple(_integer("stop_token_ids", token, 0, 2**31) for token in self.stop_token_ids)
+        tokens = tuple(integer("stop_token_ids", token, 0, 2**31) for token in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", tokens)
 
     def samples(self) -> tuple[SamplingParams, ...]:
@@ -240,7 +240,7 @@ def _first(*values: Any) -> Any:
     return next(v for v in values if v is not None)
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
+def integer(name: str, value: object, low: int, high: int) -> int:
     """``value`` as an integer; 5.0 is one. Raises RequestError."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)

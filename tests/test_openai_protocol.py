@@ -580,6 +580,33 @@ def test_a_chat_stream_event_by_event() -> None:
     ]
 
 
+def test_every_event_has_the_usage_so_far_where_that_is_asked_for() -> None:
+    for parse, body in ((parse_chat, chat), (parse_completion, text)):
+        for include in (True, False):
+            options = {"include_usage": include, "continuous_usage_stats": True}
+            job = parse(body(stream=True, stream_options=options), context())
+            num_prompt = len(job.sequences[0].prompt)
+            found = events(run(job, "yo"))
+            counts = [event["usage"]["completion_tokens"] for event in found]
+            assert counts == sorted(counts)
+            assert counts[-1] == 3
+            assert counts[0] <= 1
+            for event, count in zip(found, counts, strict=True):
+                assert event["usage"]["prompt_tokens"] == num_prompt
+                assert event["usage"]["total_tokens"] == num_prompt + count
+            assert (found[-1]["choices"] == []) == include
+
+
+def test_numbers_may_be_integers_or_floats() -> None:
+    job = parse_completion(text(max_tokens=5.0, n=2.0, best_of=2, logprobs=3.0, top_k=4.0, seed=7.0), context())
+    params = job.sequences[0].params
+    assert [params.max_tokens, params.n, params.logprobs, params.top_k, params.seed] == [5, 2, 3, 4, 7]
+    assert parse_completion(text(max_tokens=0.0, echo=True), context()).sequences[0].params.max_tokens == 1
+    job = parse_chat(chat(max_completion_tokens=5.0, logprobs=True, top_logprobs=2.0, min_tokens=3.0), context())
+    assert (job.sequences[0].params.max_tokens, job.sequences[0].params.logprobs) == (5, 2)
+    assert parse_completion(text(min_tokens=40.0), context()).sequences[0].params.max_tokens == 40
+
+
 def test_usage_is_absent_unless_asked_for() -> None:
     assert all("usage" not in event for event in events(run(parse_chat(chat(stream=True), context()), "yo")))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +66,115 @@ def test_what_does_not_compile_is_refused_by_field(llm: LLM, fields: dict[str, o
     with pytest.raises(RequestError) as caught:
         llm.prepare("a", SamplingParams(**fields))  # type: ignore[arg-type]
     assert caught.value.param == param
+
+
+TOO_LARGE: dict[str, dict[str, Any]] = {
+    "choices": {"choice": [f"choice number {i}" for i in range(90_000)]},
+    "long choices": {"choice": ["x" * 60_000, "y" * 60_000]},
+    "properties": {"json_schema": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(9000)}}},
+    "enum": {"json_schema": {"enum": [f"value {i}" for i in range(5000)]}},
+    "nested": {"json_schema": {"a": functools.reduce(lambda inner, _: [inner], range(20_000), [])}},
+    "regex": {"regex": "a?" * 40_000},
+}
+
+
+@pytest.mark.parametrize("fields", TOO_LARGE.values(), ids=TOO_LARGE)
+def test_what_would_take_long_to_compile_is_refused_by_its_limit(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"\d{4,5}") as caught:
+        SamplingParams(**fields)
+    assert (caught.value.status, caught.value.param) == (400, next(iter(fields)))
+    assert len(str(caught.value)) < 200
+
+
+UNUSABLE: dict[str, dict[str, Any]] = {
+    "no character": {"regex": r"[^\s\S]"},
+    "nothing in the end": {"regex": r"abc[^\s\S]"},
+    "too complex": {"regex": "(a?){2000}a{2000}"},
+    "a reference to itself": {"json_schema": {"$ref": "#"}},
+    "only references": {"json_schema": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}},
+    "endless": {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
+    "nothing": {"json_schema": {"type": "string", "minLength": 5, "maxLength": 2}},
+    "not supported": {"json_schema": {"not": {}}},
+    "elsewhere": {"json_schema": {"$ref": "http://127.0.0.1:1/schema"}},
+    "too deep": {"json_schema": {"items": functools.reduce(lambda inner, _: {"items": inner}, range(900), {})}},
+}
+
+
+@pytest.mark.parametrize("fields", UNUSABLE.values(), ids=UNUSABLE)
+def test_what_nothing_satisfies_is_refused_every_time_in_the_same_words(llm: LLM, fields: dict[str, Any]) -> None:
+    said = set()
+    for _ in range(3):
+        with pytest.raises(RequestError) as caught:
+            llm.generate("a", SamplingParams(max_tokens=8, **fields))
+        said.add(str(caught.value))
+        assert (caught.value.status, caught.value.param) == (400, next(iter(fields)))
+    assert len(said) == 1
+    assert len(said.pop()) < 400
+
+
+def test_a_grammar_that_becomes_too_complex_fails_its_request_by_field_and_briefly(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = SamplingParams(max_tokens=40, json_schema={"enum": ["a secret of the client " * 20 + c for c in "ab"]})
+    request = llm.prepare("a", params)
+    matcher = request.grammar._matcher  # type: ignore[union-attr]
+    assert not matcher.consume_token(0)  # what llguidance does when a limit is met in mid-text: an error that stays
+    with pytest.raises(RequestError) as caught:
+        list(llm.engine.add(request))
+    assert (caught.value.status, caught.value.param) == (400, "json_schema")
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("count", [3, 2000])
+def test_choices_of_any_characters_and_number(llm: LLM, count: int) -> None:
+    odd = [
+        "a.b*",
+        "c\nd",
+        "naïve 🙂",
+        "-",
+        "#x y",
+        "\\",
+        "[x]",
+        "&&~",
+        "/",
+        '"',
+        "\x01",
+        "(?i)a",
+        "a|b",
+        "$",
+        " lead",
+        "t ",
+    ]
+    choices = tuple((odd + [f"choice number {i}" for i in range(count)])[:2000])
+    for only in odd:
+        assert llm.generate("a", SamplingParams(max_tokens=60, choice=(only,))).text == only
+    answers = [
+        llm.generate("a", SamplingParams(max_tokens=60, temperature=1.0, seed=3, choice=choices)).text for _ in range(3)
+    ]
+    assert set(answers) <= set(choices)
+    assert len(set(answers)) == 1
+
+
+def test_what_a_grammar_takes_is_given_back_and_limited(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = llm._grammars
+    params = SamplingParams(max_tokens=20, regex="[a-z]{3}")
+    llm.generate("a", params)
+    gc.collect()
+    assert compiler.live_chars == 0
+    one = llm.prepare("a", params)
+    size = compiler.live_chars
+    assert size > 0
+    monkeypatch.setattr("gpt_fast.structured.MAX_LIVE_CHARS", 2 * size)
+    two = llm.prepare("a", params)
+    with pytest.raises(RequestError) as caught:
+        llm.prepare("a", params)
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+    del one, two
+    gc.collect()
+    assert compiler.live_chars == 0
+    with pytest.raises(RequestError, match="regex"):
+        llm.prepare("a", SamplingParams(regex="("))
+    assert compiler.live_chars == 0
 
 
 def test_without_the_package_it_is_refused_by_name(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

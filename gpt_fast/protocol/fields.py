@@ -32,6 +32,17 @@ def check_values(name: str, value: Any) -> None:
             pending += item
 
 
+def is_number(value: Any) -> bool:
+    """Whether JSON calls ``value`` a number: Python calls true one, too."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def default_tokens(default: int, values: Mapping[str, Any]) -> int:
+    """``max_tokens`` for a request that does not say: at least its ``min_tokens``, which a default may not contradict."""
+    least = values.get("min_tokens", 0)
+    return max(default, int(least)) if is_number(least) and 0 <= least < 2**31 else default
+
+
 def unknown(name: str, known: Iterable[str]) -> str:
     """The message for a field that does not exist."""
     close = difflib.get_close_matches(name[:60], list(known), n=1)

@@ -15,6 +15,7 @@ from typing import Any
 
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
 from gpt_fast.params import RequestError, SamplingParams
+from gpt_fast.protocol.fields import default_tokens
 from gpt_fast.protocol.job import SequenceRequest
 
 TEXT_TYPE = "text/plain; charset=utf-8"
@@ -153,9 +154,7 @@ def _params(given: Mapping[str, Any], default_max_tokens: int | None) -> Samplin
         if isinstance(value, int) and abs(value) >= 2**64:  # math.isfinite would overflow further down
             raise RequestError(f"{name} is out of range", name)
     if default_max_tokens is not None and not any(n in values for n in ("max_tokens", "max_new_tokens")):
-        # At least min_tokens: a default must not turn a possible request into a contradictory one.
-        least = values.get("min_tokens", 0)
-        values["max_tokens"] = max(default_max_tokens, least if isinstance(least, int) else 0)
+        values["max_tokens"] = default_tokens(default_max_tokens, values)
     try:
         return SamplingParams(**values)
     except RequestError as error:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
-from gpt_fast.params import MAX_LOGPROBS, MAX_STOP_STRINGS, RequestError
+from gpt_fast.params import MAX_LOGPROBS, MAX_STOP_STRINGS, RequestError, integer
 from gpt_fast.protocol.chat_prompt import FALLBACK_STOPS, encode_chat, special_names
 from gpt_fast.protocol.fields import kind, show, unknown
 from gpt_fast.protocol.openai_common import (
@@ -28,8 +28,8 @@ from gpt_fast.protocol.openai_fields import (
     CHAT,
     check_model,
     read_fields,
-    read_include_usage,
     read_params,
+    read_stream_options,
     read_switch,
     require,
 )
@@ -109,15 +109,15 @@ def parse_chat(body: Mapping[str, Any], context: OpenAIContext) -> ChatJob:
         default_temperature=context.default_temperature,
     )
     stream = read_switch(given, "stream")
-    include_usage = read_include_usage(given, stream)
+    options = read_stream_options(given, stream)
     variables = _variables(given, context)
     if context.tokenizer is None:
         raise RequestError("this checkpoint has no tokenizer; POST v1/completions takes token ids", "messages")
     generate = read_switch(given, "add_generation_prompt", True)
     prompt = encode_chat(context.template, context.tokenizer, messages, generate, variables)
-    check_length(prompt, max_tokens, context, "messages", asked_as)
+    check_length(prompt, params.max_tokens if max_tokens is not None else None, context, "messages", asked_as)
     check_count(1, params.n, context, "messages")
-    return ChatJob(Ask(model, (prompt,), params, given, stream, include_usage), context)
+    return ChatJob(Ask(model, (prompt,), params, given, stream, options), context)
 
 
 def _chunk(
@@ -193,10 +193,7 @@ def _num_logprobs(given: Mapping[str, Any]) -> int | None:
     num_top = given.get("top_logprobs")
     if num_top is None:
         return 0 if wanted else None
-    if isinstance(num_top, bool) or not isinstance(num_top, int):
-        raise RequestError(f"top_logprobs must be an integer, not {kind(num_top)}", "top_logprobs", "invalid_type")
-    if not 0 <= num_top <= MAX_LOGPROBS:
-        raise RequestError(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {num_top}", "top_logprobs")
+    num_top = integer("top_logprobs", num_top, 0, MAX_LOGPROBS)
     if not wanted and num_top > 0:
         raise RequestError('top_logprobs needs "logprobs": true', "top_logprobs")
     return num_top if wanted else None

@@ -19,7 +19,7 @@ from gpt_fast.params import RequestError, SamplingParams
 from gpt_fast.protocol.chat_prompt import FALLBACK, special_names
 from gpt_fast.protocol.job import SequenceRequest
 from gpt_fast.protocol.native import JSON_TYPE, error_body
-from gpt_fast.protocol.openai_fields import as_written
+from gpt_fast.protocol.openai_fields import StreamOptions, as_written
 from gpt_fast.tokenizer import Tokenizer
 
 EVENT_TYPE = "text/event-stream; charset=utf-8"
@@ -99,7 +99,7 @@ class Ask:
     params: SamplingParams
     given: Mapping[str, Any]  # the fields as the client wrote them
     stream: bool
-    include_usage: bool
+    stream_options: StreamOptions
 
 
 class OpenAIJob:
@@ -121,6 +121,7 @@ class OpenAIJob:
         self.num_samples = ask.params.n
         self.id = self._prefix + context.new_id()
         self.created = int(context.clock())
+        self._num_new = 0  # tokens streamed so far, of all sequences
         self._closed = False  # an error has ended the stream
 
     def delta(self, index: int, delta: Delta) -> str:
@@ -129,7 +130,8 @@ class OpenAIJob:
             return ""
         if delta.finish_reason == "abort":
             return self.broken(_aborted())
-        return "".join(self._event([choice]) for choice in self._chunks(index, delta))
+        self._num_new += len(delta.token_ids)
+        return "".join(self._event([choice], self._usage_so_far()) for choice in self._chunks(index, delta))
 
     def end(self, completions: Sequence[Completion]) -> str:
         """The end of the stream, or the whole answer. Raises RequestError (500) for the whole answer if a sequence was
@@ -139,7 +141,7 @@ class OpenAIJob:
         if not self.stream:
             return self._answer(completions)
         self._closed = True
-        return (self._event([], self._usage(completions)) if self.ask.include_usage else "") + _DONE
+        return (self._event([], self._usage(completions)) if self.ask.stream_options.include_usage else "") + _DONE
 
     def broken(self, error: RequestError) -> str:
         """The error as the stream's last event."""
@@ -167,9 +169,9 @@ class OpenAIJob:
         answer = self._frame(self._object, choices) | {"usage": self._usage(completions)}
         return json.dumps(answer, ensure_ascii=False) + "\n"
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
         chunk = self._frame(self._chunk_object, choices)
-        if self.ask.include_usage:
+        if any(self.ask.stream_options):
             chunk["usage"] = usage
         # ASCII: some readers of event streams take U+2028 and U+0085 for line ends.
         return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
@@ -184,17 +186,23 @@ class OpenAIJob:
             "choices": choices,
         }
 
+    def _usage_so_far(self) -> dict[str, Any] | None:
+        if not self.ask.stream_options.continuous_usage_stats:
+            return None
+        num_prompt = sum(map(len, self.ask.prompts))
+        return _counts(num_prompt, self._num_new)
+
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """A prompt counts once, however many samples are drawn from it."""
         firsts = completions[:: self.num_samples]
         num_prompt = sum(completion.num_prompt_tokens for completion in firsts)
         num_new = sum(len(completion.token_ids) for completion in completions)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": sum(completion.num_cached_tokens for completion in firsts)},
-        }
+        details = {"cached_tokens": sum(completion.num_cached_tokens for completion in firsts)}
+        return _counts(num_prompt, num_new) | {"prompt_tokens_details": details}
+
+
+def _counts(num_prompt: int, num_new: int) -> dict[str, Any]:
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
 
 def check_length(prompt: Sequence[int], asked: int | None, context: OpenAIContext, param: str, asked_as: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
 from gpt_fast.params import RequestError
-from gpt_fast.protocol.fields import kind
+from gpt_fast.protocol.fields import is_number, kind
 from gpt_fast.protocol.openai_common import (
     Ask,
     OpenAIContext,
@@ -28,8 +28,8 @@ from gpt_fast.protocol.openai_fields import (
     COMPLETION,
     check_model,
     read_fields,
-    read_include_usage,
     read_params,
+    read_stream_options,
     read_switch,
     require,
 )
@@ -166,9 +166,9 @@ def parse_completion(body: Mapping[str, Any], context: OpenAIContext) -> Complet
     prompts = _prompts(require(given, "prompt"))
     echo = read_switch(given, "echo")
     stream = read_switch(given, "stream")
-    include_usage = read_include_usage(given, stream)
+    options = read_stream_options(given, stream)
     num_new = given.get("max_tokens")
-    scores_only = type(num_new) is int and num_new == 0
+    scores_only = is_number(num_new) and num_new == 0
     if scores_only and not echo:
         raise RequestError("max_tokens 0 needs echo: there would be no answer", "max_tokens")
     logprobs = given.get("logprobs")
@@ -189,9 +189,10 @@ def parse_completion(body: Mapping[str, Any], context: OpenAIContext) -> Complet
     for i, prompt in enumerate(prompts):
         ids = _encode(prompt, context)
         path = "prompt" if len(prompts) == 1 else f"prompt.{i}"
-        check_length(ids, num_new, context, path, "max_tokens")
+        asked = params.max_tokens if num_new else None
+        check_length(ids, asked, context, path, "max_tokens")
         encoded.append(ids)
-    ask = Ask(model, tuple(encoded), params, given, stream, include_usage)
+    ask = Ask(model, tuple(encoded), params, given, stream, options)
     return CompletionJob(ask, context, echoes, scores_only)
 
 

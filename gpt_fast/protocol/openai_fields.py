@@ -8,10 +8,10 @@ are refused unless they ask for what happens anyway (``UNSUPPORTED``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt_fast.params import RequestError, SamplingParams
-from gpt_fast.protocol.fields import check_values, kind, show, unknown
+from gpt_fast.protocol.fields import check_values, default_tokens, is_number, kind, show, unknown
 from gpt_fast.protocol.native import bias_by_id
 
 _SAME_NAME = (  # in SamplingParams; the first line is OpenAI's, the others are vLLM's and our own
@@ -119,9 +119,7 @@ def read_params(
         if schema is not None:
             values["json_schema"] = schema
     if max_tokens is None and default_max_tokens is not None:
-        # At least min_tokens: a default must not turn a possible request into a contradictory one.
-        least = values.get("min_tokens", 0)
-        values["max_tokens"] = max(default_max_tokens, least if isinstance(least, int) else 0)
+        values["max_tokens"] = default_tokens(default_max_tokens, values)
     # OpenAI documents 1; a checkpoint that comes with a temperature of its own knows better.
     values.setdefault("temperature", 1.0 if default_temperature is None else default_temperature)
     try:
@@ -156,25 +154,32 @@ def read_switch(given: Mapping[str, Any], name: str, default: bool = False) -> b
     return value
 
 
-def read_include_usage(given: Mapping[str, Any], stream: bool) -> bool:
-    """``stream_options``: whether a stream ends with the usage."""
+class StreamOptions(NamedTuple):
+    """``include_usage``: a stream ends with the usage. ``continuous_usage_stats`` (vLLM's): every event has it."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+def read_stream_options(given: Mapping[str, Any], stream: bool) -> StreamOptions:
+    """The field ``stream_options``. Raises RequestError naming what is wrong in it."""
     options = given.get("stream_options")
     if options is None:
-        return False
+        return StreamOptions()
     if not isinstance(options, Mapping):
         raise RequestError(f"stream_options must be an object, not {kind(options)}", "stream_options", "invalid_type")
     if not stream:
         raise RequestError('stream_options is only allowed with "stream": true', "stream_options")
     for name, value in options.items():
         path = f"stream_options.{name[:100]}"
-        if name not in ("include_usage", "include_obfuscation"):
+        if name not in (*StreamOptions._fields, "include_obfuscation"):
             raise RequestError(f"unknown field {path}", path, "unknown_parameter")
         if value is not None and not isinstance(value, bool):
             raise RequestError(f"{path} must be true or false, not {kind(value)}", path, "invalid_type")
     if options.get("include_obfuscation"):
         path = "stream_options.include_obfuscation"
         raise RequestError(f"{path} is not supported", path, "unsupported_parameter")
-    return bool(options.get("include_usage"))
+    return StreamOptions(*(bool(options.get(name)) for name in StreamOptions._fields))
 
 
 def require(given: Mapping[str, Any], name: str) -> Any:
@@ -198,9 +203,13 @@ def check_model(given: Mapping[str, Any], models: Sequence[str]) -> str:
 
 def _refuse_unless_neutral(name: str, value: Any, body: Mapping[str, Any]) -> None:
     neutral = (body.get("n") or 1,) if name == "best_of" else UNSUPPORTED[name]
-    if not any(type(value) is type(other) and value == other for other in neutral):
+    if not any(_same_type(value, other) and value == other for other in neutral):
         hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise RequestError(f"{name} is not supported{hint}", name, "unsupported_parameter")
+
+
+def _same_type(one: Any, other: Any) -> bool:
+    return type(one) is type(other) or (is_number(one) and is_number(other))
 
 
 def _schema(response_format: Any) -> Mapping[str, Any] | None:

@@ -1,0 +1,314 @@
+"""What one request contains or breaks costs the others nothing: their answers are the same to the byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import families_table
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpt_fast import LLM, Completion, RequestError, SamplingParams
+from gpt_fast.checkpoint import random_model
+from gpt_fast.engine import compute
+from gpt_fast.engine.engine import Engine
+from gpt_fast.engine.handle import EngineError, Handle, RequestFailedError
+from gpt_fast.engine.request import Request
+from gpt_fast.engine.runner import Runner
+from gpt_fast.engine.scheduler import Scheduler
+from gpt_fast.params import INTEGERS, NUMBERS, OPTIONAL
+from gpt_fast.protocol import native
+from gpt_fast.sampling import NO_TOKEN, SamplingRow, sample
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    families_table.FAMILIES["llama"]().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(checkpoint, dtype="float32", compile=False, max_seq_len=128) as llm:
+        yield llm
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def numbers(name: str) -> st.SearchStrategy[float]:
+    """Values that the field takes, as integers and as floats."""
+    if name in INTEGERS:
+        low, high = INTEGERS[name]
+        high = {"max_tokens": 6, "min_tokens": 6}.get(name, high)
+        whole = st.integers(max(low, -(2**53)), min(high, 2**53))  # what a float holds exactly
+        return whole | whole.map(float)
+    least, most = NUMBERS[name]
+    least = {"timeout_s": 1000.0, "repetition_penalty": 0.5}.get(name, least + (0.01 if name == "top_p" else 0.0))
+    floats = st.floats(least, most)
+    return floats | st.integers(int(-(-least // 1)), int(most))
+
+
+FIELDS = [name for name in (*INTEGERS, *NUMBERS) if name != "n"]
+BODIES = st.fixed_dictionaries(
+    {"prompt": st.lists(st.integers(3, 259), min_size=1, max_size=20)},
+    optional={name: numbers(name) for name in FIELDS}
+    | {
+        "logit_bias": st.dictionaries(
+            st.integers(0, 259).map(str), st.integers(-100, 100) | st.floats(-100, 100), max_size=4
+        ),
+        "stop_token_ids": st.lists(st.integers(0, 259), max_size=3),
+    },
+)
+
+
+def respelled(value: Any) -> Any:
+    """The same JSON with every integer outside the prompt as a float, and every whole float as an integer."""
+    if isinstance(value, dict):
+        return {k: v if k == "prompt" else respelled(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [respelled(v) for v in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return float(value) if isinstance(value, int) and abs(value) <= 2**53 else value
+
+
+def parsed(body: dict[str, Any]) -> tuple[Any, SamplingParams]:
+    """``body`` after its way through JSON and the protocol; short and seeded."""
+    body = {"max_tokens": 6, "seed": 1, "stream": False, **body}
+    if body.get("min_tokens", 0) > body["max_tokens"]:
+        body["min_tokens"] = body["max_tokens"]
+    (part,) = native.parse_request(json.loads(json.dumps(body))).sequences
+    return part.prompt, part.params
+
+
+def shown(done: Completion) -> tuple[Any, ...]:
+    """Everything a client sees of a completion, to the last bit."""
+    return done.text, done.token_ids, done.finish_reason, done.logprobs, done.prompt_logprobs
+
+
+def finish(handle: Handle) -> tuple[Any, ...]:
+    return [shown(delta.completion) for delta in handle if delta.completion is not None][-1]
+
+
+NUMBERS_LLM: dict[str, LLM] = {}
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(BODIES, min_size=1, max_size=6))
+def test_every_number_is_taken_as_integer_and_as_float_alone_and_in_company(
+    checkpoint: Path, bodies: list[dict[str, Any]]
+) -> None:
+    if not NUMBERS_LLM:
+        NUMBERS_LLM["llm"] = LLM(checkpoint, dtype="float32", compile=False, max_seq_len=128, prefix_cache=False)
+    llm = NUMBERS_LLM["llm"]
+    requests = [parsed(body) for body in bodies]
+    assert [parsed(respelled(body)) for body in bodies] == requests
+    alone = [finish(llm.submit(*request)) for request in requests]
+    together = llm.submit_all(requests)
+    assert [finish(handle) for handle in together] == alone
+    llm.check_idle()
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS])
+@pytest.mark.parametrize("value", [True, "1", [1], float("nan"), float("inf"), 10**400, -(10**400), 1e308])
+def test_what_is_no_such_number_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert len(str(caught.value)) < 200
+    assert name in OPTIONAL or getattr(SamplingParams(), name) is not None
+
+
+def test_half_a_token_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"max_tokens must be an integer, not 5\.5"):
+        SamplingParams(max_tokens=5.5)  # type: ignore[arg-type]
+
+
+def test_a_temperature_close_to_zero_is_greedy() -> None:
+    assert SamplingParams(temperature=1e-300).resolved() == SamplingParams(temperature=0.0).resolved()
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+BAD_LENGTH = 23  # tokens in the prompt of the request that breaks, and of no other
+NUM_TOP = 7  # log probabilities that it asks for, and no other does
+
+
+def eight() -> list[tuple[list[int], SamplingParams]]:
+    """Requests of all kinds, the fourth of them the one that will break."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9, "logprobs": 2},
+        {"temperature": 1.0, "logprobs": NUM_TOP, "prompt_logprobs": NUM_TOP},
+        {"temperature": 0.0, "repetition_penalty": 1.5},
+        {"temperature": 1.3, "logit_bias": {5: -100, 7: 4}},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+        {"temperature": 1.0, "top_k": 5, "min_tokens": 4},
+    ]
+    return [
+        (
+            [3 + (7 * i + j) % 250 for j in range(BAD_LENGTH if i == 3 else 5 + 4 * i)],
+            SamplingParams(max_tokens=12, seed=i, ignore_eos=True, **kind),
+        )
+        for i, kind in enumerate(kinds)
+    ]
+
+
+class Fault(Exception):  # noqa: N818
+    """What is injected."""
+
+
+def wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, breaks: Callable[..., bool], after: int = 0) -> None:
+    """Let ``owner.name`` raise from its call number ``after`` on that ``breaks`` says yes to."""
+    original = getattr(owner, name)
+    calls = []
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if breaks(*args, **kwargs):
+            calls.append(1)
+            if len(calls) > after:
+                raise Fault(f"in {name}" + " of a long message" * 1000)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+def is_bad(request: Request) -> bool:
+    return request.num_prompt == BAD_LENGTH
+
+
+class BrokenGrammar:
+    complete = False
+
+    def allowed(self) -> torch.Tensor:
+        raise Fault("in allowed")
+
+    def advance(self, token: int) -> None:
+        raise AssertionError
+
+
+STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+    "admit": (Scheduler, "_admit", lambda self, request: is_bad(request)),
+    "schedule": (Scheduler, "_sequence_plan", lambda self, request, count: is_bad(request)),
+    "execute": (Runner, "execute", lambda self, plan: any(s.prompt_len == BAD_LENGTH for s in plan.sequences)),
+    "sample": (compute, "sample", lambda logits, rows: any(row.num_prompt == BAD_LENGTH for row in rows)),
+    "logprobs": (compute, "logprobs", lambda logits, tokens, num_top: NUM_TOP in num_top),
+    "computed": (Scheduler, "computed", lambda self, request, count: is_bad(request)),
+    "append": (Request, "append", lambda self, token, now: is_bad(self)),
+    "emit": (Handle, "put", lambda self, text, token: is_bad(self.request)),
+    "end": (Request, "completion", is_bad),
+}
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("stage", [*STAGES, "grammar", "detokenize", "observer"])
+def test_a_fault_at_any_stage_costs_the_others_not_a_byte(
+    llm: LLM, stage: str, after: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = [finish(llm.submit(*request)) for request in eight()]
+    requests = [llm.prepare(*request) for request in eight()]
+    if stage == "grammar":
+        requests[3].grammar = BrokenGrammar()
+    elif stage == "detokenize":
+        wrap(monkeypatch, requests[3].text, "push", lambda *_, **__: True, after)
+    elif stage == "observer":
+        llm.engine.on_step = llm.engine.on_finish = lambda *_: 1 / 0  # type: ignore[assignment]
+    else:
+        owner, name, breaks = STAGES[stage]
+        wrap(monkeypatch, owner, name, breaks, 0 if stage in ("admit", "end") else after)
+    handles = llm.engine.add_all(requests)
+    for i, handle in enumerate(handles):
+        if i == 3 and stage != "observer":
+            with pytest.raises(RequestFailedError) as caught:
+                finish(handle)
+            assert "in " in str(caught.value)
+            assert len(str(caught.value)) < 400
+        else:
+            assert finish(handle) == expected[i], f"request {i}"
+    assert max(len(record.getMessage()) for record in caplog.records) < 20_000
+    llm.check_idle()
+    monkeypatch.undo()
+    assert finish(llm.submit(*eight()[3])) == expected[3], "the engine goes on"
+
+
+def test_several_at_fault_end_and_the_others_do_not(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [finish(llm.submit(*request)) for request in eight()]
+    odd = {len(prompt) for i, (prompt, _) in enumerate(eight()) if i % 2}
+    wrap(monkeypatch, compute, "sample", lambda logits, rows: any(row.num_prompt in odd for row in rows), 2)
+    handles = llm.submit_all(eight())
+    for i, handle in enumerate(handles):
+        if i % 2:
+            with pytest.raises(RequestFailedError):
+                finish(handle)
+        else:
+            assert finish(handle) == expected[i]
+    llm.check_idle()
+
+
+def test_when_all_that_run_are_at_fault_the_next_is_served(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = finish(llm.submit([5, 6], SamplingParams(max_tokens=4)))
+    wrap(monkeypatch, compute, "sample", lambda logits, rows: any(row.num_prompt == BAD_LENGTH for row in rows))
+    with pytest.raises(RequestFailedError):
+        finish(llm.submit(*eight()[3]))
+    assert finish(llm.submit([5, 6], SamplingParams(max_tokens=4))) == expected
+
+
+def test_the_engine_ends_when_nothing_works(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(checkpoint, dtype="float32", compile=False, max_seq_len=128) as llm:
+        wrap(monkeypatch, compute, "sample", lambda logits, rows: True)
+        handles = llm.submit_all(eight())
+        for handle in handles:
+            with pytest.raises(EngineError, match="in sample"):
+                finish(handle)
+        with pytest.raises(EngineError, match="in sample"):
+            llm.submit([5])
+
+
+def test_all_of_several_requests_are_queued_or_none(checkpoint: Path) -> None:
+    with LLM(checkpoint, dtype="float32", compile=False, max_seq_len=128, max_waiting=4) as llm:
+        engine: Engine = llm.engine
+        with pytest.raises(RequestError) as caught:
+            llm.submit_all([([3], SamplingParams(max_tokens=1))] * 5)
+        assert (caught.value.status, caught.value.code) == (503, "queue_full")
+        assert engine.num_waiting == 0
+        assert len(llm.submit_all([([3], SamplingParams(max_tokens=1))] * 4)) == 4
+        llm.check_idle()
+
+
+# ---- numbers that the model computes --------------------------------------------------------------------------------
+
+
+def test_a_row_without_a_finite_logit_has_no_token() -> None:
+    logits = torch.zeros(5, 8)
+    logits[1] = float("nan")
+    logits[2, 3] = float("nan")
+    logits[3] = float("-inf")
+    logits[4, 2] = float("inf")
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=0).resolved()
+        tokens = sample(logits, [SamplingRow(params, 0, i) for i in range(5)]).tolist()
+        assert tokens[1:] == [NO_TOKEN] * 4
+        assert tokens[0] != NO_TOKEN
+
+
+def test_a_model_that_computes_no_numbers_fails_its_requests_and_goes_on(checkpoint: Path) -> None:
+    from gpt_fast.families import read_config
+
+    model = random_model(read_config(checkpoint), torch.float32)
+    model.norm.weight.fill_(float("nan"))
+    with LLM.from_model(model, compile=False, max_seq_len=64) as llm:
+        for params in (SamplingParams(), SamplingParams(temperature=1.0, logprobs=3)):
+            with pytest.raises(RequestFailedError, match="not finite"):
+                llm.generate([5, 6], params)
+        assert llm.engine.alive
+        llm.check_idle()
