@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gpt_fast.params import RequestError
+from gpt_fast.params import MAX_SHOWN, RequestError
 
 
 class ChatTemplate:
@@ -43,8 +43,9 @@ class ChatTemplate:
             text: str = self._template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special, **extra
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
-            raise RequestError(f"the chat template refuses these messages: {error}", "messages") from None
+        except Exception as error:  # a template is a program: what these messages make it raise may be anything
+            message = f"the chat template refuses these messages: {str(error)[:MAX_SHOWN]}"
+            raise RequestError(message, "messages") from None
         return text
 
 

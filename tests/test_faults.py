@@ -308,7 +308,20 @@ def test_a_model_that_computes_no_numbers_fails_its_requests_and_goes_on(checkpo
     model.norm.weight.fill_(float("nan"))
     with LLM.from_model(model, compile=False, max_seq_len=64) as llm:
         for params in (SamplingParams(), SamplingParams(temperature=1.0, logprobs=3)):
-            with pytest.raises(RequestFailedError, match="not finite"):
+            with pytest.raises(RequestError, match="not finite") as caught:
                 llm.generate([5, 6], params)
+            assert caught.value.status == 500
         assert llm.engine.alive
         llm.check_idle()
+
+
+def test_a_request_that_rules_out_every_token_is_told_so(llm: LLM) -> None:
+    class OnlySeven(BrokenGrammar):
+        def allowed(self) -> torch.Tensor:
+            return torch.arange(llm.config.vocab_size) == 7
+
+    request = llm.prepare([5, 6], SamplingParams(max_tokens=8, min_tokens=4, stop_token_ids=(7,)))
+    request.grammar = OnlySeven()
+    with pytest.raises(RequestError, match="min_tokens") as caught:
+        finish(llm.engine.add(request))
+    assert caught.value.status == 400

@@ -10,13 +10,12 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from gpt_fast.engine.handle import RequestFailedError
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.text import TextStream
 from gpt_fast.outputs import TokenLogprobs
-from gpt_fast.params import SamplingParams
+from gpt_fast.params import RequestError, SamplingParams
 from gpt_fast.sampling import NO_TOKEN, SamplingRow, logprobs, sample
 
 Item = TypeVar("Item")
@@ -58,8 +57,10 @@ def compute(runner: Runner, parts: Sequence[Part]) -> list[Outcome | Exception]:
     if due:
         chosen = logits if len(rows) == len(logits) else logits[rows]
         found = _sample(chosen, sampling)
-        for i, (token, entry) in zip(due, found, strict=True):
-            outcomes[i] = Outcome(outcomes[i].prompt_logprobs, token, entry) if token != NO_TOKEN else _no_token()  # type: ignore[union-attr]
+        for i, row, (token, entry) in zip(due, rows, found, strict=True):
+            known = outcomes[i]
+            assert isinstance(known, Outcome)
+            outcomes[i] = _no_token(logits[row]) if token == NO_TOKEN else known._replace(token=token, logprobs=entry)
     return outcomes
 
 
@@ -103,11 +104,13 @@ def _row(request: Request) -> SamplingRow:
     )
 
 
-def _no_token() -> RequestFailedError:
-    return RequestFailedError(
-        "no token can be drawn: the model's logits are not finite numbers (are its weights damaged?), "
-        "or logit_bias and min_tokens together rule out every token"
-    )
+def _no_token(logits: Tensor) -> RequestError:
+    """Why no token could be drawn from ``logits`` [V]."""
+    if bool(logits.isfinite().all()):
+        message = "min_tokens forbids the tokens that may end the answer, and no other may follow here"
+        return RequestError(message, "min_tokens", "contradiction")
+    message = "the model computed numbers that are not finite: its weights are damaged, or its dtype is too narrow"
+    return RequestError(message, None, "model_error", 500)
 
 
 def in_halves(work: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result | Exception]:

@@ -38,7 +38,7 @@ def is_number(value: Any) -> bool:
 
 
 def default_tokens(default: int, values: Mapping[str, Any]) -> int:
-    """``max_tokens`` for a request that does not say: at least its ``min_tokens``, which a default may not contradict."""
+    """``max_tokens`` for a request that does not say: a default never contradicts the request's ``min_tokens``."""
     least = values.get("min_tokens", 0)
     return max(default, int(least)) if is_number(least) and 0 <= least < 2**31 else default
 
