@@ -50,10 +50,10 @@ def _find_package() -> None:
 _find_package()
 
 from gpt_fast.api import Api  # noqa: E402
-from gpt_fast.config import ConfigError  # noqa: E402
 from gpt_fast.engine.handle import EngineError  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
 from gpt_fast.metrics import Metrics, worker_id, write_torchserve  # noqa: E402
+from gpt_fast.model_yaml import serves_continuously  # noqa: E402
 from gpt_fast.params import RequestError  # noqa: E402
 from gpt_fast.protocol import native  # noqa: E402
 from gpt_fast.serving import Lanes, Piece, Session, as_request_error, wait_for_news  # noqa: E402
@@ -104,8 +104,8 @@ class GPTFastHandler:
         """Everything slow: weights, compilation, warm-up."""
         logging.getLogger().addFilter(_worth_a_line)
         sys.setswitchinterval(SWITCH_S)
-        self.continuous = serves_continuously(config)
         self.settings = read_settings(config, model_dir)
+        self.continuous = serves_continuously(config)
         for warning in self.settings.warnings:
             log.warning("warning: %s", warning)  # TorchServe's log shows every line of a worker as INFO
         options = dict(self.settings.engine)
@@ -235,25 +235,6 @@ class GPTFastHandler:
 def stops(piece: Piece | None) -> Callable[[Any], bool | None]:
     """What TorchServe asks after each piece: True, it was the last; False, more follows; None, it was all there is."""
     return lambda _: None if piece is None or piece.plain else piece.last
-
-
-def serves_continuously(config: Mapping[str, Any]) -> bool:
-    """Which of the two modes ``config`` asks for. Raises ConfigError for other ways of TorchServe to call a handler."""
-    for mode in ("asyncCommunication", "sequenceBatching"):
-        if config.get(mode):
-            raise ConfigError(f"{mode} in model_config.yaml is not supported; leave it out")
-    continuous = bool(config.get("continuousBatching"))
-    if continuous and config.get("maxWorkers", 1) != 1:
-        raise ConfigError(
-            "continuousBatching needs maxWorkers: 1 in model_config.yaml: an idle second worker stalls the busy one. "
-            "Leave continuousBatching out to run several workers"
-        )
-    if not continuous and config.get("batchSize", 1) != 1:
-        raise ConfigError(
-            "batchSize in model_config.yaml must be 1 without continuousBatching: true, "
-            "since requests of one batch would wait for each other"
-        )
-    return continuous
 
 
 def pick_device(name: str, gpu_id: int | None) -> str:

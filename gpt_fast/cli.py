@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from gpt_fast import __version__
 from gpt_fast.commands import archive, bench, convert, download, generate, info, quantize
 from gpt_fast.commands import eval as evaluate
 
@@ -18,6 +19,7 @@ COMMANDS = (generate, bench, info, download, convert, quantize, evaluate, archiv
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="gpt-fast", description=__doc__.split(": ", 1)[1].splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"gpt-fast {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)

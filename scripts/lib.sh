@@ -3,8 +3,10 @@
 # Works with bash 3.2 (macOS) and later. The caller has set: set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-RUN_DIR="${GPT_FAST_RUN_DIR:-$ROOT/.run}"         # logs and what the running server is known by
-VENV="${GPT_FAST_VENV:-$ROOT/.venv}"
+# Paths on the command line and in the environment count from where the caller stands; the scripts' own from ROOT.
+absolute() { case "$1" in /*) printf '%s\n' "$1" ;; *) printf '%s\n' "$PWD/$1" ;; esac; }
+RUN_DIR="$(absolute "${GPT_FAST_RUN_DIR:-$ROOT/.run}")"  # logs and what the running server is known by
+VENV="$(absolute "${GPT_FAST_VENV:-$ROOT/.venv}")"
 STAGE_PID=""
 
 say() { printf '%s\n' "$*"; }
@@ -13,6 +15,30 @@ usage_error() { printf '%s: %s\n\n' "$(basename "$0")" "$*" >&2; usage >&2; exit
 
 # The comment block at the top of a script is its help.
 usage() { awk 'NR == 1 { next } !/^#/ { exit } { sub(/^# ?/, ""); print }' "$0"; }
+
+# A path or another word as one would type it here.
+shown() {
+  case "$1" in "$PWD"/?*) set -- "${1#"$PWD"/}" ;; esac
+  case "$1" in
+    *\'*) printf '%q\n' "$1" ;;
+    *[!A-Za-z0-9_./+-]* | '') printf "'%s'\n" "$1" ;;
+    *) printf '%s\n' "$1" ;;
+  esac
+}
+
+# command_for SCRIPT ARGUMENT...: the line that runs this script on the same virtual environment and run directory as
+# now, wherever those were named.
+command_for() {
+  local script line="" word
+  script="$(shown "$ROOT/scripts/$1")"
+  shift
+  case "$script" in */*) ;; *) script="./$script" ;; esac
+  if [ "$RUN_DIR" != "$ROOT/.run" ]; then line="GPT_FAST_RUN_DIR=$(shown "$RUN_DIR") "; fi
+  line="$line$script"
+  if [ "$VENV" != "$ROOT/.venv" ]; then line="$line --venv $(shown "$VENV")"; fi
+  for word in "$@"; do line="$line $(shown "$word")"; done
+  printf '%s\n' "$line"
+}
 
 # Ends what is in progress when the script is interrupted or fails; a script adds its own by defining on_exit.
 finish() {
@@ -92,6 +118,29 @@ make_venv() {
     die "could not make $VENV (on Debian and Ubuntu the module is in the package python3-venv)"
 }
 
+# Prints the checkout that the package in $VENV is a link to; nothing when it is not there, or no link.
+owner_of_venv() {
+  "$VENV/bin/python" -I -c 'import importlib.metadata, json, os, urllib.parse
+try:
+    source = json.loads(importlib.metadata.distribution("gpt-fast-serve").read_text("direct_url.json") or "{}")
+except importlib.metadata.PackageNotFoundError:
+    source = {}
+if source.get("dir_info", {}).get("editable"):
+    print(os.path.realpath(urllib.parse.unquote(urllib.parse.urlsplit(source["url"]).path)))'
+}
+
+# The package is installed as a link to one checkout: another one that installed itself here would take it over.
+check_owner() {
+  local owner
+  [ -x "$VENV/bin/python" ] || return 0
+  owner="$(owner_of_venv)"
+  if [ -z "$owner" ] || [ "$owner" = "$ROOT" ]; then return; fi
+  if [ -f "$owner/scripts/lib.sh" ]; then
+    die "$VENV belongs to another checkout, $owner. Name another folder with --venv DIR (or GPT_FAST_VENV); or remove this one, and it is made anew"
+  fi
+  say "  $VENV belonged to the checkout $owner, which is gone; now it belongs to $ROOT"
+}
+
 # What an installation depends on, as one word. The path is in it because the package is installed as a link to it.
 install_key() {
   cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" |
@@ -107,6 +156,7 @@ pip_install() { "$VENV/bin/python" -m pip install --no-input --disable-pip-versi
 install_extras() {
   local key stamp="$VENV/gpt-fast-installed.txt" log="$RUN_DIR/install.log" constraints="$VENV/gpt-fast-constraints.txt"
   local extra extras="" missing="" torch
+  check_owner
   make_venv
   key="$(install_key)"
   if [ "$(head -n 1 "$stamp" 2>/dev/null || true)" != "$key" ]; then rm -f "$stamp"; fi

@@ -14,7 +14,6 @@ set -euo pipefail
 REPO=""
 MODE=""
 OUTPUT="$ROOT/checkpoints"
-absolute() { case "$1" in /*) printf '%s\n' "$1" ;; *) printf '%s\n' "$PWD/$1" ;; esac; }
 while [ $# -gt 0 ]; do
   case "$1" in
     --quantize | --output | --venv)
@@ -44,4 +43,4 @@ if [ -n "$MODE" ]; then
   "$GPT_FAST" quantize --checkpoint "$CHECKPOINT" --mode "$MODE" --out "$CHECKPOINT-$MODE"
   CHECKPOINT="$CHECKPOINT-$MODE"
 fi
-say "Serve it:  ./scripts/quickstart.sh --checkpoint '$CHECKPOINT'"
+say "Serve it:  $(command_for quickstart.sh --checkpoint "$CHECKPOINT")"

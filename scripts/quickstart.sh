@@ -13,7 +13,8 @@
 #   -h, --help         this text
 #
 # Environment: PYTHON chooses the Python for a new virtual environment, GPT_FAST_TORCH="torch==2.11.0" another torch,
-# GPT_FAST_START_TIMEOUT the seconds that the model may take to load (default 900).
+# GPT_FAST_START_TIMEOUT the seconds that the model may take to load (default 900), GPT_FAST_RUN_DIR the folder for logs
+# and for what the running server is known by (default .run; one server for each).
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -23,9 +24,6 @@ CONFIG="$ROOT/model_config.yaml"
 REQUEST="$ROOT/request.json"
 PORT="${GPT_FAST_PORT:-8080}"
 ACTION=serve
-
-# Paths on the command line count from where the caller stands; the scripts' own from the repository.
-absolute() { case "$1" in /*) printf '%s\n' "$1" ;; *) printf '%s\n' "$PWD/$1" ;; esac; }
 
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -52,11 +50,7 @@ if [ "$PORT" -lt 2034 ] || [ "$PORT" -gt 65533 ]; then usage_error "--port must 
 SERVES="$CHECKPOINT with $CONFIG"
 server() { "$VENV/bin/python" "$ROOT/scripts/server.py" --run-dir "$RUN_DIR" "$@"; }
 
-# A path as one would type it here.
-shown() {
-  case "$1" in "$PWD"/*) set -- "${1#"$PWD"/}" ;; esac
-  case "$1" in *[!A-Za-z0-9_./+-]*) printf "'%s'\n" "$1" ;; *) printf '%s\n' "$1" ;; esac
-}
+STOP_COMMAND="$(command_for quickstart.sh --stop)"
 
 # Sends the request as anyone would; without curl through Python.
 ask() {
@@ -78,8 +72,12 @@ ask() {
 
 STARTED_AT=$SECONDS
 if [ "$ACTION" = stop ]; then
-  if [ ! -f "$RUN_DIR/server.json" ]; then say "No server was started from here."; exit 0; fi
-  [ -x "$VENV/bin/python" ] || die "$VENV is gone. End the process whose pid is in $RUN_DIR/server.json by hand."
+  # The environment that the server was started with does as well: it is only asked to look for processes.
+  if [ ! -x "$VENV/bin/python" ] && [ -f "$RUN_DIR/venv" ]; then VENV="$(cat "$RUN_DIR/venv")"; fi
+  if [ ! -x "$VENV/bin/python" ]; then
+    [ -f "$RUN_DIR/venv" ] || [ -f "$RUN_DIR/server.json" ] || { say "No server was started from here."; exit 0; }
+    die "$VENV is gone, and with it what finds the server's processes. Name another one with --venv DIR"
+  fi
   server stop
   exit 0
 fi
@@ -93,12 +91,13 @@ say "Installing into $(shown "$VENV") (once)"
 mkdir -p "$RUN_DIR"
 install_with_java serve
 say "  installed; $JAVA_IS"
+say "$VENV" >"$RUN_DIR/venv"
 if [ "$ACTION" = install ]; then exit 0; fi
 
 if running="$(server status 2>/dev/null)"; then
   PORT="${running%% *}"
   if [ "${running#* * }" != "$SERVES" ]; then
-    die "a server already runs on port $PORT and serves ${running#* * }. Stop it first: $(shown "$ROOT/scripts/quickstart.sh") --stop"
+    die "a server already runs on port $PORT and serves ${running#* * }. Stop it first: $STOP_COMMAND"
   fi
   say "The server already runs on port $PORT."
 else
@@ -112,7 +111,7 @@ else
 fi
 
 say ""
-ask || die "the request failed; the server still runs. Its log: $RUN_DIR/server.log. Stop it: $(shown "$ROOT/scripts/quickstart.sh") --stop"
+ask || die "the request failed; the server still runs. Its log: $RUN_DIR/server.log. Stop it: $STOP_COMMAND"
 say ""
 say "Done in $((SECONDS - STARTED_AT)) s. Ask again:  curl -N http://127.0.0.1:$PORT/predictions/$NAME -T $(shown "$REQUEST")"
-say "Stop the server:  $(shown "$ROOT/scripts/quickstart.sh") --stop"
+say "Stop the server:  $STOP_COMMAND"

@@ -10,6 +10,7 @@ Not a supervisor: one server per run directory, known by ``server.json`` there. 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import http.client
 import json
@@ -30,7 +31,10 @@ from pathlib import Path
 import psutil
 
 HOST = "127.0.0.1"
-MARK = "GPT_FAST_SERVER"  # in the environment of every process of a server; its value is the server's own temp folder
+# In the environment of every process of a server: its own temp folder, and the run directory it was started for.
+MARK = "GPT_FAST_SERVER"
+RUN_MARK = "GPT_FAST_SERVER_RUN_DIR"
+GIVE_UP_S = 20  # after so long a process that SIGKILL does not end is left to whoever reads its pid
 # TorchServe's log lines, as its console writes them.
 MODEL_LOG = re.compile(r"-(?:stdout|stderr) MODEL_LOG - (.*)")
 DIED = re.compile(r"-> WORKER_(?:STOPPED|ERROR)\b|worker process died|Load model failed|Worker disconnected")
@@ -119,7 +123,7 @@ def derive_config(text: str, base: int) -> str:
 
 
 def start(run_dir: Path, args: argparse.Namespace) -> Server:
-    """Starts TorchServe and waits until the model answers. Leaves nothing running when that fails."""
+    """Starts TorchServe and waits until the model answers. When that fails, ends what it started and says so."""
     if busy := busy_ports(args.port):
         raise ServerError(
             f"port {', '.join(map(str, busy))} on {HOST} is taken by another program. "
@@ -136,9 +140,14 @@ def start(run_dir: Path, args: argparse.Namespace) -> Server:
         server = Server(process.pid, process.create_time(), args.port, args.model, args.serves, tmp_dir)
         (run_dir / "server.json").write_text(json.dumps(asdict(server)))
         wait_until_ready(server, log, args.timeout)
-    except BaseException:
-        end_processes(marked_processes(MARK, tmp_dir), grace_s=5)
-        forget(run_dir, tmp_dir)
+    except BaseException as error:
+        left = end_marked(MARK, tmp_dir, grace_s=5)
+        if not left:
+            forget(run_dir, {tmp_dir})
+        outcome = still_running(left) or "Nothing is left running."
+        if isinstance(error, ServerError):
+            raise ServerError(f"{error}\n{outcome}") from None
+        print(f"\n{outcome}", file=sys.stderr)
         raise
     return server
 
@@ -150,6 +159,7 @@ def launch(args: argparse.Namespace, run_dir: Path, config: Path, log: Path, tmp
         "OMP_WAIT_POLICY": "passive",
         **os.environ,
         MARK: tmp_dir,
+        RUN_MARK: str(run_dir),
         "TMPDIR": tmp_dir,  # where the launcher keeps its pid file
         "TEMP": tmp_dir,  # Java's temp folder: sockets, unpacked archives
         "LOG_LOCATION": str(run_dir / "logs"),
@@ -202,8 +212,7 @@ def wait_until_ready(server: Server, log: Path, timeout_s: float) -> None:
         if failure:
             progress.close("")
             raise ServerError(
-                f"{failure}. The last lines of its log:\n{last_lines(log)}\n"
-                f"Nothing is left running. All of it: {log}, {log.parent / 'logs'}"
+                f"{failure}. The last lines of its log:\n{last_lines(log)}\nAll of it: {log}, {log.parent / 'logs'}"
             )
         progress.show(elapsed, phase(text))
         time.sleep(0.3)
@@ -287,17 +296,60 @@ def ask(server: Server, request_file: Path) -> None:
 
 
 def stop(run_dir: Path) -> str:
-    """Stops Java, its workers and what they started; says what happened."""
-    try:
-        tmp_dir = json.loads((run_dir / "server.json").read_text())["tmp_dir"]
-    except (OSError, ValueError, LookupError):
-        return "No server was started from here."
-    server = load_server(run_dir)
+    """Stops Java, its workers and what they started; says what happened.
+
+    Looks for the marks of its processes and not only at server.json, which a failed start or somebody may have removed.
+    Raises ServerError when something survives.
+    """
+    server, record = load_server(run_dir), run_dir / "server.json"
+    was_recorded = record.exists()
+    found = marked_processes(RUN_MARK, str(run_dir))
+    tmp_dirs = {process_mark(process, MARK) for process in found}
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        tmp_dirs.add(json.loads(record.read_text())["tmp_dir"])
+    tmp_dirs.discard("")
     if server is not None:
-        end_processes([psutil.Process(server.pid)], grace_s=20)  # Java ends its workers in good order
-    end_processes(marked_processes(MARK, tmp_dir), grace_s=5)
-    forget(run_dir, tmp_dir)
-    return "Stopped." if server is not None else "It was not running any more."
+        with contextlib.suppress(psutil.NoSuchProcess):
+            end_processes([psutil.Process(server.pid)], grace_s=20)  # Java ends its workers in good order
+    left = end_marked(RUN_MARK, str(run_dir), grace_s=20)
+    for tmp_dir in tmp_dirs:  # a run directory that was moved is marked under its old name
+        left += end_marked(MARK, tmp_dir, grace_s=20)
+    if left:
+        raise ServerError(still_running(left))
+    forget(run_dir, tmp_dirs)
+    if server is not None:
+        return "Stopped."
+    if found:
+        return f"Stopped what was left of a server: {len(found)} processes."
+    return "It was not running any more." if was_recorded else "No server was started from here."
+
+
+def still_running(pids: list[int]) -> str:
+    """What to do about processes that could not be ended; empty when there are none."""
+    listed = " ".join(map(str, sorted(set(pids))))
+    return f"Still running, and could not be ended: process {listed}. By hand: kill -9 {listed}" if pids else ""
+
+
+def end_marked(name: str, value: str, grace_s: float) -> list[int]:
+    """Ends every process with this variable in its environment; returns the pids of those that survive it.
+
+    TorchServe's front end starts a worker again when one ends. So what starts others goes first, and the list is made
+    anew until nobody is on it: twice, as a process that is just being started has no environment for a moment.
+    """
+    deadline = time.monotonic() + grace_s + GIVE_UP_S
+    empty_looks = 0
+    while empty_looks < 2:
+        found = marked_processes(name, value)
+        if not found:
+            empty_looks += 1
+            time.sleep(0.1)
+            continue
+        if time.monotonic() > deadline:
+            return [process.pid for process in found]
+        empty_looks = 0
+        pids = {process.pid for process in found}
+        end_processes([process for process in found if parent_pid(process) not in pids], grace_s)
+    return []
 
 
 def marked_processes(name: str, value: str) -> list[psutil.Process]:
@@ -310,11 +362,27 @@ def marked_processes(name: str, value: str) -> list[psutil.Process]:
                 found.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return [process for process in found if is_running(process)]
+
+
+def process_mark(process: psutil.Process, name: str) -> str:
+    """The variable ``name`` in the environment of ``process``; empty if it has none or is gone."""
+    try:
+        return str(process.environ().get(name, ""))
+    except (psutil.Error, OSError):
+        return ""
+
+
+def parent_pid(process: psutil.Process) -> int:
+    """0 when the process is gone."""
+    try:
+        return int(process.ppid())
+    except psutil.Error:
+        return 0
 
 
 def end_processes(processes: list[psutil.Process], grace_s: float) -> None:
-    """SIGTERM, and after ``grace_s`` SIGKILL for those that are still there."""
+    """SIGTERM, and after ``grace_s`` SIGKILL for those that are still there, with a second to take effect."""
     for process in processes:
         try:
             process.send_signal(signal.SIGTERM)
@@ -328,6 +396,9 @@ def end_processes(processes: list[psutil.Process], grace_s: float) -> None:
             process.kill()
         except psutil.Error:
             continue
+    deadline = time.monotonic() + 1
+    while any(is_running(process) for process in left) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -338,11 +409,12 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-def forget(run_dir: Path, tmp_dir: str) -> None:
-    """Removes what the server was known by. The logs stay."""
+def forget(run_dir: Path, tmp_dirs: set[str]) -> None:
+    """Removes what a server was known by, its temp folder too. The logs stay."""
     (run_dir / "server.json").unlink(missing_ok=True)
-    if Path(tmp_dir).name.startswith("gpt-fast-"):
-        shutil.rmtree(tmp_dir, ignore_errors=True)
+    for tmp_dir in tmp_dirs:
+        if Path(tmp_dir).name.startswith("gpt-fast-"):
+            shutil.rmtree(tmp_dir, ignore_errors=True)
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -374,19 +446,21 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     """Runs one verb; returns the exit status."""
     args = parse_args()
+    args.run_dir = args.run_dir.resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that start cleans up
-    if args.verb == "stop":
-        print(stop(args.run_dir))
-        return 0
-    if args.verb == "sweep":
-        end_processes(marked_processes(args.name, args.value), grace_s=10)
-        return 0
-    server = load_server(args.run_dir)
     try:
+        if args.verb == "stop":
+            print(stop(args.run_dir))
+            return 0
+        if args.verb == "sweep":
+            if told := still_running(end_marked(args.name, args.value, grace_s=10)):
+                raise ServerError(told)
+            return 0
+        server = load_server(args.run_dir)
         if args.verb == "start":
             if server is None:
                 stop(args.run_dir)  # what a server that died has left
-                server = start(args.run_dir, args)
+                start(args.run_dir, args)
             return 0
         if server is None:
             print("not running", file=sys.stderr)
@@ -399,7 +473,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nInterrupted; nothing is left running.", file=sys.stderr)
+        print("Interrupted.", file=sys.stderr)
         return 130
     return 0
 

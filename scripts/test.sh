@@ -19,7 +19,7 @@ while [ $# -gt 0 ]; do
     --lint) LINT_ONLY=yes ;;
     --venv)
       [ $# -ge 2 ] || usage_error "$1 needs a value"
-      case "$2" in /*) VENV="$2" ;; *) VENV="$PWD/$2" ;; esac
+      VENV="$(absolute "$2")"
       shift ;;
     -h | --help) usage; exit 0 ;;
     *) break ;;

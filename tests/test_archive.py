@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
+import stat
 import subprocess
+import sys
 import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from gpt_fast.archive import ROOT, build_archive, set_checkpoint
+from gpt_fast.checkpoint_files import belongs
 from gpt_fast.config import ConfigError
 
 needs_archiver = pytest.mark.skipif(
@@ -25,16 +31,36 @@ needs_archiver = pytest.mark.skipif(
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint as the Hugging Face cache has it: links to blobs, and things that do not belong to it."""
-    blobs, folder = tmp_path / "blobs", tmp_path / "my model"
-    blobs.mkdir()
+    """A checkpoint with things beside it that do not belong to it, in a folder with a space in its name."""
+    folder = tmp_path / "my model"
     (folder / "original").mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
-        (blobs / name).write_text(name)
-        (folder / name).symlink_to(blobs / name)
+        (folder / name).write_text(name)
     (folder / "original" / "consolidated.pth").touch()
-    (folder / ".gitattributes").touch()
+    for name in (".gitattributes", "notes.txt", "id_rsa", "optimizer.pt", "modeling.py"):
+        (folder / name).write_text("nobody's business")
     return folder
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """The same as the Hugging Face cache has it: links to blobs."""
+    blobs, folder = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123abcd"
+    blobs.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    for name, digest in (("config.json", "11"), ("model.safetensors", "22")):
+        (blobs / digest).write_text(name)
+        (folder / name).symlink_to(Path("..", "..", "blobs", digest))
+    return folder
+
+
+def pack(checkpoint: Path, tmp_path: Path, **options: Any) -> Path:
+    """The folder ``checkpoint`` of a new archive."""
+    return build_archive(checkpoint, name="m", output=tmp_path / "store", **options) / "checkpoint"
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def names(archive: Path) -> set[str]:
@@ -98,6 +124,185 @@ def test_a_file_stands_for_its_folder(checkpoint: Path, tmp_path: Path) -> None:
     config = yaml.safe_load((path / "model_config.yaml").read_text())
     assert config["handler"]["checkpoint"] == "checkpoint/model.safetensors"
     assert (path / "checkpoint" / "config.json").is_file()
+
+
+# ---- which files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "belong"),
+    [
+        ("config.json generation_config.json tokenizer_config.json quantize_config.json params.json", True),
+        ("model.safetensors model-00001-of-00002.safetensors model.safetensors.index.json", True),
+        ("pytorch_model.bin model.pth stories15M.bin ckpt.pt", True),
+        ("tokenizer.json tokenizer.model tok512.model qwen.tiktoken vocab.json merges.txt added_tokens.json", True),
+        ("chat_template.jinja chat_template.json special_tokens_map.json", True),
+        ("LICENSE LICENSE.txt README.md NOTICE USE_POLICY.md", True),
+        ("notes.txt secrets.json .env id_rsa modeling_x.py model.onnx events.out .gitattributes", False),
+        ("optimizer.pt scheduler.pt rng_state.pth rng_state_0.pth training_args.bin", False),
+    ],
+)
+def test_what_a_checkpoint_has(names: str, belong: bool) -> None:
+    for name in names.split():
+        assert belongs(name) is belong, name
+
+
+@needs_archiver
+def test_what_was_left_out_is_said(checkpoint: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    inside = pack(checkpoint, tmp_path, say=said.append)
+    assert {path.name for path in inside.iterdir()} == {"config.json", "model.safetensors"}
+    assert said == [
+        "left out, no part of a checkpoint: .gitattributes, id_rsa, modeling.py, notes.txt, optimizer.pt, original/"
+    ]
+
+
+@needs_archiver
+@pytest.mark.parametrize("archive_format", ["no-archive", "zip-store"])
+def test_a_link_out_of_the_checkpoint_is_followed_only_when_asked(
+    checkpoint: Path, tmp_path: Path, archive_format: str
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("root:x")
+    (checkpoint / "notes.txt").unlink()
+    (checkpoint / "notes.txt").symlink_to(secret)  # not a file that a checkpoint has: left out
+    archive = build_archive(checkpoint, name="m", archive_format=archive_format, output=tmp_path / "store")
+    assert "checkpoint/notes.txt" not in names(archive)
+    (checkpoint / "README.md").symlink_to(secret)  # one that it has
+    with pytest.raises(ConfigError, match=r"README\.md is a link out of its folder, to .*secret.*--follow-links"):
+        build_archive(checkpoint, name="n", archive_format=archive_format, output=tmp_path / "store")
+    assert [path.name for path in (tmp_path / "store").iterdir()] == [archive.name]
+    options = {"archive_format": archive_format, "output": tmp_path / "store", "follow_links": True}
+    assert "checkpoint/README.md" in names(build_archive(checkpoint, name="n", **options))  # type: ignore[arg-type]
+
+
+@needs_archiver
+def test_links_inside_the_folder_and_those_of_the_hub_cache_are_followed(snapshot: Path, tmp_path: Path) -> None:
+    (snapshot / "copy.safetensors").symlink_to("model.safetensors")
+    inside = pack(snapshot, tmp_path)
+    assert (inside / "config.json").read_text() == "config.json"
+    assert (inside / "copy.safetensors").read_text() == "model.safetensors"
+    assert not any(path.is_symlink() for path in inside.iterdir())
+    # A file of the cache stands for its snapshot, not for the folder of blobs that it links to.
+    inside = pack(snapshot / "model.safetensors", tmp_path)
+    assert (inside / "config.json").read_text() == "config.json"
+
+
+def test_the_hub_caches_layout_opens_no_way_out(snapshot: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("root:x")
+    blob = snapshot.parent.parent / "blobs" / "33"
+    blob.symlink_to(tmp_path / "secret")
+    (snapshot / "README.md").symlink_to(blob)
+    with pytest.raises(ConfigError, match="link out of its folder"):
+        pack(snapshot, tmp_path)
+    (snapshot / "README.md").unlink()
+    (snapshot / "README.md").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="which does not exist"):
+        pack(snapshot, tmp_path, follow_links=True)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="holds no file that a checkpoint has"):
+        pack(tmp_path / "folder", tmp_path)
+
+
+@needs_archiver
+def test_nobody_may_read_in_the_archive_what_he_may_not_read_outside(checkpoint: Path, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        (checkpoint / "config.json").chmod(0o644)
+        (checkpoint / "model.safetensors").chmod(0o600)
+        checkpoint.chmod(0o750)
+        inside = pack(checkpoint, tmp_path)
+        assert [mode(inside / name) for name in ("config.json", "model.safetensors")] == [0o644, 0o600]
+        assert mode(inside) == 0o750
+        mar = build_archive(checkpoint, name="m", archive_format="default", output=tmp_path / "store")
+        assert mode(mar) == 0o600
+        config = tmp_path / "private.yaml"
+        config.write_text("minWorkers: 1\n")
+        config.chmod(0o600)
+        assert mode(pack(checkpoint, tmp_path, config=config).parent / "model_config.yaml") == 0o600
+    finally:
+        os.umask(before)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def archive_command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """``gpt-fast archive`` as a process."""
+    command = [sys.executable, "-m", "gpt_fast.cli", "archive", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **options)
+
+
+@needs_archiver
+@pytest.mark.parametrize("limit", [1000, 1_000_000], ids=["copying the package", "in torch-model-archiver"])
+def test_a_disk_that_is_full_is_told_in_one_line(checkpoint: Path, tmp_path: Path, limit: int) -> None:
+    """A process that may write no larger files fails at the same places, with another number."""
+    (checkpoint / "model.safetensors").write_bytes(bytes(3_000_000))
+
+    def restrict() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    store = tmp_path / "store"
+    done = archive_command(
+        "--checkpoint", checkpoint, "--format", "zip-store", "--output", store, cwd=ROOT, preexec_fn=restrict
+    )
+    assert done.returncode == 1
+    told = [line for line in done.stderr.splitlines() if not line.startswith("left out")]
+    assert len(told) == 1, done.stderr
+    assert told[0] == f"gpt-fast archive: {store / 'gpt-fast.mar'} cannot be written: File too large"
+    assert not list(store.iterdir()), "half an archive was left behind"
+
+
+def test_no_space_left_is_told_with_the_place(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")] * 50)
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(ConfigError) as refused:
+        pack(checkpoint, tmp_path)
+    assert str(refused.value) == f"{tmp_path / 'store' / 'm'} cannot be written: No space left on device"
+    assert not list((tmp_path / "store").iterdir())
+
+
+@needs_archiver
+def test_an_installed_package_says_what_it_lacks(checkpoint: Path, tmp_path: Path) -> None:
+    """A wheel holds the package alone: as a copy of the folder does."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "gpt_fast", tmp_path / "site" / "gpt_fast", ignore=ignored)
+    options: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(tmp_path / "site")}}
+    refused = archive_command("--checkpoint", checkpoint, **options)
+    assert refused.returncode == 1
+    for words in ("model_config.yaml and handler.py", "--config FILE and --handler FILE", "checkout of the repository"):
+        assert words in refused.stderr
+    given = ["--config", ROOT / "model_config.yaml"]
+    refused = archive_command("--checkpoint", checkpoint, *given, **options)
+    assert "without handler.py. Give --handler FILE, or" in refused.stderr
+    done = archive_command("--checkpoint", checkpoint, *given, "--handler", ROOT / "handler.py", **options)
+    assert done.returncode == 0, done.stderr
+    assert {"handler.py", "gpt_fast/llm.py"} <= names(Path(done.stdout.strip()))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("minWorkers: 1\nbatchSize: -5\n", r"c\.yaml, line 2: batchSize .* from 1 to 65536, not -5"),
+        ("handler:\n  max_batch: 0\n", r"c\.yaml, line 2: max_batch"),
+        ("handler: {stream: true}\n", "one key a line"),
+        ("", "is empty"),
+    ],
+)
+def test_a_wrong_configuration_is_not_packed(checkpoint: Path, tmp_path: Path, config: str, says: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(config)
+    with pytest.raises(ConfigError, match=says):
+        pack(checkpoint, tmp_path, config=file)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from gpt_fast import __version__
+from gpt_fast.commands.generate import end_line
+
 ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "model_store" / "demo" / "target"
 
 
-def gpt_fast(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def gpt_fast(*arguments: str | Path, stdin: str = "", joined: bool = False) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "gpt_fast.cli", *map(str, arguments)],
         cwd=ROOT,
         input=stdin,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if joined else subprocess.PIPE,
         text=True,
         timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -45,6 +51,36 @@ def test_golden_text_byte_for_byte(checkpoint: Path, data_dir: Path) -> None:
     assert result.stdout == (data_dir / "golden" / "stories260K_greedy_200steps.txt").read_text()
     assert "tokens/s" in result.stderr
     assert "GB/s" in result.stderr
+
+
+def test_the_statistics_have_a_line_of_their_own() -> None:
+    """Where stdout and stderr are one, as in ``2>&1 | tee``; where they are two, stdout is the completion alone."""
+    arguments = ("generate", "--checkpoint", DEMO, "--no-compile", "--prompt", "Once upon", "--max-new-tokens", "8")
+    alone = gpt_fast(*arguments)
+    assert alone.stdout
+    assert not alone.stdout.endswith("\n")
+    joined = gpt_fast(*arguments, joined=True).stdout.splitlines()
+    assert joined[-2].endswith(alone.stdout.splitlines()[-1])
+    assert re.match(r"[\d.]+ tokens/s, ", joined[-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "own_line", "out", "err"),
+    [("a", False, "", "\n"), ("a\n", False, "", ""), ("", False, "", "\n"), ("a", True, "\n", "")],
+)
+def test_a_line_is_ended_once(
+    text: str, own_line: bool, out: str, err: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end_line(text, own_line)
+    assert capsys.readouterr() == (out, err)
+
+
+def test_version() -> None:
+    told = gpt_fast("--version")
+    assert (told.returncode, told.stdout) == (0, f"gpt-fast {__version__}\n")
+    declared = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared
+    assert declared[1] == __version__
 
 
 def test_json_on_the_last_line_and_a_seed_repeats(checkpoint: Path) -> None:

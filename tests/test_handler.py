@@ -392,6 +392,11 @@ def context(tmp_path: Path, config: dict[str, Any] | None, gpu_id: int | None = 
         ({"handler": {}, "sequenceBatching": True}, "sequenceBatching"),
         ({"handler": {}, "asyncCommunication": True}, "asyncCommunication"),
         ({"handler": {}, "batchSize": 4}, "batchSize"),
+        ({"continuousBatching": True, "batchSize": -5}, "batchSize .* from 1 to 65536, not -5"),
+        ({"continuousBatching": "true", "batchSize": 4}, "continuousBatching .* must be true or false, not 'true'"),
+        ({"responseTimeout": "abc"}, "responseTimeout .* must be a whole number from 1 to 86400, not 'abc'"),
+        ({"responseTimeOut": 5}, "unknown key 'responseTimeOut' .*did you mean 'responseTimeout'"),
+        ({"handler": {"max_body_bytes": 2**40}}, "max_body_bytes .* from 1 to 268435456"),
         (None, "holds no checkpoint"),
     ],
 )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
+import venv
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from server_script import load_server_script
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
@@ -45,13 +45,7 @@ def bash(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def server() -> ModuleType:
     """scripts/server.py as a module."""
     pytest.importorskip("psutil")
-    spec = importlib.util.spec_from_file_location("server", ROOT / "scripts" / "server.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["server"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_server_script()
 
 
 # ---- the shell scripts ----------------------------------------------------------------------------------------------
@@ -120,6 +114,135 @@ def test_a_folder_that_is_no_virtual_environment_is_left_alone(tmp_path: Path) -
 def test_stop_without_a_server(tmp_path: Path) -> None:
     done = run(ROOT / "scripts" / "quickstart.sh", "--stop", env={**os.environ, "GPT_FAST_RUN_DIR": str(tmp_path)})
     assert (done.returncode, done.stdout.strip()) == (0, "No server was started from here.")
+
+
+# ---- which environment, which server --------------------------------------------------------------------------------
+
+# Stands for the Python of an environment in which everything is installed already: notes what it is asked to do.
+PYTHON = """\
+#!/bin/sh
+printf '%s\\n' "$0 $*" >>"$ASKED"
+case "$*" in
+  *importlib.metadata*) printf '%s\\n' "$OWNER" ;;
+  *hashlib*) cat >/dev/null; echo key ;;
+  *" status") exit 3 ;;
+esac
+"""
+CURL = """\
+#!/bin/sh
+while [ $# -gt 0 ]; do
+  if [ "$1" = -D ]; then echo 'HTTP/1.1 200 OK' >"$2"; fi
+  shift
+done
+echo Lily
+"""
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """The environment variables of a machine where quickstart.sh has nothing left to install, start or ask."""
+    venv = tmp_path / "my venv"
+    program(venv / "bin" / "python", PYTHON)
+    (venv / "gpt-fast-installed.txt").write_text("key\nextra serve\n")
+    program(tmp_path / "bin" / "curl", CURL)
+    program(tmp_path / "java" / "bin" / "java", "#!/bin/sh\necho 'openjdk version \"17.0.1\"' >&2\n")
+    variables = {
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "JAVA_HOME": str(tmp_path / "java"),
+        "ASKED": str(tmp_path / "asked"),
+        "OWNER": "",
+    }
+    return {**{k: v for k, v in os.environ.items() if not k.startswith("GPT_FAST_")}, **variables}
+
+
+@pytest.mark.parametrize("named_by", ["option", "variable"])
+@pytest.mark.parametrize("cwd", [".", ROOT, ROOT / "scripts"], ids=["elsewhere", "the root", "scripts"])
+def test_the_printed_stop_command_works_as_printed(
+    installed: dict[str, str], tmp_path: Path, cwd: str | Path, named_by: str
+) -> None:
+    where = tmp_path / cwd
+    asked, run_dir, venv = tmp_path / "asked", tmp_path / "it's run", tmp_path / "my venv"
+    chosen = {"GPT_FAST_RUN_DIR": str(run_dir), "GPT_FAST_PORT": "9080"}
+    if named_by == "variable":
+        chosen["GPT_FAST_VENV"] = str(venv)
+    options = ["--venv", os.path.relpath(venv, where)] if named_by == "option" else []
+    started = run(ROOT / "scripts" / "quickstart.sh", *options, cwd=where, env={**installed, **chosen})
+    assert started.returncode == 0, started.stdout + started.stderr
+    assert "Lily" in started.stdout
+    assert "http://127.0.0.1:9080/predictions/gpt-fast" in started.stdout
+    (printed,) = (line for line in started.stdout.splitlines() if line.startswith("Stop the server:"))
+    asked.unlink()
+    stopped = run("bash", "-c", printed.partition(":")[2], cwd=where, env=installed)  # without what was chosen
+    assert stopped.returncode == 0, stopped.stderr
+    by, _, what = asked.read_text().strip().partition("bin/python ")
+    assert os.path.realpath(by) == str(venv)
+    assert what == f"{ROOT}/scripts/server.py --run-dir {run_dir} stop"
+
+
+def test_stop_finds_the_environment_that_the_server_was_started_with(installed: dict[str, str], tmp_path: Path) -> None:
+    """Without --venv, where .venv is not there."""
+    variables = {**installed, "GPT_FAST_RUN_DIR": str(tmp_path / "run"), "GPT_FAST_VENV": str(tmp_path / "none")}
+    script = ROOT / "scripts" / "quickstart.sh"
+    assert run(script, "--venv", tmp_path / "my venv", env=variables).returncode == 0
+    (tmp_path / "asked").unlink()
+    assert run(script, "--stop", env=variables).returncode == 0
+    assert (tmp_path / "asked").read_text().startswith(f"{tmp_path / 'my venv'}/bin/python ")
+    (tmp_path / "my venv" / "bin" / "python").unlink()
+    stuck = run(script, "--stop", env=variables)
+    assert stuck.returncode == 1, "nobody looked, so nobody can say that no server runs"
+    assert "--venv" in stuck.stderr
+
+
+def test_an_environment_of_another_checkout_is_not_taken_over(installed: dict[str, str], tmp_path: Path) -> None:
+    program(tmp_path / "other" / "scripts" / "lib.sh", "")
+    venv, stamp = tmp_path / "my venv", tmp_path / "my venv" / "gpt-fast-installed.txt"
+    stamp.write_text("another key\nextra serve\n")
+    variables = {**installed, "GPT_FAST_RUN_DIR": str(tmp_path / "run"), "OWNER": str(tmp_path / "other")}
+    refused = run(ROOT / "scripts" / "quickstart.sh", "--venv", venv, env=variables)
+    assert refused.returncode == 1
+    assert f"{venv} belongs to another checkout, {tmp_path / 'other'}" in refused.stderr
+    assert "--venv" in refused.stderr
+    assert stamp.read_text().startswith("another key")
+    assert " pip install" not in (tmp_path / "asked").read_text()
+
+
+def test_an_environment_whose_checkout_is_gone_or_this_one_is_used(installed: dict[str, str], tmp_path: Path) -> None:
+    variables = {**installed, "GPT_FAST_RUN_DIR": str(tmp_path / "run"), "GPT_FAST_VENV": str(tmp_path / "my venv")}
+    script = ROOT / "scripts" / "quickstart.sh"
+    moved = run(script, "--install-only", env={**variables, "OWNER": str(tmp_path / "gone")})
+    assert moved.returncode == 0, moved.stderr
+    assert f"belonged to the checkout {tmp_path / 'gone'}, which is gone" in moved.stdout
+    own = run(script, "--install-only", env={**variables, "OWNER": str(ROOT.resolve())})
+    assert own.returncode == 0, own.stderr
+    assert "belong" not in own.stdout
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "owner"),
+    [
+        ('{"dir_info": {"editable": true}, "url": "file:///some%20where/repo"}', "/some where/repo"),
+        ('{"dir_info": {}, "url": "file:///some/repo"}', ""),
+        ('{"archive_info": {}, "url": "file:///some/repo/dist/x.whl"}', ""),
+        (None, ""),
+    ],
+)
+def test_whose_an_environment_is_comes_from_pips_own_note(direct_url: str | None, owner: str, tmp_path: Path) -> None:
+    venv.create(tmp_path / "v", with_pip=False)
+    if direct_url is not None:
+        (site,) = (tmp_path / "v" / "lib").glob("python*/site-packages")
+        info = site / "gpt_fast_serve-0.1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gpt-fast-serve\nVersion: 0.1.0\n")
+        (info / "direct_url.json").write_text(direct_url)
+    told = bash("owner_of_venv", GPT_FAST_VENV=str(tmp_path / "v"))
+    assert (told.returncode, told.stdout.strip()) == (0, owner), told.stderr
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,16 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(keys: dict[str, Any], arch
 
 
 @pytest.mark.parametrize(
-    "keys", [{"max_new_tokens": 0}, {"max_body_bytes": 0}, {"dtype": "float8"}, {"max_batch": 0}, {"device": "tpu"}]
+    "keys",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 10**9},
+        {"max_body_bytes": 0},
+        {"max_body_bytes": 2**40},
+        {"dtype": "float8"},
+        {"max_batch": 0},
+        {"device": "tpu"},
+    ],
 )
 def test_a_value_out_of_range_is_refused_by_name(keys: dict[str, Any], archive: Path) -> None:
     with pytest.raises(ConfigError, match=next(iter(keys))):

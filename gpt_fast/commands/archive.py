@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from typing import Any
 
-from gpt_fast.archive import ROOT, SUFFIXES, build_archive
+from gpt_fast.archive import SUFFIXES, build_archive
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,25 +22,28 @@ def add_parser(subparsers: Any) -> None:
         choices=list(SUFFIXES),
         help="no-archive: a folder; default: .mar; zip-store: .mar without compression (default: %(default)s)",
     )
-    parser.add_argument("--config", default=ROOT / "model_config.yaml", help="default: %(default)s")
+    parser.add_argument("--config", metavar="FILE", help="default: model_config.yaml of the repository")
+    parser.add_argument("--handler", metavar="FILE", help="default: handler.py of the repository")
+    parser.add_argument(
+        "--follow-links", action="store_true", help="copy files of the checkpoint that are links out of its folder, too"
+    )
     parser.add_argument("--output", default="model_store", metavar="DIR", help="where to (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Build it; prints its path on stdout."""
-    try:
-        path = build_archive(
-            arguments.checkpoint,
-            name=arguments.name,
-            version=arguments.version,
-            archive_format=arguments.format,
-            config=arguments.config,
-            output=arguments.output,
-            by_reference=arguments.by_reference,
-        )
-    except subprocess.CalledProcessError as error:
-        print(f"gpt-fast archive: torch-model-archiver ended with status {error.returncode}", file=sys.stderr)
-        return 1
+    path = build_archive(
+        arguments.checkpoint,
+        name=arguments.name,
+        version=arguments.version,
+        archive_format=arguments.format,
+        config=arguments.config,
+        handler=arguments.handler,
+        output=arguments.output,
+        by_reference=arguments.by_reference,
+        follow_links=arguments.follow_links,
+        say=lambda line: print(line, file=sys.stderr),
+    )
     print(path)
     return 0

@@ -64,9 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
                 sys.stdout.write("\n")
             with profiler(arguments.profile, llm.device.type):
                 completion = print_stream(llm, prompt, params)
-            if sys.stdout.isatty() or arguments.json or arguments.num_samples > 1:
-                sys.stdout.write("\n")
             report = measurements(llm, completion)
+            end_line(completion.text, own_line=sys.stdout.isatty() or arguments.json or arguments.num_samples > 1)
             print(summary(report), file=sys.stderr)
         if arguments.json and completion is not None:
             print(json.dumps({**as_json(completion), **report}, ensure_ascii=False))
@@ -81,6 +80,15 @@ def print_stream(llm: LLM, prompt: str, params: SamplingParams) -> Completion:
         if delta.completion is not None:
             return delta.completion
     raise AssertionError("a stream ended without a completion")
+
+
+def end_line(text: str, own_line: bool) -> None:
+    """After ``text`` on stdout: let what follows begin a line. On stderr unless stdout may hold more than the text."""
+    if own_line:
+        sys.stdout.write("\n")
+    elif not text.endswith("\n"):
+        sys.stderr.write("\n")
+    sys.stdout.flush()
 
 
 def converse(llm: LLM, params: SamplingParams, system: str | None) -> None:
