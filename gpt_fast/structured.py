@@ -24,6 +24,7 @@ from gpt_fast.tokenizer import Tokenizer
 
 MAX_LIVE_CHARS = 2**20  # of the grammars of all requests that are queued or running; a compiled one has 200 bytes each
 MAX_ITEMS_IN_ROW = 20_000  # llguidance's own limit of 2,000 is met by a schema of 500 optional properties
+MAX_FORCED_BYTES = 8192  # of text with no choice in it: each of its tokens costs the batch 0.1 ms for every 1,000 bytes
 REHEARSAL = 4  # tokens
 RETRY_AFTER_S = 1
 _FIELDS = ("json_schema", "regex", "choice")
@@ -71,13 +72,27 @@ class GrammarCompiler:
             # Not verbose: its errors would quote the whole grammar.
             limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ITEMS_IN_ROW)
             matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
-            _rehearse(Grammar(matcher.deep_copy(), self._vocab_size, field))
+            for last in (False, True):
+                self._rehearse(Grammar(matcher.deep_copy(), self._vocab_size, field), last)
             grammar = Grammar(matcher, self._vocab_size, field)
         except BaseException:
             self._count(-len(source))
             raise
         weakref.finalize(grammar, self._count, -len(source)).atexit = False
         return grammar
+
+    def _rehearse(self, grammar: Grammar, last: bool) -> None:
+        """Take a few tokens, always the first or always the last that may come, but not the one that ends the text.
+
+        So what matches nothing or is too complex is refused at once, mostly.
+        """
+        for _ in range(REHEARSAL):
+            ids = [i for i in grammar.allowed().nonzero()[:, 0].tolist() if i not in self._eos_token_ids]
+            if not ids:
+                return
+            grammar.advance(ids[-1 if last else 0])
+            if grammar.complete:
+                return
 
     def _count(self, num_chars: int) -> None:
         with self._counting:
@@ -117,6 +132,9 @@ class Grammar:
             allowed[:count] = known[:count]
             if self._matcher.is_error() or not bool(allowed.any()):
                 raise RequestError(self._why(), self._field, "unusable_grammar")
+            if len(self._matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
+                message = f"{self._field} asks for more than {MAX_FORCED_BYTES} bytes of text without any choice in it"
+                raise RequestError(message, self._field, "grammar_too_large")
             self._allowed = allowed
         return self._allowed
 
@@ -133,15 +151,6 @@ class Grammar:
     def _why(self) -> str:
         error = (self._matcher.get_error() or "NoExtension").strip().splitlines()[0][:300]
         return f"{self._field} is not usable: " + ("no text matches it" if error.startswith("NoExtension") else error)
-
-
-def _rehearse(grammar: Grammar) -> None:
-    """Take a few tokens, always the same, so that what matches nothing or is too complex is refused at once."""
-    for _ in range(REHEARSAL):
-        allowed = grammar.allowed()
-        grammar.advance(int(allowed.to(torch.uint8).argmax()))
-        if grammar.complete:
-            return
 
 
 def _source(params: SamplingParams, matcher: Any, field: str) -> str:
