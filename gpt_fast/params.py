@@ -72,6 +72,12 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:MAX_SHOWN]}\n" + "".join(traceback.format_tb(error.__traceback__))
 
 
+def without_frames(error: Exception) -> Exception:
+    """``error``, to be kept: it no longer holds the variables of the functions that it was raised through."""
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one completion is sampled and when it ends. Field names as in vLLM. Integers may be written as 5 or 5.0.

@@ -18,7 +18,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 from gpt_fast.outputs import Completion, Delta
-from gpt_fast.params import MAX_SHOWN, RequestError, SamplingParams, brief
+from gpt_fast.params import MAX_SHOWN, RequestError, SamplingParams, brief, without_frames
 from gpt_fast.protocol.job import Job, Page
 
 log = logging.getLogger(__name__)
@@ -148,10 +148,12 @@ class Session:
             return self._finished_work() or self._news()
         except Exception as error:
             self.cancel()
-            failure = as_request_error(error)
+            if not self.started and isinstance(error, RequestError):
+                raise
             if not self.started:
-                raise failure from (None if failure is error else error)
-            self.failure = error
+                raise as_request_error(error) from error
+            failure = as_request_error(error)
+            self.failure = without_frames(error)
             log.warning("a request failed after its first piece: %s", failure.message[:MAX_SHOWN])
             return Piece(self._job.broken(failure), last=True, plain=False, content_type=self._job.content_type)
 
@@ -205,7 +207,11 @@ class Session:
             if not self._work.done():
                 self._check_time()
                 return None
-            found, self._work = self._work.result(), None
+            work, self._work = self._work, None
+            try:
+                found = work.result()
+            finally:
+                del work  # an exception would hold this frame, and through it the future and itself
             if isinstance(found, Page):
                 return Piece(found.body, last=True, plain=True, content_type=found.content_type)
             if isinstance(found, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -94,7 +95,7 @@ class FakeHandle:
         i, words, llm = self._at, self._words, self.llm
         self._at += 1
         if i == llm.fail_after:
-            raise llm.error
+            raise copy.copy(llm.error)
         reason: FinishReason | None = "abort" if i == llm.abort_after else None
         if i == len(words) - 1 and reason is None:
             reason = "length"

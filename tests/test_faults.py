@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -239,6 +241,23 @@ def test_a_fault_at_any_stage_costs_the_others_not_a_byte(
     llm.check_idle()
     monkeypatch.undo()
     assert finish(llm.submit(*eight()[3])) == expected[3], "the engine goes on"
+
+
+@pytest.mark.parametrize("stage", ["sample", "append", "none"])
+def test_a_request_that_has_ended_is_freed_at_once(llm: LLM, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if stage != "none":
+        owner, name, breaks = STAGES[stage]
+        wrap(monkeypatch, owner, name, breaks)
+    gc.collect()
+    gc.disable()  # cycles would wait for it, with the grammars that hang on them
+    try:
+        for _ in range(3):
+            with contextlib.suppress(RequestFailedError):
+                finish(llm.submit(*eight()[3]))
+        llm.generate([5], SamplingParams(max_tokens=1))
+        assert len([o for o in gc.get_objects() if isinstance(o, Request) and is_bad(o)]) == 0
+    finally:
+        gc.enable()
 
 
 def test_several_at_fault_end_and_the_others_do_not(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,36 @@ def test_more_prompts_than_may_ever_be_queued_are_refused_for_good(tmp_path: Pat
             error = json.loads(answer[4])["error"]
             assert error["param"] == "prompt"
             assert "at most 64" in error["message"], "half of the queue: the other half is for others"
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": 5},
+        {"prompt": "x" * 5000},
+        {"prompt": "a", "max_new_tokens": 2},
+        {"prompt": "a", "max_new_tokens": 3, "stream": False},
+        {"prompt": "a", "max_new_tokens": 9},
+        {"prompt": "a", "max_new_tokens": 9, "stream": False},
+    ],
+    ids=["refused", "refused by the engine", "stream", "one piece", "failed stream", "failed in one piece"],
+)
+def test_what_has_been_answered_is_freed_at_once(tmp_path: Path, body: dict[str, Any]) -> None:
+    batch = Batch(FakeLLM(fail_after=5), tmp_path)
+    batch.handler.lanes = Lanes(ThreadPoolExecutor(1), ThreadPoolExecutor(1))
+    gc.collect()
+    before = {id(o) for o in gc.get_objects()}
+    gc.disable()  # cycles would wait for it, with all the bodies and grammars that hang on them
+    try:
+        for _ in range(3):
+            until_answered(batch, "a", a=body)
+            batch.turn()
+        for lane in batch.handler.lanes:
+            lane.shutdown()
+        kinds = (serving.Session, Future, RequestError)
+        assert [o for o in gc.get_objects() if isinstance(o, kinds) and id(o) not in before] == []
+    finally:
+        gc.enable()

@@ -21,7 +21,7 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler, StepPlan
 from gpt_fast.outputs import FinishReason
-from gpt_fast.params import MAX_SHOWN, RequestError, brief
+from gpt_fast.params import MAX_SHOWN, RequestError, brief, without_frames
 
 log = logging.getLogger(__name__)
 
@@ -202,9 +202,11 @@ class Engine:
         with self.changed:
             pressing = False
             for (request, sequence), outcome in zip(parts, outcomes, strict=True):
+                if isinstance(outcome, Exception):
+                    self._fail(request, outcome)
+                    pressing = True
+                    continue
                 try:
-                    if isinstance(outcome, Exception):
-                        raise outcome
                     self.scheduler.computed(request, len(sequence.tokens))
                     pressing |= self._advance(request, outcome, now)
                 except Exception as error:
@@ -239,6 +241,7 @@ class Engine:
         why = str(error).partition("\n")[0][:MAX_SHOWN]
         explained = isinstance(error, (RequestError, RequestFailedError))
         log.error("request %s failed: %s", request.id, why if explained else brief(error))
+        without_frames(error)
         request.finish_reason = "abort"
         self.scheduler.finish(request)
         with self.changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -88,7 +89,7 @@ class Handle:
         if not self.has_news:
             return None
         if self.error is not None:
-            raise self.error
+            raise copy.copy(self.error)  # the same one would hold this frame, and through it the handle and itself
         text, tokens = "".join(self._text), tuple(self._tokens)
         self._text.clear()
         self._tokens.clear()
