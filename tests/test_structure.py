@@ -17,7 +17,7 @@ PACKAGE = ROOT / "gpt_fast"
 # From the ground up. A module may import from its own layer and from those above it in this list. A new module gets a
 # place here: that is the moment to ask where it belongs.
 LAYERS = (
-    {"config", "settings", "params", "outputs", "roofline", "kernels", "compile_cache"},
+    {"config", "settings", "params", "outputs", "roofline", "kernels", "compile_cache", "user_cache", "memory"},
     {"tokenizer", "chat", "families", "family_table", "shapes", "stored", "safetensors_file", "llama2c", "download"},
     {"attention", "model"},
     {"checkpoint", "importers", "placement"},  # above the model: a checkpoint is loaded into one
