@@ -208,12 +208,14 @@ def _step_bytes(config: ModelConfig, rows: int) -> int:
 def _refusal(options: EngineConfig, needed: int, allowed: int, free: int, share: float) -> str:
     asked = {name: getattr(options, name) for name in ("num_pages", "max_seq_len", "max_batch")}
     given = {name: value for name, value in asked.items() if value is not None}
-    what = " and ".join(f"{name}: {value}" for name, value in given.items())
+    what = " and ".join(f"{name}: {value}" for name, value in given.items()) or "a sequence"
+    if options.max_seq_len is None and options.num_pages is None:
+        what += f" of {SHORT} tokens" + (" each" if given else "")
     return (
-        f"{what or f'even {SHORT} tokens'} need a KV cache of {gigabytes(needed)}, and {gigabytes(allowed)} are "
-        f"allowed: memory_share {share:g} of the {gigabytes(free)} free beside the weights, less what a step needs. "
-        + (f"Lower {' or '.join(given)}, set" if given else "Set")
-        + " kv_cache_dtype: int8 or quantize, raise memory_share, or take a machine with more memory"
+        f"not enough memory for {what}: this needs a KV cache of {gigabytes(needed)}, and {gigabytes(allowed)} are "
+        f"allowed, which is memory_share ({share:g}) of the {gigabytes(free)} free beside the weights, less what a step "
+        f"needs. {'Lower ' + ' or '.join(given) + ', or set' if given else 'Set'} kv_cache_dtype: int8, or raise "
+        "memory_share, or take a machine with more memory"
     )
 
 

@@ -160,4 +160,6 @@ class Runner:
         for count in counts:
             report(f"warm-up: {count} token{'s' * (count > 1)} per step")
             pages = tuple(range(1, 2 + (count - 1) // self.page_size))
-            self.execute(StepPlan((SequencePlan((0,) * count, 0, pages, 1, count),)))
+            logits = self.execute(StepPlan((SequencePlan((0,) * count, 0, pages, 1, count),)))
+        if not logits.isfinite().all():
+            log.warning("the model computes logits that are not finite: what it generates means nothing")
