@@ -38,15 +38,22 @@ def default_file(*facts: object) -> Path:
     return private_folder("compiled") / f"{digest.hexdigest()[:20]}.bin"
 
 
+def keep_private() -> None:
+    """Have torch keep its caches in the user's own folder, unless ``$TORCHINDUCTOR_CACHE_DIR`` names another.
+
+    Its default, which it puts into that variable as well, is a name in the shared temporary folder that everybody can
+    guess. To be called before torch._dynamo is imported: that makes the folder.
+    """
+    if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith("torchinductor_"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder("inductor"))
+
+
 @contextlib.contextmanager
 def kept(file: Path, compiled: Callable[[], bool]) -> Iterator[None]:
     """Fill torch's caches from ``file`` before compiling; write it afterwards if it was not there.
 
     ``compiled`` says at the end whether anything was. A file that cannot be read or written costs a warning.
     """
-    # torch's default is a name in the shared temporary folder that everybody can guess.
-    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder("inductor"))
     found = _load(file)
     yield
     if not found and compiled():

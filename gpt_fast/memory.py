@@ -206,16 +206,15 @@ def _step_bytes(config: ModelConfig, rows: int) -> int:
 
 
 def _refusal(options: EngineConfig, needed: int, allowed: int, free: int, share: float) -> str:
-    asked = {name: getattr(options, name) for name in ("num_pages", "max_seq_len", "max_batch")}
-    given = {name: value for name, value in asked.items() if value is not None}
-    what = " and ".join(f"{name}: {value}" for name, value in given.items()) or "a sequence"
-    if options.max_seq_len is None and options.num_pages is None:
-        what += f" of {SHORT} tokens" + (" each" if given else "")
+    asked = [name for name in ("num_pages", "max_seq_len", "max_batch") if getattr(options, name) is not None]
+    what = ", ".join(f"{name}: {getattr(options, name)}" for name in asked) or "one sequence"
+    if not {"num_pages", "max_seq_len"} & set(asked):
+        what += f", of {SHORT} tokens at least"
+    lower = f"lower {' or '.join(asked)}, " if asked else ""
     return (
-        f"not enough memory for {what}: this needs a KV cache of {gigabytes(needed)}, and {gigabytes(allowed)} are "
-        f"allowed, which is memory_share ({share:g}) of the {gigabytes(free)} free beside the weights, less what a step "
-        f"needs. {'Lower ' + ' or '.join(given) + ', or set' if given else 'Set'} kv_cache_dtype: int8, or raise "
-        "memory_share, or take a machine with more memory"
+        f"the KV cache would need {gigabytes(needed)} ({what}), and {gigabytes(allowed)} are allowed: memory_share "
+        f"({share:g}) of the {gigabytes(free)} that are free beside the weights, less what a step needs; {lower}set "
+        "kv_cache_dtype: int8, raise memory_share, or take a machine with more memory"
     )
 
 
