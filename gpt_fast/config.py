@@ -166,16 +166,17 @@ def choices(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, allowed))}")
 
 
-def at_least(name: str, value: int, minimum: int) -> None:
-    """Raise ConfigError unless ``value`` >= ``minimum``."""
-    if value < minimum:
+def at_least(name: str, value: float, minimum: float) -> None:
+    """Raise ConfigError unless ``value`` >= ``minimum``; NaN is not."""
+    if not value >= minimum:
         raise ConfigError(f"{name}: {value} is too small, the least is {minimum}")
 
 
 def in_range(name: str, value: float, least: float, greatest: float) -> None:
-    """Raise ConfigError unless ``least`` <= ``value`` <= ``greatest``; NaN is refused too."""
-    if not least <= value <= greatest:
-        raise ConfigError(f"{name}: {value} is not between {least} and {greatest}")
+    """Raise ConfigError unless ``least`` <= ``value`` <= ``greatest``."""
+    at_least(name, value, least)
+    if value > greatest:
+        raise ConfigError(f"{name}: {value} is too large, the greatest is {greatest}")
 
 
 def unknown_key(key: str, known: list[str], where: str) -> str:

@@ -42,10 +42,13 @@ def pick_device(name: str) -> torch.device:
     """``auto`` is the first CUDA device (ROCm included) where there is one, else the CPU. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    unknown = ConfigError(f"device: {name!r} is not one of auto, cpu, cuda, cuda:N")
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise unknown
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device: {name!r} is not one of auto, cpu, cuda, cuda:N") from None
+        raise unknown from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device: {name!r} is asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
     return device
