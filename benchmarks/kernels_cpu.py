@@ -26,6 +26,7 @@ from gpt_fast import kernels
 from gpt_fast.config import ModelConfig
 from gpt_fast.kernels import cpu, packing
 from gpt_fast.model import inverse_frequencies
+from gpt_fast.placement import usable_threads
 from gpt_fast.roofline import read_bandwidth
 from gpt_fast.shapes import shape
 
@@ -229,7 +230,7 @@ def main() -> None:
     parser.add_argument("--float32-cache", action="store_true", help="else bfloat16, but with float32 weights")
     args = parser.parse_args()
     if args.threads:
-        torch.set_num_threads(args.threads)
+        torch.set_num_threads(usable_threads(args.threads))
     if not kernels.available():
         raise SystemExit("the C++ kernels do not run here")
     c = shape(args.shape)

@@ -33,18 +33,18 @@ from typing import Any
 import torch
 
 from gpt_fast.checkpoint import random_model
-from gpt_fast.config import ConfigError, ModelConfig, at_least
+from gpt_fast.config import PREFILL_CHUNKS, ConfigError, ModelConfig, at_least
 from gpt_fast.engine.handle import Handle
 from gpt_fast.families import read_config
 from gpt_fast.llm import LLM
+from gpt_fast.memory import check_weights
 from gpt_fast.params import SamplingParams
-from gpt_fast.placement import pick_device, place
+from gpt_fast.placement import pick_device, place, usable_threads
 from gpt_fast.roofline import read_bandwidth
 from gpt_fast.shapes import shape
 
 _POLL_S = 0.002  # how often the caller looks; what it measures is stamped by the engine
 _WARM_UP_TOKENS = 4
-_LEAST_PREFILL_CHUNK = 256  # of the engine's own choices, by device
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def build(
     config = shape(shape_name) if shape_name is not None else read_config(str(checkpoint))
     options |= {
         "max_batch": max(bench.batch_sizes),
-        "max_seq_len": _room(config, bench, options.get("prefill_chunk") or _LEAST_PREFILL_CHUNK),
+        "max_seq_len": _room(config, bench, options.get("prefill_chunk") or min(PREFILL_CHUNKS.values())),
         "prefix_cache": False,  # a repeat must not find what the one before has computed
     }
     if checkpoint is not None:
@@ -105,6 +105,7 @@ def build(
         dtype=options.pop("dtype", "auto"),
         kernels=options.get("kernels", True),
     )
+    check_weights(config.num_parameters * where.dtype.itemsize, where.device)
     model = random_model(config, where.dtype, where.device, column_major=where.column_major)
     return LLM.from_model(model, **options)
 
@@ -186,7 +187,7 @@ def ceiling(llm: LLM) -> dict[str, Any]:
 def measure_bandwidth(device: str, threads: int | None) -> None:
     """Measure before the model is there: the memory that this takes must not add to the model's in the peak."""
     if threads is not None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(usable_threads(threads))
     read_bandwidth(pick_device(device).type, torch.get_num_threads())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -40,12 +41,15 @@ __all__ = [
     "Slice",
     "build",
     "load_model",
+    "open_checkpoint",
     "open_weights",
     "random_model",
     "save_checkpoint",
     "stored_dtype",
     "write_safetensors",
 ]
+
+log = logging.getLogger(__name__)
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _SHOWN = 5  # names listed in an error
@@ -72,12 +76,21 @@ def load_model(
     Raises CheckpointError, naming files and tensors, for whatever is missing, unexpected, mis-shaped or damaged.
     """
     directory = Path(directory)
-    config = read_config(directory)
-    config, weights = resolve_tying(config, open_weights(directory))
+    config, weights = open_checkpoint(directory)
     shape = replace(local, tie_embeddings=config.tie_embeddings) if local else config
     model = build(shape, dtype, device, column_major)
-    fill(model, config, weights, str(directory), progress=progress, take=take)
+    fill(model, config, weights, progress=progress, take=take)
     return model
+
+
+def open_checkpoint(directory: str | Path) -> tuple[ModelConfig, dict[str, StoredTensor]]:
+    """The configuration and the weights, mapped, of an unquantized directory; they fit each other.
+
+    Raises CheckpointError where they do not. Nothing is built or allocated by what ``config.json`` says before that.
+    """
+    config, weights = resolve_tying(read_config(directory), open_weights(directory))
+    check_weights(parts(config), weights, str(directory))
+    return config, weights
 
 
 class _NoDraws(TorchFunctionMode):
@@ -124,20 +137,18 @@ def fill(
     model: Transformer,
     config: ModelConfig,
     weights: Mapping[str, StoredTensor],
-    where: str,
     *,
     progress: bool = False,
     take: Callable[[Part], Slice | None] | None = None,
     place: Callable[[Part], Part] | None = None,
     store: Callable[[Part, StoredTensor, Slice | None, Callable[[int], object] | None], bool] | None = None,
 ) -> None:
-    """Write ``weights``, a whole checkpoint of ``config``, into the allocated ``model``. See :func:`load_model`.
+    """Write ``weights``, a whole checkpoint of ``config`` (:func:`open_checkpoint`), into the allocated ``model``.
 
     ``place`` says where a model with other modules holds a part. ``store`` may write a part itself, for modules that
     hold no plain weight: it returns whether it has.
     """
     wanted = parts(config)
-    check_weights(wanted, weights, where)
     parameters = dict(model.named_parameters())
     total = sum(weights[part.source].num_bytes for part in wanted)
     with progress_bar(total, progress, "loading weights") as report, torch.no_grad():
@@ -197,6 +208,22 @@ def check_weights(wanted: Sequence[Part], weights: Mapping[str, StoredTensor], w
     found = [f"{len(names)} tensors {what}: {_some(names)}" for what, names in problems if names]
     if found:
         raise CheckpointError(f"{where} does not fit its configuration: " + "; ".join(found))
+
+
+def warn_not_finite(model: nn.Module, where: str) -> None:
+    """Log a warning that names the weights of ``model``, loaded from ``where``, that hold NaN or infinity."""
+    # The extremes are NaN or infinite if any value is, and are found at the speed of memory.
+    tensors = {n: t for n, t in model.state_dict().items() if t.is_floating_point() and t.dtype.itemsize > 1}
+    rows = {n: t if t.is_contiguous() else t.t() for n, t in tensors.items()}  # aminmax would copy columns
+    damaged = [n for n, t in rows.items() if not all(extreme.isfinite() for extreme in t.aminmax())]
+    if damaged:
+        log.warning(
+            "%s: %d weights are not finite (NaN or infinity): %s. The checkpoint is damaged, or too large in value for "
+            "the dtype; what it generates means nothing",
+            where,
+            len(damaged),
+            _some(damaged),
+        )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,7 +1,8 @@
 """What torch.compile has made, kept in one file from one start to the next and from machine to machine.
 
-torch keeps its caches in a temporary folder, which a reboot or a new container empties. The file goes into the user's
-own cache folder, or where ``compile_cache`` of EngineConfig says: inside an archive for TorchServe, for instance.
+torch keeps its caches in a folder, here one of the user's own (user_cache.py), which a new container does not have.
+The file goes there as well, or where ``compile_cache`` of EngineConfig says: inside an archive for TorchServe, for
+instance.
 
 Loading it runs what is in it (compiled code, pickles), so it is never looked for beside a checkpoint, which may come
 from a stranger, and a file that other users can write is refused.
@@ -14,14 +15,13 @@ import hashlib
 import logging
 import os
 import platform
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from gpt_fast.kernels.cpu import cache_dir
+from gpt_fast.user_cache import private_folder, why_untrusted
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,17 @@ def default_file(*facts: object) -> Path:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
     for fact in (torch.__version__, platform.python_version(), platform.machine(), device, *facts):
         digest.update(repr(fact).encode() + b"\0")
-    return cache_dir() / "compiled" / f"{digest.hexdigest()[:20]}.bin"
+    return private_folder("compiled") / f"{digest.hexdigest()[:20]}.bin"
+
+
+def keep_private() -> None:
+    """Have torch keep its caches in the user's own folder, unless ``$TORCHINDUCTOR_CACHE_DIR`` names another.
+
+    Its default, which it puts into that variable as well, is a name in the shared temporary folder that everybody can
+    guess. To be called before torch._dynamo is imported: that makes the folder.
+    """
+    if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith("torchinductor_"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder("inductor"))
 
 
 @contextlib.contextmanager
@@ -55,13 +65,11 @@ def kept(file: Path, compiled: Callable[[], bool]) -> Iterator[None]:
 
 def _load(file: Path) -> bool:
     try:
-        status = file.stat()
-    except OSError:
-        return False
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.getuid(), 0):
-        log.warning("%s is not used: others may have written it (chmod go-w, and it must be yours)", file)
-        return False
-    try:
+        if not file.exists():
+            return False
+        if (why := why_untrusted(file)) is not None:
+            log.warning("%s is not used: %s", file, why)
+            return False
         return torch.compiler.load_cache_artifacts(file.read_bytes()) is not None
     except Exception as error:  # a cut or foreign file raises many types
         log.warning("%s is not used: %s", file, error)
@@ -72,7 +80,7 @@ def _save(file: Path) -> None:
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(dir=file.parent)  # readable by its owner alone
     try:
         with os.fdopen(handle, "wb") as out:

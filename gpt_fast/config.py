@@ -66,6 +66,10 @@ class ModelConfig:
             raise ConfigError(
                 f"num_attention_heads ({self.num_heads}) is not a multiple of num_key_value_heads ({self.num_kv_heads})"
             )
+        if self.head_dim < 1:
+            raise ConfigError(
+                f"num_attention_heads ({self.num_heads}) is more than hidden_size ({self.dim}): heads would be empty"
+            )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim ({self.head_dim}) is odd; rotary embeddings need an even one")
         if self.windows and len(self.windows) != self.num_layers:
@@ -99,6 +103,23 @@ class ModelConfig:
         return round(2 * self.num_layers * self.kv_dim * itemsize)
 
 
+DEFAULT_MAX_BATCH = 8
+PREFILL_CHUNKS = {"cpu": 256, "cuda": 512}  # tokens
+MAX_POSITIONS = 2**30  # tokens; more than any model has, and few enough for every integer that counts them
+
+# Least and greatest value of each field of EngineConfig that is a number.
+RANGES: dict[str, tuple[float, float]] = {
+    "max_seq_len": (1, MAX_POSITIONS),
+    "max_batch": (1, 4096),
+    "max_waiting": (1, 2**20),
+    "prefill_chunk": (1, 2**16),
+    "page_size": (1, 4096),
+    "num_pages": (1, MAX_POSITIONS),
+    "memory_share": (0.01, 1),
+    "threads": (1, 2**20),  # of these as many as there are cores: placement.usable_threads
+}
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How a model is run. Field names are the keyword arguments of ``LLM`` and the keys of model_config.yaml."""
@@ -110,12 +131,13 @@ class EngineConfig:
     compile: bool = True  # torch.compile, where the kernels do not run whole steps
     compile_cache: str | None = None  # file that keeps what was compiled; None: in the user's cache folder
     kernels: bool = True  # steps by own kernels, C++ on a CPU, Triton on a GPU; False: by plain torch
-    max_seq_len: int | None = None  # tokens, prompt and completion together; None: what the model was made for
-    max_batch: int = 8  # sequences decoded together
+    max_seq_len: int | None = None  # tokens, prompt and completion together; None: the model's, if memory has room
+    max_batch: int | None = None  # sequences decoded together; None: DEFAULT_MAX_BATCH
     max_waiting: int | None = None  # requests that may queue; None: any number
     prefill_chunk: int | None = None  # prompt tokens per step, a quarter beside decodes; None: 512, on a CPU 256
     page_size: int = 16  # tokens per KV-cache page
-    num_pages: int | None = None  # None: room for max_batch sequences of max_seq_len
+    num_pages: int | None = None  # None: room for max_batch sequences of max_seq_len, if memory has it (memory.py)
+    memory_share: float | None = None  # of free memory, for the KV cache at most; None: 0.5 on a CPU, 0.9 on a GPU
     prefix_cache: bool = True
     threads: int | None = None  # CPU threads; None: one for a model that fits a cache, else as torch has it
 
@@ -124,11 +146,18 @@ class EngineConfig:
         choices("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         choices("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
         choices("quantize", self.quantize, (None, "int8", "int4", "fp8"))
-        for name in ("max_batch", "page_size"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("max_seq_len", "max_waiting", "prefill_chunk", "num_pages", "threads"):
+        for name, (least, greatest) in RANGES.items():
             if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), 1)
+                in_range(name, getattr(self, name), least, greatest)
+
+    @property
+    def num_slots(self) -> int:
+        """``max_batch``, or what it is by default."""
+        return self.max_batch or DEFAULT_MAX_BATCH
+
+    def chunk(self, device_type: str) -> int:
+        """``prefill_chunk``, or what it is by default on such a device."""
+        return self.prefill_chunk or PREFILL_CHUNKS[device_type]
 
 
 def choices(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -137,10 +166,17 @@ def choices(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, allowed))}")
 
 
-def at_least(name: str, value: int, minimum: int) -> None:
-    """Raise ConfigError unless ``value`` >= ``minimum``."""
-    if value < minimum:
+def at_least(name: str, value: float, minimum: float) -> None:
+    """Raise ConfigError unless ``value`` >= ``minimum``; NaN is not."""
+    if not value >= minimum:
         raise ConfigError(f"{name}: {value} is too small, the least is {minimum}")
+
+
+def in_range(name: str, value: float, least: float, greatest: float) -> None:
+    """Raise ConfigError unless ``least`` <= ``value`` <= ``greatest``."""
+    at_least(name, value, least)
+    if value > greatest:
+        raise ConfigError(f"{name}: {value} is too large, the greatest is {greatest}")
 
 
 def unknown_key(key: str, known: list[str], where: str) -> str:

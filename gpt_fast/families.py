@@ -12,9 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt_fast.config import ConfigError, ModelConfig, RopeScaling
+from gpt_fast.config import MAX_POSITIONS, ConfigError, ModelConfig, RopeScaling
 from gpt_fast.family_table import FAMILIES, CheckpointError, Family, Part, parts
 from gpt_fast.params import RequestError, SamplingParams
+
+# The greatest sizes that a config.json may ask for: far above every model, and small enough to compute with. Whether
+# the file's tensors have these sizes is checked before anything is built (checkpoint.open_checkpoint).
+LIMITS = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "max_position_embeddings": MAX_POSITIONS,
+    "sliding_window": 2**31 - 1,
+}
+_LARGEST = 1e15  # of numbers that are no sizes: NaN and infinity, which Python's JSON knows, are not below it
+_MAX_JSON = 100_000_000  # bytes
+_SHOWN = 60  # characters of a wrong value
 
 QUANT_METHODS = ("gpt_fast", "gptq", "awq")  # that quantize/ reads
 
@@ -37,10 +54,14 @@ __all__ = [
 def read_json(path: Path) -> dict[str, Any]:
     """The object in ``path``. Raises CheckpointError when it is missing, not JSON, or not an object."""
     try:
+        if path.stat().st_size > _MAX_JSON:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than {_MAX_JSON}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except (OSError, ValueError) as e:  # ValueError: broken JSON and broken UTF-8
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as e:  # ValueError: broken JSON and broken UTF-8
         raise CheckpointError(f"{path} cannot be read: {e}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not an object")
@@ -73,7 +94,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     theta, scaling = _rope(get)
     max_positions = get.size("max_position_embeddings")
     if scaling is not None and scaling.type == "dynamic":
-        max_positions = int(max_positions * scaling.factor)  # the key holds the length before stretching
+        # The key holds the length before stretching.
+        max_positions = get.check_size("max_position_embeddings times factor", int(max_positions * scaling.factor))
     try:
         return ModelConfig(
             family=row.name,
@@ -113,6 +135,12 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     raise CheckpointError(f"{where}: {asked} is not supported; known: {known}")
 
 
+def _shown(value: object) -> str:
+    """``value`` for a message: a file may hold numbers of thousands of digits and lists of millions."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
 class _Reader:
     """Typed access to a ``config.json`` with its family's defaults; every error names the key."""
 
@@ -125,25 +153,30 @@ class _Reader:
     def __call__(self, key: str, kind: type) -> Any:
         value = self.value(key)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise CheckpointError(f"{self.where}: {key} must be {kind.__name__}, not {value!r}")
+            raise CheckpointError(f"{self.where}: {key} must be {kind.__name__}, not {_shown(value)}")
         return value
 
     def size(self, key: str) -> int:
-        value: int = self(key, int)
-        if value < 1:
-            raise CheckpointError(f"{self.where}: {key} must be at least 1, not {value}")
+        return self.check_size(key, self(key, int))
+
+    def check_size(self, key: str, value: int) -> int:
+        limit = LIMITS.get(key, MAX_POSITIONS)
+        if not 1 <= value <= limit:
+            raise CheckpointError(f"{self.where}: {key} must be between 1 and {limit}, not {_shown(value)}")
         return value
 
     def number(self, key: str, source: Mapping[str, Any] | None = None, inside: str = "") -> float:
         value = self.value(key) if source is None else source.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CheckpointError(f"{self.where}: {inside}{key} must be a number, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
+            raise CheckpointError(
+                f"{self.where}: {inside}{key} must be a number below {_LARGEST:g}, not {_shown(value)}"
+            )
         return float(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         value = self.raw.get(key) or {}
         if not isinstance(value, dict):
-            raise CheckpointError(f"{self.where}: {key} must be an object, not {value!r}")
+            raise CheckpointError(f"{self.where}: {key} must be an object, not {_shown(value)}")
         return value
 
     def flag(self, switch: bool | str) -> bool:
@@ -175,7 +208,9 @@ def _rope(get: _Reader) -> tuple[float, RopeScaling | None]:
     if kind != "llama3":
         return theta, RopeScaling(kind, factor, max_positions)
     original = get.raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    original = max_positions if original is None else int(get.number("original", {"original": original}, inside))
+    if original is not None:
+        original = int(get.number("original_max_position_embeddings", {"original_max_position_embeddings": original}))
+    original = get.check_size("original_max_position_embeddings", original or max_positions)
     low, high = get.number("low_freq_factor", rope, inside), get.number("high_freq_factor", rope, inside)
     if not high > low > 0:
         raise CheckpointError(f"{get.where}: {inside}high_freq_factor ({high:g}) must exceed low_freq_factor ({low:g})")

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpt_fast.checkpoint import check_weights, open_weights, progress_bar, resolve_tying
+from gpt_fast.checkpoint import check_weights, open_checkpoint, progress_bar, resolve_tying
 from gpt_fast.config import ConfigError, ModelConfig
-from gpt_fast.families import CheckpointError, parse_config, parts, read_config, read_json, to_hf_config
+from gpt_fast.families import CheckpointError, parse_config, parts, read_json, to_hf_config
 from gpt_fast.llama2c import read_bin, read_header
 from gpt_fast.safetensors_file import write_safetensors
 from gpt_fast.shapes import SHAPES, shape
@@ -175,8 +175,7 @@ def read_source(source: Path, config: ModelConfig | str | Path | None = None) ->
 def _read_hf(source: Path) -> Imported:
     path = source / "config.json"
     raw = read_json(path)
-    config, weights = resolve_tying(read_config(source), open_weights(source))
-    check_weights(parts(config), weights, str(source))
+    config, weights = open_checkpoint(source)
     raw.pop("dtype", None)  # transformers 5's name for torch_dtype
     return Imported(config, weights, raw | {"tie_word_embeddings": config.tie_embeddings})
 

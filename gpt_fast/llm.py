@@ -14,6 +14,7 @@ from typing import Any, cast, overload
 
 import torch
 
+from gpt_fast import memory
 from gpt_fast.checkpoint import stored_dtype
 from gpt_fast.compile_cache import default_file, kept
 from gpt_fast.config import ConfigError, EngineConfig, ModelConfig, from_mapping
@@ -28,9 +29,9 @@ from gpt_fast.families import GenerationDefaults, read_config, read_generation_d
 from gpt_fast.model import Transformer
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.packed import pack_model
-from gpt_fast.params import RequestError, SamplingParams
-from gpt_fast.placement import place
-from gpt_fast.quantize import check_device, load_model, quant_config, quantize_model
+from gpt_fast.params import RequestError, SamplingParams, show
+from gpt_fast.placement import place, usable_threads
+from gpt_fast.quantize import check_device, check_memory, load_model, quant_config, quantize_model
 from gpt_fast.roofline import Roofline, read_bandwidth
 from gpt_fast.structured import GrammarCompiler
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerMissing, load_tokenizer
@@ -62,14 +63,16 @@ class LLM:
         o = self.engine_config
         where = place(self.config, stored_dtype(self.checkpoint), device=o.device, dtype=o.dtype, kernels=o.kernels)
         self.device, self.dtype = where.device, where.dtype
-        check_device(self.checkpoint, self.engine_config.quantize, self.device)
+        check_device(self.checkpoint, o.quantize, self.device)
+        weight_bytes = check_memory(self.checkpoint, self.dtype, self.device, o.quantize)
+        self._plan_cache(memory.free_bytes(self.device) - weight_bytes)  # refuses what cannot fit before it is read
         self.model = load_model(
             self.checkpoint,
             dtype=self.dtype,
             device=self.device,
             progress=progress,
             column_major=where.column_major,
-            quantize=self.engine_config.quantize,
+            quantize=o.quantize,
         )
         self.load_s = time.perf_counter() - begin
         self._start()
@@ -114,7 +117,6 @@ class LLM:
     def _start(self) -> None:
         """Build the engine around the model and warm it up."""
         begin = time.perf_counter()
-        self.max_seq_len = self.engine_config.max_seq_len or self.config.max_seq_len
         self.model.eval()
         if self.engine_config.kernels:
             pack_model(self.model)
@@ -132,37 +134,45 @@ class LLM:
             log.warning("%s; until then prompts must be token ids, and completions have no text", error)
             return None
 
+    def _plan_cache(self, free: int) -> memory.CachePlan:
+        """The KV cache with ``free`` bytes left beside the weights. Raises ConfigError."""
+        o = self.engine_config
+        dtype = self.dtype if o.kv_cache_dtype == "auto" else getattr(torch, o.kv_cache_dtype)
+        return memory.plan_cache(self.config, o, dtype=dtype, free=free, device_type=self.device.type)
+
     def _build_engine(self) -> Engine:
         o = self.engine_config
-        self.prefill_chunk = o.prefill_chunk or (256 if self.device.type == "cpu" else 512)
-        pages_per_sequence = -(-self.max_seq_len // o.page_size)
-        num_pages = 1 + (o.num_pages or o.max_batch * pages_per_sequence)
-        self.max_seq_len = min(self.max_seq_len, (num_pages - 1) * o.page_size)
+        plan = self._plan_cache(memory.free_bytes(self.device))
+        log.info("%s", plan)
+        if plan.max_seq_len < plan.wished:
+            log.warning("%s", plan.shortened)
+        self.max_seq_len, self.prefill_chunk = plan.max_seq_len, o.chunk(self.device.type)
         runner = Runner(
             self.model,
-            max_batch=o.max_batch,
-            max_seq_len=self.max_seq_len,
-            num_pages=num_pages,
-            page_size=o.page_size,
+            max_batch=plan.max_batch,
+            max_seq_len=plan.max_seq_len,
+            num_pages=1 + plan.num_pages,
+            page_size=plan.page_size,
             prefill_chunk=self.prefill_chunk,
             compile=o.compile,
             kernels=o.kernels,
-            cache_dtype=None if o.kv_cache_dtype == "auto" else getattr(torch, o.kv_cache_dtype),
+            cache_dtype=plan.dtype,
         )
         scaling = self.config.rope_scaling
         dynamic_from = scaling.original_max_seq_len if scaling is not None and scaling.type == "dynamic" else 0
-        pages = PageAllocator(num_pages, o.page_size, o.prefix_cache)
-        scheduler = Scheduler(pages, o.max_batch, self.prefill_chunk, salt_by_length=dynamic_from)
+        pages = PageAllocator(1 + plan.num_pages, plan.page_size, o.prefix_cache)
+        scheduler = Scheduler(pages, plan.max_batch, self.prefill_chunk, salt_by_length=dynamic_from)
         return Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
 
-    def _threads(self) -> int | None:
-        """Threads of the engine; None leaves them as they are.
+    def _threads(self) -> int:
+        """Threads of the engine: no more than there are cores.
 
         A model that fits a core's share of the cache gains nothing from a second one, and on a busy machine threads
         that wait for each other lose a lot: 25 instead of 300 tokens/s were seen with a model of 260 thousand weights.
         """
         small = self.model.bytes_per_token(0, self.dtype.itemsize) < SMALL_MODEL_BYTES
-        return self.engine_config.threads or (1 if small and self.device.type == "cpu" else None)
+        alone = small and self.device.type == "cpu"
+        return usable_threads(self.engine_config.threads or (1 if alone else torch.get_num_threads()))
 
     def _warm_up(self) -> None:
         runner, o = self.engine.runner, self.engine_config
@@ -264,7 +274,7 @@ class LLM:
             for token in ids:
                 if isinstance(token, bool) or not isinstance(token, int):
                     raise RequestError(
-                        f"prompt must be a string or a list of token ids, not {token!r}", "prompt", "invalid_type"
+                        f"prompt must be a string or a list of token ids, not {show(token)}", "prompt", "invalid_type"
                     )
         if not ids:
             raise RequestError("prompt is empty, and this tokenizer has no beginning-of-sequence token", "prompt")

@@ -211,7 +211,7 @@ class Transformer(nn.Module):
     def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
         """Bytes read to decode one token at batch 1 with ``context_len`` tokens cached: all weights but the unused
         rows of the embedding, and the keys and values."""
-        weights = sum(t.numel() * t.element_size() for t in unique_tensors(self))
+        weights = weight_bytes(self)
         if not self.config.tie_embeddings:
             table = self.tok_embeddings.weight
             weights -= (table.numel() - self.config.dim) * table.element_size()
@@ -222,6 +222,11 @@ class Transformer(nn.Module):
         c = self.config
         matmul = c.num_parameters if c.tie_embeddings else c.num_parameters - c.vocab_size * c.dim
         return 2 * matmul + 4 * c.num_layers * c.q_dim * context_len
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of ``unique_tensors``."""
+    return sum(t.numel() * t.element_size() for t in unique_tensors(module))
 
 
 def unique_tensors(module: nn.Module) -> list[Tensor]:

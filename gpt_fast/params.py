@@ -158,7 +158,7 @@ class SamplingParams:
             raise RequestError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})", "min_tokens")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(
-                f"ignore_eos must be true or false, not {self.ignore_eos!r}", "ignore_eos", "invalid_type"
+                f"ignore_eos must be true or false, not {show(self.ignore_eos)}", "ignore_eos", "invalid_type"
             )
         self._validate_stops()
         self._validate_bias()
@@ -251,19 +251,19 @@ def integer(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, not {_show(value)}", name, "invalid_type")
+        raise RequestError(f"{name} must be an integer, not {show(value)}", name, "invalid_type")
     if not low <= value <= high:
-        raise RequestError(f"{name} must be between {low} and {high}, not {_show(value)}", name)
+        raise RequestError(f"{name} must be between {low} and {high}, not {show(value)}", name)
     return value
 
 
 def _number(name: str, value: object, low: float, high: float, open_below: bool = False) -> float:
     """``value`` as a float. Raises RequestError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RequestError(f"{name} must be a number, not {_show(value)}", name, "invalid_type")
+        raise RequestError(f"{name} must be a number, not {show(value)}", name, "invalid_type")
     if not low <= value <= high or (open_below and value == low):  # NaN is not between anything
         least = f"more than {low:g}" if open_below else f"at least {low:g}"
-        raise RequestError(f"{name} must be {least} and at most {high:g}, not {_show(value)}", name)
+        raise RequestError(f"{name} must be {least} and at most {high:g}, not {show(value)}", name)
     return float(value)
 
 
@@ -288,7 +288,13 @@ def _check_grammar_size(name: str, grammar: object) -> None:
             raise RequestError(message, name, "grammar_too_large")
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
     """``value`` as a short piece of an error message, never a whole hostile payload."""
-    text = repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a number of more than 64 bits"
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return "a number of more than 64 bits"
+    text = repr(value if not isinstance(value, str) else value[:60])
     return text if len(text) <= 60 else text[:57] + "..."

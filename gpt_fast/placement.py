@@ -1,14 +1,18 @@
-"""Where a model runs and in what precision, decided before its weights are read."""
+"""Where a model runs, by how many threads and in what precision, decided before its weights are read."""
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import NamedTuple, cast
 
 import torch
 
-from gpt_fast.config import ConfigError, ModelConfig
+from gpt_fast.config import RANGES, ConfigError, ModelConfig, in_range
 from gpt_fast.kernels import takes_shape
+from gpt_fast.memory import host_memory
+
+log = logging.getLogger(__name__)
 
 
 class Placement(NamedTuple):
@@ -38,10 +42,13 @@ def pick_device(name: str) -> torch.device:
     """``auto`` is the first CUDA device (ROCm included) where there is one, else the CPU. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    unknown = ConfigError(f"device: {name!r} is not one of auto, cpu, cuda, cuda:N")
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise unknown
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device: {name!r} is not one of auto, cpu, cuda, cuda:N") from None
+        raise unknown from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device: {name!r} is asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
     return device
@@ -63,5 +70,17 @@ def pick_dtype(
         narrow = stored == torch.bfloat16
     else:
         narrow = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    fits = config.num_parameters * 4 < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    fits = config.num_parameters * 4 < host_memory().total / 2
     return torch.bfloat16 if narrow or not fits else torch.float32
+
+
+def usable_threads(asked: int) -> int:
+    """``asked`` CPU threads, but no more than the cores that this process may use; a warning says so.
+
+    Raises ConfigError for a number that is out of range.
+    """
+    in_range("threads", asked, *RANGES["threads"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if asked > cores:
+        log.warning("threads: %d are asked for, and there are %d cores for this process; %d run", asked, cores, cores)
+    return min(asked, cores)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import pickle
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -183,10 +185,11 @@ def read_torch_file(path: Path) -> dict[str, Any]:
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as e:  # torch raises whatever its readers do: pickle, zip, runtime, key and index errors
-        why = str(e).split("\n", 1)[0]
+        # Not torch's own words: they say how to read the file all the same, which would run what is in it.
+        named = re.search(r"GLOBAL ([\w.]{1,100})", str(e)) if isinstance(e, pickle.UnpicklingError) else None
         raise CheckpointError(
-            f"{path} cannot be read as a torch file of tensors and plain values: {why} "
-            "(a file with other objects is refused, because reading them would run code)"
+            f"{path} cannot be read as a torch file of tensors and plain values: "
+            + (f"it holds {named[1]}, and reading that would run code" if named else "it is damaged or of another kind")
         ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not a dictionary of tensors")
@@ -198,5 +201,8 @@ def stored_tensors(values: Mapping[str, Any], path: Path) -> dict[str, StoredTen
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: {name!r} is {type(value).__name__}, not a tensor")
+        # A tensor may repeat one number without end; such a one would take memory that the file does not have.
+        if value.layout != torch.strided or value.nbytes > value.untyped_storage().nbytes():
+            raise CheckpointError(f"{path}: {name!r} of shape {list(value.shape)} is not stored whole")
     mapped = _is_zip(path)
     return {name: StoredTensor.of(value, mapped=mapped) for name, value in values.items()}

@@ -23,7 +23,10 @@ from gpt_fast.params import RequestError, SamplingParams
 from gpt_fast.tokenizer import Tokenizer
 
 MAX_LIVE_CHARS = 2**20  # of the grammars of all requests that are queued or running; a compiled one has 200 bytes each
-MAX_ITEMS_IN_ROW = 20_000  # llguidance's own limit of 2,000 is met by a schema of 500 optional properties
+# Limits of llguidance. Its own are 2,000, which a schema of 500 optional properties meets, and 1,000,000, with which
+# "((((a{50}){50}){50}){50})" takes a second and 200 MB to refuse.
+MAX_ITEMS_IN_ROW = 20_000
+LEXER_FUEL = 200_000
 MAX_FORCED_BYTES = 8192  # of text with no choice in it: each of its tokens costs the batch 0.1 ms for every 1,000 bytes
 REHEARSAL = 4  # tokens
 RETRY_AFTER_S = 1
@@ -70,7 +73,9 @@ class GrammarCompiler:
         self._count(len(source))
         try:
             # Not verbose: its errors would quote the whole grammar.
-            limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ITEMS_IN_ROW)
+            limits = LLParserLimits(
+                verbose_errors=False, max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL
+            )
             matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
             for last in (False, True):
                 self._rehearse(Grammar(matcher.deep_copy(), self._vocab_size, field), last)
@@ -126,15 +131,15 @@ class Grammar:
         Raises RequestError when there are none, or when the grammar has become too complex.
         """
         if self._allowed is None:
+            if len(self._matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
+                message = f"{self._field} asks for more than {MAX_FORCED_BYTES} bytes of text without any choice in it"
+                raise RequestError(message, self._field, "grammar_too_large")
             allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
             known = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
             count = min(self._vocab_size, known.numel())
             allowed[:count] = known[:count]
             if self._matcher.is_error() or not bool(allowed.any()):
                 raise RequestError(self._why(), self._field, "unusable_grammar")
-            if len(self._matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
-                message = f"{self._field} asks for more than {MAX_FORCED_BYTES} bytes of text without any choice in it"
-                raise RequestError(message, self._field, "grammar_too_large")
             self._allowed = allowed
         return self._allowed
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import getpass
 import http.client
 import json
 import os
@@ -164,9 +163,6 @@ def launch(args: argparse.Namespace, run_dir: Path, config: Path, log: Path, tmp
         "TEMP": tmp_dir,  # Java's temp folder: sockets, unpacked archives
         "LOG_LOCATION": str(run_dir / "logs"),
         "METRICS_LOCATION": str(run_dir / "logs"),
-        # torch.compile's cache is in the temp folder by default, and should outlive this server
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-        or str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"),
     }
     command = [sys.executable, "-m", "ts.model_server", "--start", "--ncs", "--disable-token-auth"]
     command += ["--ts-config", str(config), "--model-store", args.model_store]

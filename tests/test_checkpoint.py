@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import re
 import struct
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import torch
 from gpt_fast.checkpoint import load_model, open_weights, random_model, save_checkpoint, stored_dtype
 from gpt_fast.config import ConfigError, ModelConfig
 from gpt_fast.families import CheckpointError, Part, parts, read_config, to_hf_config
+from gpt_fast.quantize import load_model as load_any
 from gpt_fast.safetensors_file import read_safetensors, write_safetensors
 from gpt_fast.shapes import SHAPES, shape
 from gpt_fast.stored import Slice, StoredTensor
@@ -333,9 +336,11 @@ def test_pickles_do_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "model.safetensors").unlink()
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": Payload()}, path)
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin cannot be read"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin cannot be read .*it holds print, ") as caught:
         load_model(tmp_path, torch.float32)
     assert "ran" not in capsys.readouterr().out
+    # torch's message says how to switch the protection off.
+    assert not re.search("weights_only|trust|allowlist|safe_globals|torch.load", str(caught.value))
     torch.save([torch.zeros(1)], path)
     with pytest.raises(CheckpointError, match="holds list"):
         load_model(tmp_path, torch.float32)
@@ -345,6 +350,48 @@ def test_pickles_do_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_model(tmp_path, torch.float32)
+
+
+def test_a_tensor_that_repeats_one_number_without_end_is_refused(tmp_path: Path) -> None:
+    """Four bytes in the file would become 4 TB in memory."""
+    tiny(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": torch.zeros(1).expand(10**6, 10**6)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' of shape \[1000000, 1000000\] is not stored whole"):
+        load_model(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(
+    value: float, quantize: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ModelConfig("llama", 64, 64, 2, 4, 4, 16, 96, 128)
+    model = random_model(config, torch.float32)
+    save_checkpoint(model, tmp_path / "good")
+    load_any(tmp_path / "good", torch.float32, quantize=quantize)
+    assert "finite" not in caplog.text
+    with torch.no_grad():
+        model.tok_embeddings.weight[33, 5] = value
+        model.layers[1].feed_forward.w2.weight[3, 7] = value
+    save_checkpoint(model, tmp_path / "bad")
+    load_any(tmp_path / "bad", torch.float32, quantize=quantize)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "2 weights are not finite" in line
+    assert "tok_embeddings.weight" in line
+    assert "layers.1.feed_forward.w2." in line
+
+
+def test_a_value_too_large_for_the_dtype_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny(tmp_path)
+    model = load_model(tmp_path, torch.float32)
+    with torch.no_grad():
+        model.norm.weight[0] = 1e6
+    save_checkpoint(model, tmp_path)
+    load_any(tmp_path, torch.float32, column_major=True)
+    assert not caplog.records
+    load_any(tmp_path, torch.float16)
+    assert "1 weights are not finite (NaN or infinity): norm.weight." in caplog.text
 
 
 def test_random_models_are_seeded(tmp_path: Path) -> None:

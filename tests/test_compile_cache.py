@@ -14,7 +14,6 @@ from gpt_fast import compile_cache
 
 _START = """
 import logging, sys, dataclasses, torch
-from torch._dynamo.utils import counters
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.checkpoint import random_model
 from gpt_fast.shapes import shape
@@ -25,16 +24,19 @@ file = sys.argv[1] if len(sys.argv) > 1 else None
 with LLM.from_model(model, kernels=False, prefill_chunk=16, compile_cache=file) as llm:
     assert llm.engine.runner.path == "compiled"
     answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=5, ignore_eos=True, temperature=0)).token_ids
+from torch._dynamo.utils import counters
 print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], *answer)
 """
 
 
 def start(folder: Path, number: int, *arguments: str) -> list[int]:
-    """A process with empty caches of torch's own; returns hits, misses and the answer."""
-    own = {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"torch{number}"), "GPT_FAST_CACHE": str(folder / "cache")}
+    """A process with empty caches, torch's own too; returns hits, misses and the answer."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    own = {"GPT_FAST_CACHE": str(folder / f"cache{number}"), "TMPDIR": str(folder / "tmp")}
+    kept = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     done = subprocess.run(
         [sys.executable, "-c", _START, *arguments],
-        env={**os.environ, **own, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        env={**kept, **own, "GPT_FAST_KERNELS": "reference", "PYTHONPATH": str(Path(__file__).parent.parent)},
         capture_output=True,
         text=True,
         check=False,
@@ -52,6 +54,12 @@ def test_a_second_start_with_empty_caches_compiles_nothing(tmp_path: Path) -> No
     assert first[1] > 0
     assert second[:2] == [first[1], 0]
     assert second[2:] == first[2:]
+    # And torch's own cache is not where everybody can guess it.
+    assert not list((tmp_path / "tmp").glob("torchinductor*"))
+    for number in (1, 2):
+        folder = tmp_path / f"cache{number}" / "inductor"
+        assert any(folder.iterdir())
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense"])
@@ -74,6 +82,35 @@ def test_a_file_that_others_can_write_is_refused(
     with caplog.at_level(logging.WARNING), compile_cache.kept(tmp_path / "a.bin", lambda: False):
         pass
     assert "not used" in caplog.text
+
+
+def test_a_file_in_a_folder_that_others_can_write_in_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.compiler.load_cache_artifacts", lambda _: pytest.fail("loaded"))
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "a.bin").write_bytes(b"x")
+    (folder / "a.bin").chmod(0o600)
+    with compile_cache.kept(folder / "a.bin", lambda: False):
+        pass
+    assert f"others may write {folder}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("set_to", "used"), [(None, "inductor"), ("/tmp/torchinductor_me", "inductor"), ("/mine", "/mine")]
+)
+def test_torchs_cache_is_moved_unless_another_place_was_chosen(
+    set_to: str | None, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch sets the variable to its default by itself where it was imported before."""
+    monkeypatch.setenv("GPT_FAST_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", set_to)
+    compile_cache.keep_private()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / used)
 
 
 def test_the_name_depends_on_what_was_compiled() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 
-from gpt_fast.config import ConfigError, EngineConfig, ModelConfig, from_mapping
+from gpt_fast.config import DEFAULT_MAX_BATCH, RANGES, ConfigError, EngineConfig, ModelConfig, from_mapping
 
 
 def test_unknown_key_names_the_closest_and_all_known_ones() -> None:
@@ -27,6 +29,35 @@ def test_wrong_type(key: str, value: object) -> None:
 def test_wrong_value(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=key):
         from_mapping(EngineConfig, {key: value}, "yaml")
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_every_number_has_a_least_and_a_greatest_value(key: str) -> None:
+    least, greatest = RANGES[key]
+    for good in (least, greatest):
+        assert getattr(from_mapping(EngineConfig, {key: good}, "yaml"), key) == good
+    for wrong in (least - 1, -1, -(10**30)):
+        with pytest.raises(ConfigError, match=f"{key}: {wrong} is too small, the least is {least}"):
+            from_mapping(EngineConfig, {key: wrong}, "yaml")
+    for wrong in (greatest + 1, 10**30):
+        with pytest.raises(ConfigError, match=f"{key}: {wrong} is too large, the greatest is {greatest}"):
+            from_mapping(EngineConfig, {key: wrong}, "yaml")
+
+
+def test_no_number_is_without_a_range() -> None:
+    numbers = {name for name, hint in typing.get_type_hints(EngineConfig).items() if {int, float} & parts(hint)}
+    assert numbers == RANGES.keys()
+    with pytest.raises(ConfigError, match="memory_share: nan"):
+        EngineConfig(memory_share=float("nan"))
+
+
+def parts(hint: object) -> set[object]:
+    return set(typing.get_args(hint)) or {hint}
+
+
+def test_a_batch_that_nobody_asked_for_is_told_from_one_that_was() -> None:
+    assert (EngineConfig().max_batch, EngineConfig().num_slots) == (None, DEFAULT_MAX_BATCH)
+    assert (EngineConfig(max_batch=8).max_batch, EngineConfig(max_batch=3).num_slots) == (8, 3)
 
 
 def test_null_is_accepted_where_it_means_something() -> None:

@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "quantized": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
     "string size": ({"hidden_size": "64"}, "hidden_size must be int, not '64'"),
-    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be between 1 and 4096, not 0"),
     "heads": ({"num_attention_heads": 32, "num_key_value_heads": 5}, "num_key_value_heads"),
     "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool"),
     "epsilon": ({"rms_norm_eps": None}, "rms_norm_eps must be a number"),

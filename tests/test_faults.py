@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 from collections.abc import Callable, Iterator
@@ -128,6 +129,28 @@ def test_what_is_no_such_number_is_refused_by_name(name: str, value: Any) -> Non
     assert caught.value.param == name
     assert len(str(caught.value)) < 200
     assert name in OPTIONAL or getattr(SamplingParams(), name) is not None
+
+
+def refusal(**fields: Any) -> RequestError | None:
+    try:
+        SamplingParams(**fields)
+    except RequestError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(SamplingParams)])
+def test_a_refusal_is_short_whatever_it_refuses(name: str) -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    for value in (nested, {"a": nested}, "x" * 100_000, [nested], {"5": nested}, {"x" * 10_000: 1}):
+        error = refusal(**{name: value})
+        if error is None:  # these are looked at later, where they are compiled
+            assert name in ("json_schema", "regex")
+        else:
+            assert len(str(error)) < 300
+            assert error.param == name
 
 
 def test_half_a_token_is_refused() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast import kernels
+from gpt_fast import kernels, user_cache
 from gpt_fast.attention import paged_attention_eager
 from gpt_fast.config import ModelConfig
 from gpt_fast.kernels import cpu, packing, reference
@@ -447,6 +447,129 @@ def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     path = cpu.build()
     monkeypatch.setattr(cpu, "_compile", lambda *_: pytest.fail("compiled again"))
     assert cpu.build() == path
+
+
+PLANTED = b"not a library, and not this user's"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of our own, and a compiler that copies what was built before: its folder is returned."""
+    built = cpu.build()
+    script = tmp_path / "c++"
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\nfor last; do :; done\ncp {built} "$last"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("GPT_FAST_CACHE", str(tmp_path / "cache"))
+    user_cache._temporary.cache_clear()
+    return tmp_path / "cache" / "kernels"
+
+
+def foreign(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give ``path`` to another user, or without the right to do that take another user's part."""
+    if os.getuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+
+
+@needs_cpp
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_a_built_library_is_for_its_owner_alone_whatever_the_umask(cache: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        library = cpu.build()
+    finally:
+        os.umask(before)
+    assert library.parent == cache
+    assert [p.stat().st_mode & 0o777 for p in (cache.parent, cache, library)] == [0o700] * 3
+    stamp = library.stat().st_mtime_ns
+    assert cpu.build() == library
+    assert library.stat().st_mtime_ns == stamp, "built again"
+
+
+@needs_cpp
+@pytest.mark.parametrize("how", ["file of somebody else", "file that others can write"])
+def test_a_planted_library_is_built_anew(
+    how: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = cpu.build()
+    good = library.read_bytes()
+    library.write_bytes(PLANTED)
+    if how == "file of somebody else":
+        if os.getuid():
+            pytest.skip("only root can give a file away")
+        foreign(library, monkeypatch)
+    else:
+        library.chmod(0o777)
+    assert cpu.build() == library
+    assert library.read_bytes() == good
+    assert caplog.text.count("is not used") == 1
+    cpu.build()
+    assert caplog.text.count("is not used") == 1, "the next start finds it in order"
+
+
+@needs_cpp
+def test_a_folder_that_others_could_write_in_is_emptied(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    library = cpu.build()
+    good = library.read_bytes()
+    library.write_bytes(PLANTED)
+    cache.chmod(0o777)
+    assert cpu.build() == library
+    assert library.read_bytes() == good
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert "could write in it" in caplog.text
+
+
+@needs_cpp
+@pytest.mark.parametrize("how", ["of somebody else", "that others can write"])
+def test_a_cache_of_somebody_else_is_left_alone(
+    how: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither what lies in it is loaded, nor is anything put there; the library is built for this process."""
+    library = cpu.build()
+    library.write_bytes(PLANTED)
+    if how == "of somebody else":
+        foreign(cache.parent, monkeypatch)
+    else:
+        cache.parent.chmod(0o777)
+    elsewhere = cpu.build()
+    assert cache.parent not in elsewhere.parents
+    assert elsewhere.read_bytes() != PLANTED
+    assert library.read_bytes() == PLANTED
+    assert elsewhere.parent.parent.stat().st_mode & 0o777 == 0o700
+    cpu.build()
+    assert caplog.text.count("is not kept for the next start") == 1
+
+
+@needs_cpp
+def test_without_a_compiler_what_another_one_built_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = cpu.build()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert cpu.build() == library
+    code = "print(k.available(), k.linear_dense(w, k.prepare_dense(w), 3).sum().item())"
+    done = probe(code, CXX="no-such-compiler", GPT_FAST_CACHE=str(cache.parent), GPT_FAST_KERNELS="")
+    assert (done.stdout.split(), done.stderr) == (["True", "288.0"], "")
+    # Of other sources or flags, or not to be trusted: not used.
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-DNEWER"))
+        with pytest.raises(cpu.UnavailableError, match="no-such-compiler"):
+            cpu.build()
+    library.chmod(0o777)
+    with pytest.raises(cpu.UnavailableError, match="no-such-compiler"):
+        cpu.build()
+
+
+@needs_cpp
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_team_has_a_limit_whoever_asks_for_more() -> None:
+    code = (
+        "import os, ctypes; from gpt_fast.kernels.cpu import library; before = len(os.listdir('/proc/self/task')); "
+        "data = torch.ones(1 << 24, dtype=torch.uint8); library().gpt_fast_read(data.data_ptr(), 1 << 24, 100_000); "
+        "print(len(os.listdir('/proc/self/task')) - before)"
+    )
+    done = probe(code, GPT_FAST_KERNELS="")
+    assert 0 < int(done.stdout) < 512, done.stderr
 
 
 @needs_cpp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -315,6 +316,22 @@ def test_derived_config_moves_the_ports_and_nothing_else(server: ModuleType) -> 
     assert "metrics_address=http://127.0.0.1:9082" in lines
     assert "grpc_inference_port=8070" in lines
     assert len([line for line in lines if line.startswith("grpc_inference_port")]) == 1
+
+
+def test_the_servers_compile_cache_is_not_where_others_can_guess_it(
+    server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker puts it into the user's own cache folder, unless the environment says where."""
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(server.subprocess, "run", lambda *_, env, **__: given.append(env))
+    arguments = argparse.Namespace(model="m", archive="a", model_store="s", cwd=".")
+    for own in ({}, {"TORCHINDUCTOR_CACHE_DIR": "mine"}):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        for name, value in own.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(server.ServerError):  # nothing was started
+            server.launch(arguments, tmp_path, tmp_path / "config", tmp_path / "log", str(tmp_path / "tmp"))
+    assert [env.get("TORCHINDUCTOR_CACHE_DIR") for env in given] == [None, "mine"]
 
 
 def test_a_taken_port_is_found(server: ModuleType) -> None:

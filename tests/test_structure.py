@@ -17,7 +17,8 @@ PACKAGE = ROOT / "gpt_fast"
 # From the ground up. A module may import from its own layer and from those above it in this list. A new module gets a
 # place here: that is the moment to ask where it belongs.
 LAYERS = (
-    {"config", "model_yaml", "settings", "params", "outputs", "roofline", "kernels", "compile_cache"},
+    {"config", "model_yaml", "settings", "params", "outputs", "roofline", "user_cache", "kernels", "compile_cache"},
+    {"memory"},
     {"tokenizer", "chat", "families", "family_table", "shapes", "stored", "safetensors_file", "llama2c", "download"},
     {"attention", "model"},
     {"checkpoint", "checkpoint_files", "importers", "placement"},  # above the model: a checkpoint is loaded into one

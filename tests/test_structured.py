@@ -91,6 +91,7 @@ UNUSABLE: dict[str, dict[str, Any]] = {
     "nothing in the end": {"regex": r"abc[^\s\S]"},
     "too complex": {"regex": "(a?){2000}a{2000}"},
     "one long text": {"regex": "a{100000}"},
+    "a text of millions": {"regex": "((((a{50}){50}){50}){50})"},
     "one long value": {"json_schema": {"enum": ["x" * 60_000]}},
     "too complex unless empty": {"regex": "a?" * 3000},
     "a reference to itself": {"json_schema": {"$ref": "#"}},

@@ -46,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.evaluate import Scorer, evaluate_tasks, perplexity, read_examples
     from gpt_fast.families import read_config
     from gpt_fast.packed import pack_model
-    from gpt_fast.placement import place
-    from gpt_fast.quantize import load_model
+    from gpt_fast.placement import place, usable_threads
+    from gpt_fast.quantize import check_memory, load_model
     from gpt_fast.tokenizer import load_tokenizer
 
     if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
+        torch.set_num_threads(usable_threads(arguments.threads))
     where = place(
         read_config(arguments.checkpoint),
         stored_dtype(arguments.checkpoint),
@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         kernels=arguments.kernels,
     )
     tokenizer = load_tokenizer(arguments.checkpoint)
+    check_memory(arguments.checkpoint, where.dtype, where.device, arguments.quantize)
     model = load_model(
         arguments.checkpoint,
         where.dtype,

@@ -14,6 +14,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("info", help="describe a checkpoint and this machine", description=__doc__)
     parser.add_argument("--checkpoint", metavar="DIR", help="a Hugging Face directory; without it: the machine alone")
     parser.add_argument("--dtype", default="auto", help="for the sizes (default: what `auto` picks here)")
+    parser.add_argument("--quantize", metavar="MODE", help="for the sizes: as if quantized while loading")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
@@ -23,6 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the facts; reads config and tokenizer, not the weights."""
     import torch
 
+    from gpt_fast.memory import free_bytes, gigabytes
     from gpt_fast.placement import pick_device
     from gpt_fast.roofline import read_bandwidth
 
@@ -34,23 +36,24 @@ def run(arguments: argparse.Namespace) -> int:
         else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
+        "free_bytes": free_bytes(device),
         "read_bandwidth_gb_s": round(read_bandwidth(device.type, torch.get_num_threads()) / 1e9, 2),
     }
     if arguments.checkpoint:
-        facts |= _checkpoint_facts(arguments, device, facts["read_bandwidth_gb_s"] * 1e9)
+        facts |= _checkpoint_facts(arguments, device, facts)
     if arguments.json:
         print(json.dumps(facts))
         return 0
     width = max(map(len, facts))
     for name, value in facts.items():
-        print(f"{name:<{width}}  {value}")
+        print(f"{name:<{width}}  {gigabytes(value) if name.endswith('_bytes') else value}")
     return 0
 
 
-def _checkpoint_facts(arguments: argparse.Namespace, device: Any, bandwidth: float) -> dict[str, Any]:
+def _checkpoint_facts(arguments: argparse.Namespace, device: Any, machine: dict[str, Any]) -> dict[str, Any]:
     from gpt_fast.checkpoint import stored_dtype
     from gpt_fast.families import read_config, read_generation_defaults
-    from gpt_fast.model import unique_tensors
+    from gpt_fast.model import weight_bytes
     from gpt_fast.placement import pick_dtype
     from gpt_fast.quantize import outline, quantization_method
     from gpt_fast.roofline import Roofline
@@ -60,16 +63,18 @@ def _checkpoint_facts(arguments: argparse.Namespace, device: Any, bandwidth: flo
     defaults = read_generation_defaults(arguments.checkpoint)
     tokenizer = load_tokenizer(arguments.checkpoint)
     dtype = pick_dtype(arguments.dtype, device, config, stored_dtype(arguments.checkpoint))
-    model = outline(arguments.checkpoint, dtype)
+    model = outline(arguments.checkpoint, dtype, arguments.quantize)
+    weights, bandwidth = weight_bytes(model), machine["read_bandwidth_gb_s"] * 1e9
     shape = {k: v for k, v in dataclasses.asdict(config).items() if k != "windows"}
     return {
         **shape,
         "sliding_window": max(config.windows, default=0) or None,
         "parameters": config.num_parameters,
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": quantization_method(arguments.checkpoint),
-        "weight_bytes": sum(t.numel() * t.element_size() for t in unique_tensors(model)),
+        "quantization": arguments.quantize or quantization_method(arguments.checkpoint),
+        "weight_bytes": weights,
         "kv_bytes_per_token": config.kv_bytes_per_token(dtype.itemsize),
+        **_cache_facts(config, dtype, device.type, machine["free_bytes"] - weights),
         "bytes_per_decoded_token": model.bytes_per_token(0, dtype.itemsize),
         "flops_per_token": model.flops_per_token(0),
         "ceiling_tokens_per_second": round(Roofline(model.bytes_per_token(0, dtype.itemsize), bandwidth).ceiling, 1),
@@ -81,4 +86,20 @@ def _checkpoint_facts(arguments: argparse.Namespace, device: Any, bandwidth: flo
             for k, v in dataclasses.asdict(defaults.sampling).items()
             if k in ("temperature", "top_k", "top_p", "min_p")
         },
+    }
+
+
+def _cache_facts(config: Any, dtype: Any, device_type: str, free: int) -> dict[str, Any]:
+    """What fits with ``free`` bytes beside the weights, by the engine's defaults; or why nothing does."""
+    from gpt_fast.config import ConfigError, EngineConfig
+    from gpt_fast.memory import plan_cache
+
+    try:
+        plan = plan_cache(config, EngineConfig(), dtype=dtype, free=free, device_type=device_type)
+    except ConfigError as error:
+        return {"does_not_fit": str(error)}
+    return {
+        "cache_bytes": plan.num_bytes,
+        "cache_tokens": plan.num_tokens,
+        "cache_holds": f"{plan.num_sequences:.1f} sequences of {plan.max_seq_len} tokens",
     }

@@ -8,15 +8,13 @@ no later step compiles anything.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
 
 import torch
-import torch._dynamo.config
-import torch._inductor.config
 from torch import Tensor
 
 from gpt_fast.attention import StepLayout
+from gpt_fast.compile_cache import keep_private
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.model import Transformer
@@ -66,6 +64,7 @@ class Runner:
         self._step = self._fast or model.step
         self.path = "kernels" if self._fast else "compiled" if compile else "eager"
         if self.path == "compiled":
+            keep_private()
             for layer in model.layers:
                 layer.compile(fullgraph=True, dynamic=True)
 
@@ -130,12 +129,8 @@ class Runner:
 
         Without a working C++ compiler the blocks run uncompiled, after one warning.
         """
-        # Set here, in the thread that compiles: another thread's setting does not count.
-        if shutil.which("openssl") is None:
-            # Precompiled headers are named by a digest that inductor has the openssl program compute.
-            torch._inductor.config.cpp_cache_precompile_headers = False
-        # Dynamo counts the variants of Block.forward over all models of the process: two for each kind of block.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _BLOCK_VARIANTS)
+        if self.path == "compiled":
+            _configure_compiler()
         if self._fast is not None:
             self._fast.warm_up(report)
         try:
@@ -160,4 +155,19 @@ class Runner:
         for count in counts:
             report(f"warm-up: {count} token{'s' * (count > 1)} per step")
             pages = tuple(range(1, 2 + (count - 1) // self.page_size))
-            self.execute(StepPlan((SequencePlan((0,) * count, 0, pages, 1, count),)))
+            logits = self.execute(StepPlan((SequencePlan((0,) * count, 0, pages, 1, count),)))
+        if not logits.isfinite().all():
+            log.warning("the model computes logits that are not finite: what it generates means nothing")
+
+
+def _configure_compiler() -> None:
+    """In the thread that compiles: another thread's settings do not count."""
+    # Imported here because that takes seconds and makes a folder (compile_cache.keep_private).
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    # Precompiled headers go into the shared temporary folder whatever the environment says, under a name that everybody
+    # can guess. Without them blocks compile as fast.
+    torch._inductor.config.cpp_cache_precompile_headers = False
+    # Dynamo counts the variants of Block.forward over all models of the process: two for each kind of block.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _BLOCK_VARIANTS)

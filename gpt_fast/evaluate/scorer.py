@@ -87,18 +87,19 @@ class Scorer:
 
         The engine runs them together; a prompt that leaves no room loses its beginning.
         """
-        llm = LLM.from_model(self.model, tokenizer=self.tokenizer, compile=False, max_seq_len=self.context, max_batch=8)
-        with llm:
+        # A context that nobody chose may become shorter where memory is short.
+        chosen = self.context if self.context < self.model.config.max_seq_len else None
+        with LLM.from_model(self.model, tokenizer=self.tokenizer, compile=False, max_seq_len=chosen) as llm:
             handles = []
             for prompt, settings in requests:
                 until = settings.get("until") or ()
-                max_tokens = min(int(settings.get("max_gen_toks", _MAX_NEW_TOKENS)), self.context - 1)
+                max_tokens = min(int(settings.get("max_gen_toks", _MAX_NEW_TOKENS)), llm.max_seq_len - 1)
                 params = SamplingParams(
                     max_tokens=max_tokens,
                     temperature=float(settings.get("temperature", 0.0)),
                     stop=(until,) if isinstance(until, str) else tuple(until),
                 )
-                handles.append(llm.submit(self._encode(prompt)[-(self.context - max_tokens) :], params))
+                handles.append(llm.submit(self._encode(prompt)[-(llm.max_seq_len - max_tokens) :], params))
             return ["".join(delta.text for delta in handle) for handle in handles]
 
     def accuracy(self, examples: Sequence[Example]) -> dict[str, float | int]:

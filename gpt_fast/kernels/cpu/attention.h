@@ -373,7 +373,7 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
 // Floats of `shared` for a team of `threads`, and for contexts of at most `longest` tokens in `slots` sequences.
 inline int64_t attention_scratch(int threads, int64_t slots, int64_t longest, int64_t heads, int64_t kv_heads,
                                  int64_t head_dim) {
-    const int64_t few = 2 * threads * kQueryPiece * (heads / kv_heads), decoding = slots * heads;
+    const int64_t few = 2 * team_size(threads) * kQueryPiece * (heads / kv_heads), decoding = slots * heads;
     return std::max(few, decoding) * ceil_div(longest, kSplit) * (head_dim + 2);
 }
 

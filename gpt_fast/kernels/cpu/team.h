@@ -25,6 +25,13 @@
 
 namespace gpt_fast {
 
+// The most threads of one team, whoever asks for more: a process that starts them by the ten thousand takes the whole
+// machine's.
+constexpr int kMaxThreads = 512;
+
+// Threads of a team for which `asked` were asked.
+inline int team_size(int asked) { return asked < kMaxThreads ? asked : kMaxThreads; }
+
 // Turns to look before giving the core away: some tens of microseconds.
 constexpr int64_t kSpins = 2000;
 
@@ -183,6 +190,7 @@ private:
 // most `phases` times.
 template <class Body>
 void run_team(int threads, int64_t phases, Body body) {
+    threads = team_size(threads);
     if (threads > 1) {
         std::vector<Phase> counters(static_cast<size_t>(phases));
         struct Job {

@@ -1,0 +1,223 @@
+"""How much memory is free, and how large the KV cache may be.
+
+The cache is allocated once, while loading. It takes at most a share of what is free then (``memory_share`` of
+EngineConfig), and never more than ``max_batch`` sequences of ``max_seq_len`` tokens can fill. What somebody asked for
+and does not fit is refused before anything is allocated; what nobody asked for shrinks.
+
+On a CPU "free" is what the kernel says is available, and no more than the control groups of this process leave: a
+container has a limit that the machine's own numbers do not show.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import torch
+
+from gpt_fast.config import ConfigError, EngineConfig, ModelConfig
+from gpt_fast.kernels.cache import token_bytes
+
+SHARES = {"cpu": 0.5, "cuda": 0.9}  # of free memory, for the KV cache: the default of memory_share
+SHORT = 256  # tokens; a cache that has not even room for this of each sequence that was asked for is refused
+_ROOT = Path("/")
+_UNTOLD = 0.5  # of all memory, taken as free on systems that do not say what is
+
+
+class HostMemory(NamedTuple):
+    """Bytes of this machine's memory, within the limits of the container."""
+
+    free: int  # available without swapping; page cache that can be given up counts
+    total: int
+    spare: int  # what may come on top of ``free``: swap space, or what an estimate has left out
+
+
+class _Cgroups(NamedTuple):
+    """Where one version of control groups keeps its numbers."""
+
+    mount: str
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: tuple[str, ...]  # keys of memory.stat: counted as used, given up under pressure
+
+
+_V1 = _Cgroups(
+    "sys/fs/cgroup/memory",
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+_V2 = _Cgroups(
+    "sys/fs/cgroup",
+    ("memory.max", "memory.high"),
+    "memory.current",
+    ("active_file", "inactive_file", "slab_reclaimable"),
+)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that are free on ``device`` now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later would count as used
+        return torch.cuda.mem_get_info(device)[0]
+    return host_memory().free
+
+
+def host_memory(root: Path = _ROOT) -> HostMemory:
+    """The memory of this machine as ``proc`` and ``sys`` below ``root`` tell it."""
+    info = _numbers(root / "proc/meminfo", 1024)
+    if "MemAvailable" not in info:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = int(total * _UNTOLD)
+        return HostMemory(free, total, total - free)
+    free, total = info["MemAvailable"], info["MemTotal"]
+    for limit, used in _limits(root):
+        free, total = min(free, max(0, limit - used)), min(total, limit)
+    return HostMemory(free, total, info.get("SwapFree", 0))
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of each control group that this process is in, the parents' included."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = _V1 if controllers else _V2
+        below = PurePosixPath(path.lstrip("/"))
+        if ".." in below.parts:  # seen from another namespace; the mount shows what holds here
+            below = PurePosixPath()
+        for group in (below, *below.parents):  # the last is ".", the mount itself
+            folder = root / version.mount / group
+            limits = [n for name in version.limits if (n := _number(folder / name)) is not None]
+            used = _number(folder / version.usage)
+            if limits and used is not None:
+                stat = _numbers(folder / "memory.stat")
+                yield min(limits), used - sum(stat.get(name, 0) for name in version.reclaimable)
+
+
+def _number(file: Path) -> int | None:
+    """The number in ``file``; None where there is no such file or it says "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _numbers(file: Path, unit: int = 1) -> Mapping[str, int]:
+    """Lines such as ``MemFree: 12 kB`` or ``inactive_file 12`` as numbers, times ``unit``."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return {}
+    words = (line.replace(":", " ").split() for line in lines)
+    return {w[0]: int(w[1]) * unit for w in words if len(w) > 1 and w[1].isdigit()}
+
+
+def check_weights(num_bytes: int, device: torch.device) -> None:
+    """Raise ConfigError when weights of ``num_bytes`` certainly do not fit on ``device``. Nothing is allocated."""
+    free = free_bytes(device)
+    if num_bytes > free + (host_memory().spare if device.type == "cpu" else 0):
+        raise ConfigError(
+            f"the weights need {gigabytes(num_bytes)}, and {gigabytes(free)} are free on {device}; set quantize: int8 "
+            "or int4, or dtype: bfloat16, or take a machine with more memory"
+        )
+
+
+class CachePlan(NamedTuple):
+    """How large the KV cache is and what it holds. Its text is a line for the log."""
+
+    dtype: torch.dtype
+    max_batch: int
+    max_seq_len: int  # tokens that one sequence may have
+    wished: int  # tokens that it should have: what was asked for, or what the model was made for
+    num_pages: int  # page 0 not counted
+    page_size: int  # tokens
+    num_bytes: int
+    free: int  # bytes that were free when this was decided
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def num_sequences(self) -> float:
+        """How many sequences of full length fit."""
+        return self.num_tokens / self.max_seq_len
+
+    def __str__(self) -> str:
+        return (
+            f"KV cache: {gigabytes(self.num_bytes)} of {gigabytes(self.free)} free, {self.num_tokens} tokens: "
+            f"room for {self.num_sequences:.1f} sequences of {self.max_seq_len} tokens"
+        )
+
+    @property
+    def shortened(self) -> str:
+        """What to say when ``max_seq_len`` is less than ``wished``."""
+        return (
+            f"max_seq_len is {self.max_seq_len} and not {self.wished}: the KV cache of {gigabytes(self.num_bytes)} "
+            f"({gigabytes(self.free)} free) holds no more; set max_seq_len to what is needed, or raise memory_share "
+            "or num_pages"
+        )
+
+
+def plan_cache(
+    config: ModelConfig, options: EngineConfig, *, dtype: torch.dtype, free: int, device_type: str
+) -> CachePlan:
+    """The KV cache for a model of ``config`` with ``free`` bytes left beside its weights; ``dtype``: the cache's.
+
+    ``options.num_pages`` decides if it is given. Else there is room for ``max_batch`` sequences of ``max_seq_len``
+    tokens, or for what fits. Raises ConfigError, naming keys, when that is too little: for one sequence of a
+    ``max_seq_len`` that was asked for, for all of a ``max_batch`` that was, for the product where both were; where
+    ``max_seq_len`` is open, ``SHORT`` tokens of a sequence are enough.
+    """
+    share, free = options.memory_share or SHARES[device_type], max(0, free)
+    longest = options.max_seq_len or config.max_seq_len
+    page_bytes = options.page_size * config.num_layers * token_bytes(config.num_kv_heads, config.head_dim, dtype)
+    each = page_bytes + 2 * 4 * options.num_slots  # two page tables, int32, may hold it in every row
+    allowed = int(share * max(0, free - _step_bytes(config, max(options.num_slots, options.chunk(device_type)))))
+    fitting = allowed // each - 1  # there is a page 0 as well
+    if options.num_pages is not None:
+        least = num_pages = options.num_pages
+    else:
+        pages = -(-longest // options.page_size)
+        enough = pages if options.max_seq_len else -(-min(longest, SHORT) // options.page_size)
+        least = enough * (options.max_batch or 1)
+        num_pages = min(fitting, pages * options.num_slots)
+    if least > fitting:
+        raise ConfigError(_refusal(options, (least + 1) * page_bytes, allowed, free, share))
+    max_seq_len = min(longest, num_pages * options.page_size)
+    size = (num_pages + 1) * page_bytes
+    return CachePlan(dtype, options.num_slots, max_seq_len, longest, num_pages, options.page_size, size, free)
+
+
+def _step_bytes(config: ModelConfig, rows: int) -> int:
+    """About what a step of ``rows`` tokens needs beside weights and cache: logits, twice, and a block's activations.
+
+    Of all rows, because a request may want the log probabilities of its whole prompt.
+    """
+    width = 2 * config.vocab_size + 2 * config.ffn_dim + config.q_dim + 2 * config.kv_dim + 4 * config.dim
+    return rows * width * torch.float32.itemsize
+
+
+def _refusal(options: EngineConfig, needed: int, allowed: int, free: int, share: float) -> str:
+    asked = [name for name in ("num_pages", "max_seq_len", "max_batch") if getattr(options, name) is not None]
+    what = ", ".join(f"{name}: {getattr(options, name)}" for name in asked) or "one sequence"
+    if not {"num_pages", "max_seq_len"} & set(asked):
+        what += f", of {SHORT} tokens at least"
+    lower = f"lower {' or '.join(asked)}, " if asked else ""
+    return (
+        f"the KV cache would need {gigabytes(needed)} ({what}), and {gigabytes(allowed)} are allowed: memory_share "
+        f"({share:g}) of the {gigabytes(free)} that are free beside the weights, less what a step needs; {lower}set "
+        "kv_cache_dtype: int8, raise memory_share, or take a machine with more memory"
+    )
+
+
+def gigabytes(num_bytes: int) -> str:
+    """``num_bytes`` for people: three digits in GB of 10^9 bytes."""
+    return f"{num_bytes / 1e9:.3g} GB"

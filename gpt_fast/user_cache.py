@@ -1,0 +1,77 @@
+"""The user's own folder for what is made once: kernel libraries, and what torch.compile has made.
+
+What is loaded from there runs as code. So its folders are made for their owner alone, and a file is used only if nobody
+else could have written it: the same check for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_dir() -> Path:
+    """``$GPT_FAST_CACHE``, else ``$XDG_CACHE_HOME/gpt_fast``, else ``~/.cache/gpt_fast``."""
+    if os.environ.get("GPT_FAST_CACHE"):
+        return Path(os.environ["GPT_FAST_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt_fast"
+
+
+def why_untrusted(path: Path) -> str | None:
+    """Why ``path``, a file or folder that is there, may hold what somebody else wrote; None if it cannot.
+
+    It and the folder around it must be this user's or root's, and nobody else may write either.
+    """
+    for place in (path, path.parent):
+        status = place.stat()
+        if status.st_uid not in (os.getuid(), 0):
+            return f"{place} belongs to somebody else"
+        if status.st_mode & _OTHERS_WRITE and not (place.is_dir() and status.st_mode & stat.S_ISVTX):
+            return f"others may write {place} (chmod go-w)"
+    return None
+
+
+def private_folder(name: str) -> Path:
+    """The folder ``name`` in :func:`cache_dir`, made if need be, for this user alone.
+
+    One that others could write in is emptied. Where there can be none, or others hold the folder around it, a temporary
+    one takes its place until this process ends, after one warning.
+    """
+    try:
+        folder = cache_dir() / name
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # What $GPT_FAST_CACHE names may hold other things; the rest is this package's own.
+        for place in [folder] if os.environ.get("GPT_FAST_CACHE") else [folder.parent, folder]:
+            _make_private(place)
+        why = why_untrusted(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        why = str(error)
+    if why is None:
+        return folder
+    folder = Path(_temporary(why).name) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid == os.getuid() and status.st_mode & _OTHERS_WRITE:
+        log.warning("%s is emptied, because others could write in it", folder)
+        shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+
+
+@functools.cache
+def _temporary(why: str) -> tempfile.TemporaryDirectory[str]:
+    log.warning("what is built is not kept for the next start: %s", why)
+    return tempfile.TemporaryDirectory(prefix="gpt-fast-")  # for its owner alone; removed at exit
