@@ -5,8 +5,8 @@
     python benchmarks/fuzz.py --start model_store/demo/target       # a server of its own, with the shipped settings
 
 Requests go to all routes: right ones in random combinations of fields, odd values, hostile grammars, broken JSON and
-HTTP, very large ones, clients that are slow or hang up. Meanwhile a good client asks for what it has been answered by the
-idle server before. Demanded of the server:
+HTTP, very large ones, clients that are slow or hang up. Meanwhile a good client asks for what the idle server has
+answered it before. Demanded of the server:
 
   no 5xx but refusals with Retry-After (and 504 where the request itself set a time limit)
   every answer arrives whole; requests that are right are served; the same request gets the same answer

@@ -19,7 +19,7 @@ MILLION = 1_000_000
 
 
 def base(rng: random.Random, protocol: str, model: str) -> Body:
-    """The least that a protocol asks for: a prompt, few tokens, and a seed so that the answer can be asked for again."""
+    """The least that a protocol asks for: a prompt, few tokens, and a seed, so that its answer can come again."""
     name = _NAME_OF_PROMPT[protocol]
     body: Body = {name: PROTOCOLS[protocol][name].right(rng), "max_tokens": rng.randint(1, 12)}
     if protocol != "native":
@@ -55,7 +55,7 @@ def _agree(rng: random.Random, protocol: str, body: Body) -> None:
     for alias in ("max_new_tokens", "max_completion_tokens"):
         if alias in body:
             del body["max_tokens"]
-    limit = body.get("max_tokens") or body.get("max_new_tokens") or body.get("max_completion_tokens")
+    limit = next(body[name] for name in ("max_new_tokens", "max_completion_tokens", "max_tokens") if name in body)
     if "min_tokens" in body:
         body["min_tokens"] = rng.randint(0, limit)
     if body.get("stream_options") is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fuzzing.client import Answer, fire
 from fuzzing.generator import Generator
 from fuzzing.good import GoodClient
-from fuzzing.judge import SAME, STATUS, faults, normal
+from fuzzing.judge import SAME, STATUS, faults, normal, of_front_end
 from fuzzing.shot import Shot, Target
 from fuzzing.worker import Worker, WorkerGoneError
 
@@ -102,7 +102,8 @@ class Campaign:
     async def _one(self, shot: Shot) -> None:
         answer = await fire(self.target.host, self.target.port, shot)
         self.kinds[shot.kind] += 1
-        self.outcomes["gone" if answer.gone else str(answer.status or "no answer")] += 1
+        outcome = "gone" if answer.gone else str(answer.status or "no answer")
+        self.outcomes[outcome + " of TorchServe alone" * of_front_end(answer)] += 1
         found = list(faults(shot, answer, self._secrets))
         found += [(SAME, what) for what in self._difference(shot, answer)]
         for demand, what in found:

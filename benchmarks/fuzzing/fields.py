@@ -28,7 +28,7 @@ NUM_SAFE_IDS = 400  # token ids below it are in every vocabulary, and ordinary f
 
 @dataclass(frozen=True)
 class Field:
-    """``right``: draws a value that is accepted (alone; fields may exclude each other). ``odd``: draws what may not be."""
+    """``right`` draws a value that is accepted (alone: fields may exclude each other), ``odd`` one that may not be."""
 
     right: Draw
     odd: Draw = anything
@@ -89,7 +89,7 @@ def odd_prompt(rng: random.Random) -> Any:
     if kind < 0.4:
         return " ".join(string(rng) for _ in range(rng.randrange(1, 6)))
     if kind < 0.75:
-        made = ids(rng)
+        made: list[Any] = [*ids(rng)]
         made[rng.randrange(len(made))] = rng.choice((0, 1, 2, *INTEGERS, True, None, 5.0, "7", [8], Raw("1e2")))
         return made
     return [anything(rng), prompt(rng)] if kind < 0.85 else anything(rng)

@@ -40,8 +40,8 @@ class Target:
 class Shot:
     """Request ``index`` of a seed.
 
-    ``data`` goes over the wire in pieces that end at ``cuts``, with ``pause_s`` between them. ``hang_up``: "sent", right
-    after the last byte; "first", at the first bytes of the answer's body; else the answer is read to its end.
+    ``data`` goes over the wire in pieces that end at ``cuts``, with ``pause_s`` between them. ``hang_up``: "sent",
+    ``pause_s`` after the last byte; "first", at the first bytes of the answer's body; else all of it is read.
     ``served``: a 200 is the only right answer. ``same``: sent again it must get the same answer. ``timed``: it sets a
     time limit, so 504 is right as well. ``lame``: it is no whole HTTP request, or one that has no whole answer; the
     server may say anything but a 5xx, or nothing. ``of``: the earlier request that this one repeats.

@@ -19,7 +19,7 @@ class Pairs(list[tuple[str, Any]]):
 
 
 def dump(value: Any, ascii_only: bool = True) -> bytes:
-    """``value`` as JSON; half of a surrogate pair is an escape, or with ``ascii_only`` false three bytes of bad UTF-8."""
+    """``value`` as JSON. Half a surrogate pair is an escape, or without ``ascii_only`` three bytes of bad UTF-8."""
     return _text(value, ascii_only).encode("utf-8", "surrogatepass")
 
 
@@ -176,7 +176,7 @@ STRINGS = (
     *('{"error": {"message": "x", "type": "y"}}', "data: [DONE]\n\n", "\ndata: {}\n\n", "HTTP/1.1 200 OK\r\n\r\n"),
 )
 
-WHOLES = (
+WHOLES: tuple[Any, ...] = (
     None,
     True,
     False,
