@@ -24,8 +24,9 @@ _TRACE = re.compile(
     rb"Traceback \(most recent call last\)|File \"[^\"]+\", line \d+|\bat [\w.$]+\([\w$]+\.java:\d+\)"
     rb"|\.(?:py|java|cpp|rs):\d+|site-packages|<[\w.]+ object at 0x|0x[0-9a-f]{9,}"
 )
-# Netty cannot take such a form apart, and TorchServe says 500: the request never reaches the model's worker.
-_FRONT_END = re.compile(rb'\{\s*"code": 500,\s*"type": "ErrorDataDecoderException"')
+# What TorchServe's front end says when it cannot take a form or a path apart: the worker never sees the request.
+_FRONT_END = re.compile(rb'\{\s*"code": 500,\s*"type": "(?:ErrorDataDecoderException|ArrayIndexOutOfBoundsException)"')
+_BARE = (413, 417)  # these come from the front end, without a body
 _CHANGING = ("id", "created", "cached_tokens", "prompt_tokens_details")  # from one time to the next
 
 
@@ -51,7 +52,7 @@ def faults(shot: Shot, answer: Answer, secrets: Iterable[bytes] = ()) -> Iterato
 
 
 def of_front_end(answer: Answer) -> bool:
-    """Whether TorchServe's front end failed by itself, in the one known way that nothing behind it can change."""
+    """Whether TorchServe's front end failed by itself, in one of the known ways that nothing behind it can change."""
     return answer.status == 500 and _FRONT_END.match(answer.body) is not None
 
 
@@ -66,8 +67,8 @@ def leaks(shot: Shot, answer: Answer, secrets: Iterable[bytes]) -> Iterator[byte
 def _refusal_faults(answer: Answer) -> Iterator[str]:
     if len(answer.body) > MAX_REFUSAL_BYTES:
         yield f"a refusal of {len(answer.body)} bytes: {_shown(answer.body)}"
-    if answer.status == 413 and not answer.body:
-        return  # TorchServe's own
+    if answer.status in _BARE and not answer.body:
+        return
     try:
         said = json.loads(answer.body)
         error = said.get("error", said)
