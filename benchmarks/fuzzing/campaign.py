@@ -47,6 +47,7 @@ class Campaign:
     repeats_compared: int = 0
     num_problems: Counter[str] = field(default_factory=Counter)  # by demand
     problems: list[Problem] = field(default_factory=list)
+    spans: list[tuple[int, float, float]] = field(default_factory=list)  # request, begin and end of time.perf_counter()
     pages_left: int | None = None  # when all is quiet; None: nobody could be asked
     ended_early: str = ""
 
@@ -99,8 +100,14 @@ class Campaign:
                 task.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
 
+    def beside(self, begin: float, end: float) -> list[int]:
+        """The generated requests that were under way at any moment between the two (perf_counter)."""
+        return sorted(index for index, began, ended in self.spans if began < end and ended > begin)
+
     async def _one(self, shot: Shot) -> None:
+        begin = time.perf_counter()
         answer = await fire(self.target.host, self.target.port, shot)
+        self.spans.append((shot.index, begin, time.perf_counter()))
         self.kinds[shot.kind] += 1
         outcome = "gone" if answer.gone else str(answer.status or "no answer")
         self.outcomes[outcome + " of TorchServe alone" * of_front_end(answer)] += 1

@@ -48,7 +48,8 @@ class GoodClient:
     answers: list[str] = field(default_factory=list)  # the right ones, in the order of the requests
     counts: Counter[str] = field(default_factory=Counter)  # right, refused, wrong
     problems: list[str] = field(default_factory=list)
-    latencies: list[float] = field(default_factory=list)
+    latencies: list[tuple[float, float]] = field(default_factory=list)  # seconds, and when it began (perf_counter)
+    late_s: float = 0.0  # by how much this client itself was woken too late, at worst: a busy machine, not the server
 
     def __post_init__(self) -> None:
         self.requests = requests(self.target)
@@ -77,17 +78,20 @@ class GoodClient:
         while not self._stop.is_set():
             await self._ask(turn % len(self.requests))
             turn += 1
+            begin = time.perf_counter()
             await asyncio.sleep(PAUSE_S)
+            self.late_s = max(self.late_s, time.perf_counter() - begin - PAUSE_S)
         for which in range(len(self.requests)):
             await self._ask(which)
 
     async def _ask(self, which: int) -> None:
+        begin = time.perf_counter()
         answer = await fire(self.target.host, self.target.port, self.requests[which])
         if answer.refused:
             self.counts["refused"] += 1
         elif normal(answer) == self.answers[which] and not answer.fault:
             self.counts["right"] += 1
-            self.latencies.append(answer.took_s)
+            self.latencies.append((answer.took_s, begin))
         else:
             self.counts["wrong"] += 1
             at = time.strftime("%H:%M:%S")

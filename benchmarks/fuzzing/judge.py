@@ -25,7 +25,9 @@ _TRACE = re.compile(
     rb"|\.(?:py|java|cpp|rs):\d+|site-packages|<[\w.]+ object at 0x|0x[0-9a-f]{9,}"
 )
 # What TorchServe's front end says when it cannot take a form or a path apart: the worker never sees the request.
-_FRONT_END = re.compile(rb'\{\s*"code": 500,\s*"type": "(?:ErrorDataDecoderException|ArrayIndexOutOfBoundsException)"')
+_FRONT_END = re.compile(
+    rb'\{\s*"code": 500,\s*"type": "(?:ErrorDataDecoder|(?:Array|String)IndexOutOfBounds)Exception"'
+)
 _BARE = (413, 417)  # these come from the front end, without a body
 _CHANGING = ("id", "created", "cached_tokens", "prompt_tokens_details")  # from one time to the next
 

@@ -23,7 +23,6 @@ class Demand(NamedTuple):
 def demands(campaign: Campaign) -> list[Demand]:
     """Everything that is asked of the server, with the measured answer."""
     good, worker = campaign.good, campaign.worker
-    worst = max(good.latencies, default=None)
     growth = worker.growth()
     counted = [
         Demand(name, not campaign.num_problems[name], f"{campaign.num_problems[name]} broke it")
@@ -36,11 +35,7 @@ def demands(campaign: Campaign) -> list[Demand]:
             None if not good.counts["right"] else not good.counts["wrong"],
             f"{good.counts['wrong']} of {sum(good.counts.values())} wrong, {good.counts['refused']} refused",
         ),
-        Demand(
-            f"its worst latency under {MAX_LATENCY_S:g} s",
-            None if worst is None else worst < MAX_LATENCY_S,
-            "none measured" if worst is None else f"{worst:.3f} s, median {statistics.median(good.latencies):.3f} s",
-        ),
+        _latency(campaign),
         Demand(
             f"memory flat to {MAX_GROWTH:.0%} from the second minute",
             None if growth is None else growth <= MAX_GROWTH,
@@ -59,6 +54,25 @@ def demands(campaign: Campaign) -> list[Demand]:
     ]
 
 
+def _latency(campaign: Campaign) -> Demand:
+    good = campaign.good
+    name = f"its worst latency under {MAX_LATENCY_S:g} s"
+    if not good.latencies:
+        return Demand(name, None, "none measured")
+    worst, begin = max(good.latencies)
+    median = statistics.median(took for took, _ in good.latencies)
+    seen = f"{worst:.3f} s, median {median:.3f} s (the client itself was late by up to {good.late_s:.3f} s)"
+    return Demand(name, worst < MAX_LATENCY_S, seen)
+
+
+def slowest(campaign: Campaign, count: int = 5) -> list[str]:
+    """The good client's slowest answers, with the generated requests that were under way then."""
+    return [
+        f"{took:.3f} s beside {', '.join(map(str, campaign.beside(begin, begin + took))) or 'nothing'}"
+        for took, begin in sorted(campaign.good.latencies, reverse=True)[:count]
+    ]
+
+
 def exit_status(held: list[Demand]) -> int:
     """0: all held. 1: one did not. 3: none failed, but one could not be judged."""
     if any(demand.held is False for demand in held):
@@ -74,6 +88,7 @@ def table(campaign: Campaign) -> str:
         "  kinds     " + _counts(campaign.kinds),
         "  answers   " + _counts(campaign.outcomes),
         f"  repeats   {campaign.repeats_compared} compared",
+        *(f"  slowest   {line}" for line in slowest(campaign)),
     ]
     words = {True: "held", False: "BROKEN", None: "not judged"}
     found = demands(campaign)
@@ -104,7 +119,7 @@ def as_json(campaign: Campaign) -> dict[str, Any]:
         "kinds": dict(campaign.kinds),
         "answers": dict(campaign.outcomes),
         "repeats_compared": campaign.repeats_compared,
-        "good": {**good.counts, "worst_latency_s": round(max(good.latencies, default=0.0), 4)},
+        "good": {**good.counts, "worst_latency_s": round(max(good.latencies, default=(0.0, 0.0))[0], 4)},
         "memory_mb": samples[:: max(1, len(samples) // 20)],
         "demands": {demand.name: {"held": demand.held, "seen": demand.seen} for demand in found},
         "problems": [problem.__dict__ for problem in campaign.problems],
