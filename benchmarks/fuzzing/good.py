@@ -14,6 +14,7 @@ from fuzzing.shot import Shot, Target, message
 from fuzzing.values import dump
 
 PAUSE_S = 0.05  # between two requests: the load is not this client's to make
+AGAIN_S = 0.5  # after a wrong answer: the worker may be on its way back
 NUM_TOKENS = 8
 GREEDY = {"temperature": 0}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
@@ -96,7 +97,7 @@ class GoodClient:
             self.counts["wrong"] += 1
             at = time.strftime("%H:%M:%S")
             self.problems.append(f"good request {which} ({self.requests[which].route}) at {at}: {_told(answer)}")
-            await asyncio.sleep(0.5)  # the worker may be on its way back
+            await asyncio.sleep(AGAIN_S)
 
 
 def _told(answer: Answer) -> str:

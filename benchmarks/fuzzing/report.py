@@ -59,7 +59,7 @@ def _latency(campaign: Campaign) -> Demand:
     name = f"its worst latency under {MAX_LATENCY_S:g} s"
     if not good.latencies:
         return Demand(name, None, "none measured")
-    worst, begin = max(good.latencies)
+    worst = max(took for took, _ in good.latencies)
     median = statistics.median(took for took, _ in good.latencies)
     seen = f"{worst:.3f} s, median {median:.3f} s (the client itself was late by up to {good.late_s:.3f} s)"
     return Demand(name, worst < MAX_LATENCY_S, seen)
