@@ -122,7 +122,8 @@ class Campaign:
 
     def _difference(self, shot: Shot, answer: Answer) -> list[str]:
         """How ``answer`` differs from that to the same request before, if there was one."""
-        if not shot.same or answer.refused or answer.gone or answer.fault:
+        # "too_complex" tells of a time limit: whether it is met depends on the machine.
+        if not shot.same or answer.refused or answer.gone or answer.fault or b'"too_complex"' in answer.body:
             return []
         now = normal(answer)
         first = self._answers.setdefault(shot.index if shot.of is None else shot.of, now)

@@ -79,6 +79,8 @@ class Generator:
             return None
         for _ in range(_TRIES):
             earlier = rng.randrange(index)
+            while (of := self.origin(earlier)) is not None:
+                earlier = of
             if self._made(earlier).same:
                 return earlier
         return None
