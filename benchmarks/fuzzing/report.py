@@ -10,6 +10,7 @@ from fuzzing.judge import SAME, SECRET, SERVED, STATUS, WHOLE
 
 MAX_LATENCY_S = 1.0
 MAX_GROWTH = 0.02
+MOST_SHOWN = 12  # requests beside a slow answer
 
 
 class Demand(NamedTuple):
@@ -67,10 +68,12 @@ def _latency(campaign: Campaign) -> Demand:
 
 def slowest(campaign: Campaign, count: int = 5) -> list[str]:
     """The good client's slowest answers, with the generated requests that were under way then."""
-    return [
-        f"{took:.3f} s beside {', '.join(map(str, campaign.beside(begin, begin + took))) or 'nothing'}"
-        for took, begin in sorted(campaign.good.latencies, reverse=True)[:count]
-    ]
+    lines = []
+    for took, begin in sorted(campaign.good.latencies, reverse=True)[:count]:
+        beside = campaign.beside(begin, begin + took)
+        more = f" and {len(beside) - MOST_SHOWN} more" if len(beside) > MOST_SHOWN else ""
+        lines.append(f"{took:.3f} s beside {', '.join(map(str, beside[:MOST_SHOWN])) or 'nothing'}{more}")
+    return lines
 
 
 def exit_status(held: list[Demand]) -> int:
