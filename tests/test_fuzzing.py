@@ -197,7 +197,7 @@ TIMEOUT = b'{"error": {"message": "late", "code": "timeout"}}'
         (SHOT, Answer(200, EVENTS, b"data: " + REFUSAL + b"\n\ndata: [DONE]\n\n"), [WHOLE]),
         (SHOT, Answer(0, {}, b"", fault="connection closed without an answer"), [WHOLE]),
         (LAME, Answer(0, {}, b"", fault="connection closed without an answer"), []),
-        (SHOT, Answer(400, JSON, b'{"error": {"message": "no file /home/me/model/x.bin"}}'), [SECRET]),
+        (SHOT, Answer(400, JSON, b'{"error": {"message": "no file /opt/model/x.bin"}}'), [SECRET]),
         (SHOT, Answer(200, TEXT, b"Traceback (most recent call last)"), [SECRET]),
         (SHOT, Answer(200, {**TEXT, "x": 'File "a.py", line 3'}, b""), [SECRET]),
         (Shot(0, "odd", "native", b"/etc/passwd"), Answer(200, TEXT, b"/etc/passwd"), []),  # its own words
