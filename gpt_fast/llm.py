@@ -228,7 +228,10 @@ class LLM:
 
         Encoding and compiling grammars happen in the calling thread, which may be any.
         """
-        return self.engine.add_all([self.prepare(prompt, params) for prompt, params in parts], max_uncollected)
+        requests = [self.prepare(prompt, params) for prompt, params in parts]
+        for request in requests:
+            request.group = requests[0].id
+        return self.engine.add_all(requests, max_uncollected)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Check and encode one request. Raises RequestError naming the field that is wrong."""

@@ -9,6 +9,8 @@ the thread that talks to the server serves everybody, and must not wait for one 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import logging
 import threading
@@ -28,6 +30,8 @@ LIGHT_BYTES = 8192  # a larger body takes the heavy lane
 LIGHT_NUMBERS = 1000  # an answer with more log probabilities does, too
 UNDERSTAND_S = 10.0  # to understand a request: past it, it is refused
 RETRY_AFTER_S = 1
+GIVE_BACK_S = 2.0
+_M_ARENA_MAX = -8  # <malloc.h>
 
 
 class Sequence(Protocol):
@@ -63,7 +67,32 @@ class Lanes(NamedTuple):
     @classmethod
     def start(cls) -> Lanes:
         """The threads of one worker process."""
-        return cls(ThreadPoolExecutor(1, "gpt-fast-light"), ThreadPoolExecutor(2, "gpt-fast-heavy"))
+        share_heap()
+        return cls(ThreadPoolExecutor(1, "gpt-fast-light"), _Heavy(2, "gpt-fast-heavy"))
+
+
+def give_back() -> None:
+    """Return the memory that has been freed to the system, where the C library is glibc: it keeps it otherwise."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def share_heap() -> None:
+    """Let threads to come share one heap, where the C library is glibc: what one frees then serves the others."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+class _Heavy(ThreadPoolExecutor):
+    """Gives memory back now and then: large bodies and grammars leave their heaps in pieces."""
+
+    _given_back = 0.0  # monotonic seconds
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if (now := time.monotonic()) > self._given_back + GIVE_BACK_S:
+            self._given_back = now
+            super().submit(give_back)
+        return super().submit(fn, *args, **kwargs)
 
 
 class Piece(NamedTuple):

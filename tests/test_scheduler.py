@@ -133,3 +133,20 @@ def test_every_request_ends_whole_under_any_pressure(
         if r.id not in cancelled:
             assert r.output_ids == list(range(shape[0], shape[0] + shape[1]))
     assert s.pages.num_used == 0
+
+
+def test_clients_take_turns_and_not_their_sequences() -> None:
+    s = scheduler(max_batch=2, prefill_chunk=100)
+    many = [request(f"a{i}", [1, 2, i], max_tokens=3) for i in range(5)]
+    for r in many:
+        r.group = "a"
+        s.add(r)
+    turn(s)
+    for name in ("b", "c"):
+        s.add(request(name, [3, 4], max_tokens=3))
+    ended: list[str] = []
+    while s.has_work:
+        before = {r.id for r in s.running}
+        turn(s)
+        ended += sorted(before - {r.id for r in s.running})
+    assert ended == ["a0", "a1", "a2", "b", "a3", "c", "a4"], "who has one does not wait for all five of another's"

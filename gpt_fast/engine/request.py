@@ -47,6 +47,7 @@ class Request:
     end_ids: frozenset[int]  # tokens that end the completion
     text: TextStream
     grammar: Grammar | None = None
+    group: str = ""  # equal for those that one client asked for together: they take turns as one
     num_prompt: int = 0
     arrival: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
@@ -66,6 +67,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
+        self.group = self.group or self.id
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs.append(None)
 

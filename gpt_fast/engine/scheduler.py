@@ -1,4 +1,4 @@
-"""Decides what each step computes. First come, first served; decodes every step, prefills in chunks beside them.
+"""Decides what each step computes. Clients take turns as they arrived; decodes every step, prefills in chunks beside.
 
 The plan is a plain value: it can be sent to other ranks, which run it without deciding anything. No torch here.
 """
@@ -6,7 +6,7 @@ The plan is a plain value: it can be sent to other ranks, which run it without d
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -90,15 +90,24 @@ class Scheduler:
                 chosen.append((request, count))
                 budget -= count if pending > 1 else 0
         preempted = len(self.waiting) > num_waiting  # then pages are short: admit nobody in this step
-        queue = [] if preempted else [r for r in self.waiting if among is None or r in among]
-        for request in queue:
-            if budget <= 0 or len(self.running) >= self.max_batch or not self._admit(request):
+        while budget > 0 and len(self.running) < self.max_batch and not preempted:
+            admitted = self._next(among)
+            if admitted is None or not self._admit(admitted):
                 break
-            count = min(request.num_tokens - request.num_computed, budget)
-            chosen.append((request, count))
+            count = min(admitted.num_tokens - admitted.num_computed, budget)
+            chosen.append((admitted, count))
             budget -= count
         plan = StepPlan(tuple(self._sequence_plan(r, n) for r, n in chosen))
         return plan, [r for r, _ in chosen]
+
+    def _next(self, among: Collection[Request] | None) -> Request | None:
+        """Whose turn it is: who was preempted, else the first to arrive of the groups that have the fewest running.
+
+        So one client's many sequences do not keep another's single one waiting until the last of them.
+        """
+        running = Counter(r.group for r in self.running)
+        waiting = (r for r in self.waiting if among is None or r in among)
+        return min(waiting, key=lambda r: (r.first_scheduled is None, running[r.group]), default=None)
 
     def _sequence_plan(self, request: Request, count: int) -> SequencePlan:
         start = request.num_computed
