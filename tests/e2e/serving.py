@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import http.client
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -141,22 +141,25 @@ class Server:
             )
 
     def stop(self) -> None:
-        """End TorchServe and every process it started, workers in their own process groups included."""
+        """End TorchServe and every process it started, workers in their own process groups included.
+
+        All at once, because an orderly end takes seconds. The front end sleeps first, so that it starts no more.
+        """
         try:
-            family = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
+            front_end = psutil.Process(self.process.pid)
+            for process in [front_end, *front_end.children(recursive=True)]:
+                if process.name() == "java":
+                    process.suspend()
+            family = [*front_end.children(recursive=True), front_end]
+        except psutil.NoSuchProcess:  # it ended by itself, and with it what it had started
             family = []
         for process in family:
-            # Java ends its workers when asked to end.
-            if process.name() == "java":
-                process.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs(family, timeout=15)
-        for process in alive:
-            process.kill()
-        psutil.wait_procs(alive, timeout=5)
-        if self.process.poll() is None:
-            self.process.terminate()
-        self.process.wait(timeout=15)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(timeout=30)
+        deadline = time.monotonic() + 30
+        while not all(map(has_ended, family)) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     @property
     def log(self) -> str:
@@ -219,6 +222,14 @@ class Server:
         """PUT ``request`` as curl -T does: no content type. Bytes are sent as they are, anything else as JSON."""
         body = request if isinstance(request, bytes) else json.dumps(request).encode()
         return self.request("PUT", f"/predictions/{model}", body, headers, timeout_s=timeout_s)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """A zombie has: whoever inherited it may take its time to notice."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def read_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
