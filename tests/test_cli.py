@@ -44,7 +44,7 @@ def gpt_fast_process(*arguments: str | Path, stdin: str = "") -> subprocess.Comp
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

@@ -131,7 +131,7 @@ def elsewhere(command: Sequence[str], call: Call, folder: Path) -> Tensor:
     integers = [*call.integers, 2]
     data = struct.pack(f"<qq{len(integers)}qdq", call.function, len(integers), *integers, call.real, len(buffers))
     (folder / "in").write_bytes(data + b"".join(struct.pack("<q", len(b)) + b for b in buffers))
-    subprocess.run([*command, str(folder / "in"), str(folder / "out")], check=True, timeout=60)
+    subprocess.run([*command, str(folder / "in"), str(folder / "out")], check=True, timeout=600)
     begin = sum(map(len, buffers[: call.result]))
     result = call.buffers[call.result]
     assert result is not None
@@ -151,13 +151,13 @@ def program(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
         subprocess.run(
             [cpu.compiler(), *cpu.VARIANTS["avx2"], "-include", str(folder / "dpbusd.h"), *flags],
             check=True,
-            timeout=300,
+            timeout=600,
         )
         return [target]
     for tool in (ARM_COMPILER, ARM_EMULATOR):
         if shutil.which(tool) is None:
             pytest.skip(f"needs {tool} (Debian: g++-aarch64-linux-gnu, qemu-user)")
-    subprocess.run([ARM_COMPILER, *cpu.VARIANTS[request.param], "-static", *flags], check=True, timeout=300)
+    subprocess.run([ARM_COMPILER, *cpu.VARIANTS[request.param], "-static", *flags], check=True, timeout=600)
     return [ARM_EMULATOR, target]
 
 
