@@ -1,4 +1,4 @@
-"""What all tests share: where the public data lies that is not part of the repository."""
+"""What all tests share: where public data lies, and one verdict on every machine."""
 
 from __future__ import annotations
 
@@ -6,24 +6,35 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+DATA = Path(__file__).resolve().parent / "data"
 
-def test_data_dir() -> Path:
-    """Real checkpoints, vocabularies and texts: $GPT_FAST_TEST_DATA, else ../shared/data from the root."""
-    default = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
-    return Path(os.environ.get("GPT_FAST_TEST_DATA", default))
-
-
-test_data_dir.__test__ = False  # its name looks like a test's where it is imported
+# The same examples in every run, and no limit to how long one may take: a slow machine is no failure.
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """``test_data_dir()``; skips the test where the folder is absent."""
-    path = test_data_dir()
+    """Small public checkpoints, vocabularies and texts: ``tests/data``; its README says which."""
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def extra_data_dir() -> Path:
+    """Public data that may not be copied: $GPT_FAST_TEST_DATA, else ../shared/data. Skips where it is absent."""
+    default = DATA.parents[2] / "shared" / "data"
+    path = Path(os.environ.get("GPT_FAST_TEST_DATA", default))
     if not path.is_dir():
-        pytest.skip(f"needs the public test data, and {path} is absent (set GPT_FAST_TEST_DATA)")
+        pytest.skip(f"needs vocabularies that may not be copied, and {path} is absent (set GPT_FAST_TEST_DATA)")
     return path
 
 

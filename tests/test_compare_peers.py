@@ -132,12 +132,12 @@ def test_our_engine_is_a_worker(checkpoint: Path, tmp_path: Path) -> None:
         assert worker.ask("check")["torch"] == torch.__version__
         with pytest.raises(WorkerError, match="before load"):
             worker.ask("measure", **vars(DECODE))
-        facts = worker.ask("load", 120, **told, measures=[vars(m) for m in measures])
+        facts = worker.ask("load", **told, measures=[vars(m) for m in measures])
         assert facts["kv_bytes_per_token"] == TINY.kv_bytes_per_token(2)
         weights = TINY.num_parameters - TINY.vocab_size * TINY.dim
         assert weights < facts["weight_bytes"] < 2 * weights  # int8 with scales, less than bfloat16
         for measure in measures * 2:
-            assert 0 < worker.ask("measure", **vars(measure))["seconds"] < 60
+            assert worker.ask("measure", **vars(measure))["seconds"] > 0
         assert worker.ask("notes")["max_seq_len"] >= LONG.longest
 
 
@@ -215,14 +215,17 @@ def test_what_does_not_fit_is_not_loaded(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_others_compute_is_noticed(tmp_path: Path) -> None:
     found = rounds.Found()
     slow = entry(tmp_path, "F1", sleeps=0.8)
-    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    code = "print('spinning', flush=True)\nwhile True: pass"
+    spinning = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
+        assert spinning.stdout is not None
+        spinning.stdout.readline()
         rounds.run([slow], [DECODE], setting(tmp_path, [], 1), found)
     finally:
         spinning.kill()
-        spinning.wait()
+        spinning.communicate()
     if Path("/proc/stat").exists():
-        assert found.others["fake F1", DECODE][0] > 0.5
+        assert found.others["fake F1", DECODE][0] > 0.2  # a whole CPU, or its share of one that is shared
 
 
 # Numbers.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from gpt_fast import LLM, Completion, RequestError, SamplingParams
 from gpt_fast.engine.handle import EngineError, Handle, RequestFailedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+HANG_S = 300.0  # whoever waits longer waits for ever
+FEW = 5  # tokens; a request that may not run further ahead of its reader cannot end before the test goes on
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +59,50 @@ def mixed_requests(count: int = 40) -> list[tuple[list[int], SamplingParams]]:
     return requests
 
 
+def by_steps(llm: LLM, actions: Sequence[tuple[int, Callable[[], object]]]) -> None:
+    """Each action so many of the engine's steps after the one before, or at once when nothing runs.
+
+    Time in steps is the same on every machine. The actions run between two steps.
+    """
+    remaining, done = deque(actions), threading.Event()
+    countdown, before = 0, llm.engine.on_step
+
+    def act(plan: Any = None, seconds: float = 0.0) -> None:
+        nonlocal countdown
+        with llm.engine.changed:
+            countdown -= 1
+            while remaining and (countdown <= 0 or not (llm.engine.num_waiting or llm.engine.scheduler.has_work)):
+                remaining.popleft()[1]()
+                countdown = remaining[0][0] if remaining else 0
+        if not remaining:
+            done.set()
+
+    llm.engine.on_step = act
+    try:
+        for _ in range(int(HANG_S / 0.05)):
+            with llm.engine.changed:
+                if not llm.engine._handles:  # at the beginning, and when all that ran was cancelled: no step comes
+                    act()
+            if done.wait(0.05):
+                return
+        raise AssertionError("the engine stands still")
+    finally:
+        llm.engine.on_step = before
+
+
+def wait_until(llm: LLM, condition: Callable[[], bool]) -> None:
+    """Wait for something that the engine does."""
+    with llm.engine.changed:
+        assert llm.engine.changed.wait_for(condition, HANG_S), "it did not happen"
+
+
 def answers(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[tuple[int, ...]]:
     """All of them, arriving while others run."""
     draw = random.Random(1)
-    handles = []
-    for prompt, params in requests:
-        handles.append(llm.submit(prompt, params))
-        time.sleep(draw.choice([0, 0, 0.002, 0.01]))
+    handles: list[Handle] = []
+    arrivals = [(draw.choice([0, 0, 1, 3]), lambda request=request: handles.append(llm.submit(*request)))
+                for request in requests]  # fmt: skip
+    by_steps(llm, arrivals)
     found = [[d.completion for d in handle if d.completion is not None][-1] for handle in handles]
     llm.check_idle()
     return [completion.token_ids for completion in found]
@@ -110,14 +151,15 @@ def test_random_arrivals_cancellations_and_shortages_keep_the_books(
     requests = mixed_requests()
     llm = BOOKS.setdefault("llm", load(checkpoint, max_batch=5, num_pages=11, prefill_chunk=24))
     chosen = data.draw(st.lists(st.integers(0, len(requests) - 1), min_size=1, max_size=10))
-    delays = data.draw(st.lists(st.sampled_from([0.0, 0.001, 0.004]), min_size=len(chosen), max_size=len(chosen)))
-    cancelled = data.draw(st.sets(st.integers(0, len(chosen) - 1)))
-    handles = []
+    handles: list[Handle] = []
+    actions: list[tuple[int, Callable[[], object]]] = []
     for i, which in enumerate(chosen):
-        handles.append(llm.submit(*requests[which]))
-        time.sleep(delays[i])
-        if i in cancelled:
-            handles[data.draw(st.integers(0, i))].cancel()
+        steps = data.draw(st.sampled_from([0, 1, 3]))
+        actions.append((steps, lambda which=which: handles.append(llm.submit(*requests[which]))))
+        if data.draw(st.booleans()):
+            gone = data.draw(st.integers(0, i))
+            actions.append((data.draw(st.sampled_from([0, 1])), lambda gone=gone: handles[gone].cancel()))
+    by_steps(llm, actions)
     for which, handle in zip(chosen, handles, strict=True):
         tokens = [token for delta in handle for token in delta.token_ids]
         assert handle.completion is not None
@@ -132,8 +174,8 @@ BOOKS: dict[str, LLM] = {}
 
 
 def test_cancelling_stops_within_a_step_and_frees_the_pages(llm: LLM) -> None:
-    handle = llm.submit([5] * 20, SamplingParams(max_tokens=100, ignore_eos=True))
-    assert handle.wait() is not None
+    handle = llm.submit([5] * 20, SamplingParams(max_tokens=100, ignore_eos=True), max_uncollected=FEW)
+    assert handle.wait(HANG_S) is not None
     handle.cancel()
     last = list(handle)[-1]
     assert last.finish_reason == "abort"
@@ -148,9 +190,13 @@ def test_leaving_a_stream_early_cancels(llm: LLM) -> None:
     llm.check_idle()
 
 
-def test_a_deadline_aborts(llm: LLM) -> None:
-    done = one(llm, [5], SamplingParams(max_tokens=120, ignore_eos=True, timeout_s=0.01))
-    assert done.finish_reason == "abort"
+def test_a_deadline_aborts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt_fast.engine.engine.ABANDONED_S", HANG_S)  # nobody fetches, and that alone ends nothing
+    handle = llm.submit([5], SamplingParams(max_tokens=120, ignore_eos=True, timeout_s=0.01), max_uncollected=FEW)
+    wait_until(llm, lambda: handle.finished)
+    assert handle.completion is not None
+    assert handle.completion.finish_reason == "abort"
+    assert len(handle.completion.token_ids) <= FEW
     llm.check_idle()
 
 
@@ -166,10 +212,7 @@ def test_nobody_fetching_pauses_the_request_and_not_the_others(llm: LLM) -> None
 def test_what_nobody_fetches_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpt_fast.engine.engine.ABANDONED_S", 0.1)
     handle = llm.submit([7, 8], SamplingParams(max_tokens=60, ignore_eos=True), max_uncollected=5)
-    for _ in range(100):
-        time.sleep(0.05)
-        if handle.finished:
-            break
+    wait_until(llm, lambda: handle.finished)
     assert handle.completion is not None
     assert handle.completion.finish_reason == "abort"
     llm.check_idle()
@@ -178,18 +221,14 @@ def test_what_nobody_fetches_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPat
 def test_queue_limit(checkpoint: Path) -> None:
     with load(checkpoint, max_batch=1, max_waiting=2) as llm:
         params = SamplingParams(max_tokens=100, ignore_eos=True)
-        handles: list[Handle] = []
-
-        def fill() -> None:
-            while True:
-                handles.append(llm.submit([3], params))
-
+        first = llm.submit([3], params, max_uncollected=FEW)  # it keeps its place until somebody fetches
+        wait_until(llm, lambda: first.has_begun)
+        waiting = [llm.submit([3], params) for _ in range(2)]
         with pytest.raises(RequestError) as caught:
-            fill()
+            llm.submit([3], params)
         assert caught.value.status == 503
         assert caught.value.code == "queue_full"
-        assert 2 <= len(handles) <= 4
-        for handle in handles:
+        for handle in (first, *waiting):
             assert list(handle)[-1].finish_reason == "length"
 
 
@@ -216,7 +255,7 @@ def test_a_fault_in_one_request_ends_that_one_alone(llm: LLM) -> None:
 
 def test_when_the_engine_dies_everyone_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(checkpoint) as llm:
-        handle = llm.submit([3], SamplingParams(max_tokens=100, ignore_eos=True))
+        handle = llm.submit([3], SamplingParams(max_tokens=100, ignore_eos=True), max_uncollected=FEW)
 
         def broken(plan: Any) -> None:
             raise RuntimeError("the device is gone")
@@ -230,7 +269,7 @@ def test_when_the_engine_dies_everyone_is_told(checkpoint: Path, monkeypatch: py
 
 def test_closing_ends_what_runs(checkpoint: Path) -> None:
     llm = load(checkpoint)
-    handle = llm.submit([3], SamplingParams(max_tokens=100, ignore_eos=True))
+    handle = llm.submit([3], SamplingParams(max_tokens=100, ignore_eos=True), max_uncollected=FEW)
     llm.close()
     with pytest.raises(EngineError, match="closed"):
         list(handle)

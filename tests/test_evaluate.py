@@ -199,7 +199,7 @@ def test_the_command(tmp_path: Path, checkpoint: Path) -> None:
         [sys.executable, "-m", "gpt_fast.cli", "eval", *arguments, "--dtype", "float32", "--threads", "1"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -156,25 +156,33 @@ def test_calibration_tokens_are_spread_over_the_text() -> None:
         calibration_tokens(["1 2 3"], encode, CONFIG)
 
 
-@pytest.mark.slow
-def test_perplexity_of_a_trained_model(tmp_path: Path, data_dir: Path) -> None:
-    """int8 within 0.2 % of float32; int4 in groups of 32 within 4 %, and GPTQ at least 30 % closer."""
+def test_a_trained_model_changes_little(data_dir: Path, tmp_path: Path) -> None:
+    """Perplexity: int8 within 0.2 % of float32, int4 in groups of 32 within 4 %. GPTQ at least 30 % closer than that.
+
+    How close is the divergence of the next token's distribution: over a short text, perplexity itself rises and falls
+    by more than GPTQ gains.
+    """
     source = data_dir / "models" / "stories260K_hf"
-    texts = data_dir / "text" / "tinystories"
     tokenizer = load_tokenizer(source)
-    calibration = (texts / "tinystories_gusjengis_2.1M.txt").read_text()[:400_000]
-    held_out = (texts / "tinystories_val_yuninxia_0.8M.txt").read_text()[:25_000]
+    text = (data_dir / "text" / "tinystories.txt").read_text()
+    held_out, calibration = text[:12_000], text[25_000:]
+    sequences = calibration_tokens([calibration], tokenizer.encode, read_config(source), num_sequences=16)
+    quantize_with_text(source, tmp_path / "b", quant_config("int4", 32), sequences)
 
-    def measure(model: Any) -> float:
-        return perplexity(model, tokenizer, held_out).perplexity
-
-    exact = measure(load_model(source, torch.float32))
-    in_int8 = load_model(source, torch.float32, quantize="int8")
-    assert measure(in_int8) < 1.002 * exact
     rounded = load_model(source, torch.float32)
     quantize_model(rounded, quant_config("int4", 32))
-    sequences = calibration_tokens([calibration], tokenizer.encode, read_config(source))
-    quantize_with_text(source, tmp_path / "b", quant_config("int4", 32), sequences)
-    fitted = measure(load_model(tmp_path / "b", torch.float32))
-    assert measure(rounded) < 1.04 * exact
-    assert fitted - exact < 0.7 * (measure(rounded) - exact)
+    exact = load_model(source, torch.float32)
+    in_int8 = load_model(source, torch.float32, quantize="int8")
+    limit = perplexity(exact, tokenizer, held_out).perplexity
+    assert perplexity(in_int8, tokenizer, held_out).perplexity < 1.002 * limit
+    assert perplexity(rounded, tokenizer, held_out).perplexity < 1.04 * limit
+
+    ids = torch.tensor(tokenizer.encode(held_out)[: 16 * 256]).view(16, 256)
+    expected = exact(ids).log_softmax(-1)
+
+    def divergence(model: Any) -> float:
+        return float((expected.exp() * (expected - model(ids).log_softmax(-1))).sum(-1).mean())
+
+    fitted = divergence(load_model(tmp_path / "b", torch.float32))
+    assert fitted < 0.7 * divergence(rounded)
+    assert divergence(in_int8) < fitted

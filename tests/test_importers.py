@@ -28,7 +28,6 @@ SOURCES = {
     "version 0": ("stories260K", "models/stories260K/stories260K.bin"),
     "version 1": ("stories260K", "models/stories260K/stories260K_v1.bin"),
     "second HF directory": ("llama2xs_280K", "models/llama2xs_280K_hf"),
-    "second version 0": ("llama2xs_280K", "models/llama2xs_280K/model.bin"),
     "ckpt.pt": ("llama2xs_280K", "models/llama2xs_280K/ckpt.pt"),
 }
 
@@ -249,19 +248,23 @@ def test_tokenizers_are_told_by_content(
     with caplog.at_level(logging.WARNING):
         convert(source, tmp_path / "none", config=TINY)
     assert "no tokenizer" in caplog.text
+    ranks, converted, of_llama2c = tmp_path / "ranks", tmp_path / "converted", tmp_path / "tok512.bin"
+    ranks.write_bytes(b"IQ== 0\nIg== 1\n")
+    converted.write_text('{"version": "1.0", "model": {"type": "BPE"}}')
+    of_llama2c.write_bytes(struct.pack("<ifi", 7, 0.0, 5) + b"<unk>")  # longest token; then score, length, bytes
     for i, (path, name) in enumerate(
         {
-            "models/stories260K/tok512.model": "tokenizer.model",
-            "tokenizers/llama3/tokenizer.model": "tokenizer.model",
-            "tokenizers/llama2/tokenizer.json": "tokenizer.json",
+            data_dir / "models/stories260K_hf/tokenizer.model": "tokenizer.model",
+            ranks: "tokenizer.model",
+            converted: "tokenizer.json",
         }.items()
     ):
-        convert(source, tmp_path / str(i), tokenizer=data_dir / path, config=TINY)
+        convert(source, tmp_path / str(i), tokenizer=path, config=TINY)
         assert sorted(p.name for p in (tmp_path / str(i)).iterdir()) == sorted(
             ["config.json", "model.safetensors", name]
         )
     with pytest.raises(CheckpointError, match=r"tok512.bin is neither"):
-        convert(source, tmp_path / "x", tokenizer=data_dir / "models/stories260K/tok512.bin", config=TINY)
+        convert(source, tmp_path / "x", tokenizer=of_llama2c, config=TINY)
 
 
 # What is refused

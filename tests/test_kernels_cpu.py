@@ -362,12 +362,17 @@ CONFIGS = {
 
 
 @needs_cpp
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4-32"])
-@pytest.mark.parametrize("variant", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [
+        (kind, variant)
+        for kind in ("float32", "bfloat16", "int8", "int4-32")
+        for variant in CONFIGS
+        if not (variant == "tied" and kind.startswith("int"))  # a table of integers is not an embedding
+    ],
+)
 @torch.inference_mode()
 def test_a_whole_step_equals_the_model(kind: str, variant: str) -> None:
-    if variant == "tied" and kind.startswith("int"):
-        pytest.skip("a table of integers is not an embedding")
     from gpt_fast.model import Transformer
 
     torch.manual_seed(0)

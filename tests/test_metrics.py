@@ -481,7 +481,7 @@ def test_the_worker_tells_its_number(argv: list[str], worker: str) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
@@ -541,7 +541,7 @@ def test_a_closed_output_ends_the_reports_and_nothing_else(caplog: pytest.LogCap
 
 def test_readers_and_the_engine_do_not_disturb_each_other() -> None:
     """Exposition and flush all the time from other threads, and still every number is right at the end."""
-    front_end, over = FrontEnd(), threading.Event()
+    front_end, over, reading = FrontEnd(), threading.Event(), threading.Barrier(3)
     readers: list[Future[int]] = []
 
     def read(metrics: Metrics) -> int:
@@ -550,6 +550,8 @@ def test_readers_and_the_engine_do_not_disturb_each_other() -> None:
             check_histograms(parse(metrics.exposition()))
             metrics.flush(front_end.emit)
             num_turns += 1
+            if num_turns == 1:
+                reading.wait(120)
         return num_turns
 
     with ThreadPoolExecutor(2) as pool:
@@ -557,6 +559,7 @@ def test_readers_and_the_engine_do_not_disturb_each_other() -> None:
         def with_readers(simulation: Simulation) -> Metrics:
             metrics = watched(simulation)
             readers.extend(pool.submit(read, metrics) for _ in range(2))
+            reading.wait(120)  # nothing runs before both have begun
             return metrics
 
         try:
@@ -571,7 +574,8 @@ def test_readers_and_the_engine_do_not_disturb_each_other() -> None:
     assert front_end.scraped().value("vllm:inter_token_latency_seconds_count") == len(gaps)
 
 
-def test_a_step_costs_microseconds() -> None:
+def test_a_step_costs_a_few_calls_for_each_request() -> None:
+    """Calls, and not time: they are the same on every machine. A line of log takes some hundred for each request."""
     simulation = Simulation(num_pages=200, max_batch=8)
     metrics = watched(simulation)
     for _ in range(8):
@@ -579,16 +583,16 @@ def test_a_step_costs_microseconds() -> None:
     while len(simulation.scheduler.running) < 8:
         simulation.step()
     plan = StepPlan(tuple(SequencePlan((7,), 5, (1,), 1, 4) for _ in range(8)))
-    best = float("inf")
-    for _ in range(200):
-        for r in simulation.scheduler.running:
-            r.append(7, simulation.now)
-        simulation.now += 0.001
-        begin = time.perf_counter()
+    for r in simulation.scheduler.running:
+        r.append(7, simulation.now + 0.001)
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event) if event in ("call", "c_call") else None)
+    try:
         metrics.step(plan, 0.001)
-        best = min(best, time.perf_counter() - begin)
-    assert parse(metrics.exposition()).value("vllm:generation_tokens_total") > 1600
-    assert best < 50e-6, "about 10 us on an idle machine; a line of log alone would be 70"
+    finally:
+        sys.setprofile(None)
+    assert parse(metrics.exposition()).value("vllm:generation_tokens_total") > 8
+    assert len(calls) < 8 * 20
 
 
 # ---- the line for a request -----------------------------------------------------------------------------------------

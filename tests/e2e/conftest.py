@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint() -> Path:
-    """The bundled demo model where it is there, else a public checkpoint of the same kind."""
-    demo = ROOT / "model_store" / "demo" / "target"
-    if (demo / "config.json").is_file():
-        return demo
-    data = Path(os.environ.get("GPT_FAST_TEST_DATA", ROOT.parent / "shared" / "data"))
-    public = data / "models" / "stories260K_hf"
-    if not public.is_dir():
-        pytest.skip(f"neither the bundled demo model {demo} nor {public} is here")
-    return public
+    """The bundled demo model."""
+    return ROOT / "model_store" / "demo" / "target"

