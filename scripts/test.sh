@@ -7,7 +7,7 @@
 #   --lint       ruff and mypy only
 #   --venv DIR   virtual environment to make or use (default .venv, or GPT_FAST_VENV)
 #   -h, --help   this text
-# Everything else goes to pytest: ./scripts/test.sh --fast tests/test_structure.py -k imports
+# Everything else goes to pytest, which uses two processes: ./scripts/test.sh --fast -n 0 tests/test_structure.py
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -68,7 +68,7 @@ check ruff ruff check .
 check mypy mypy
 if [ -z "$LINT_ONLY" ]; then
   if [ -n "$FAST" ]; then set -- -m "not e2e and not slow" "$@"; fi
-  check pytest python -m pytest "$@"
+  check pytest python -m pytest -n 2 --dist loadfile "$@" # a file's tests share what they start
 fi
 
 say ""

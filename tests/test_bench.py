@@ -48,10 +48,10 @@ def test_decode_is_counted_while_all_sequences_decode(llm: LLM, monkeypatch: pyt
     stamps: list[float] = []
     emit = llm.engine._emit
 
-    def noting(requests: Any, tokens: Any) -> None:
-        emit(requests, tokens)
-        if len(requests) == 3:
-            stamps.append(max(request.last_token for request in requests))
+    def noting(parts: Any, outcomes: Any) -> None:
+        emit(parts, outcomes)
+        if len(parts) == 3 and all(outcome.token is not None for outcome in outcomes):
+            stamps.append(max(request.last_token for request, _ in parts))
 
     monkeypatch.setattr(llm.engine, "_emit", noting)
     run = bench.measure(llm, 3, 20, 8, random.Random(0))

@@ -21,7 +21,7 @@ from gpt_fast.params import RequestError, SamplingParams
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),
-        ("top_k", 1.0),
+        ("top_k", 1.5),
         ("top_k", -2),
         ("top_p", 0),
         ("top_p", 1.01),

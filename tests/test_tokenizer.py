@@ -219,7 +219,7 @@ def test_golden_encodings_of_vocabularies_that_may_not_be_copied(extra_data_dir:
 def repair_llama2_json(source: Path, out: Path) -> None:
     """Llama 2's tokenizer.json as it was published.
 
-    In the copy in circulation here every no-break space (U+00A0) has become a space: four vocabulary entries and three
+    In the copy that is read here every no-break space (U+00A0) has become a space: four vocabulary entries and three
     merges. The ids in tokenizer.model show what the entries were.
     """
     spec = json.loads((source / "tokenizer.json").read_text())
