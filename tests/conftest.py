@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,3 +49,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Every test draws the same numbers each time, alone and among others."""
+    random.seed(0)
+    if "torch" in sys.modules:  # many tests do without it
+        sys.modules["torch"].manual_seed(0)
