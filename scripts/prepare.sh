@@ -4,7 +4,7 @@
 #
 # usage: ./scripts/prepare.sh REPO [options]
 #   REPO               owner/name, for example TinyLlama/TinyLlama-1.1B-Chat-v1.0
-#   --quantize MODE    also write a quantized copy beside it (as soon as `gpt-fast quantize` is there)
+#   --quantize MODE    also write a quantized copy beside it: int8, int4 or fp8
 #   --output DIR       where checkpoints go (default checkpoints)
 #   --venv DIR         virtual environment to make or use (default .venv, or GPT_FAST_VENV)
 #   -h, --help         this text
@@ -34,9 +34,6 @@ done
 
 install_extras serve
 GPT_FAST="$VENV/bin/gpt-fast"
-if [ -n "$MODE" ] && ! "$GPT_FAST" quantize --help >/dev/null 2>&1; then
-  die "--quantize is not supported yet: this version has no \`gpt-fast quantize\`"
-fi
 CHECKPOINT="$OUTPUT/$REPO"
 "$GPT_FAST" download "$REPO" --out "$CHECKPOINT"
 if [ -n "$MODE" ]; then
