@@ -51,12 +51,13 @@ _find_package()
 
 from gpt_fast.api import Api  # noqa: E402
 from gpt_fast.engine.handle import EngineError  # noqa: E402
+from gpt_fast.lanes import Lanes  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
 from gpt_fast.metrics import Metrics, worker_id, write_torchserve  # noqa: E402
 from gpt_fast.model_yaml import serves_continuously  # noqa: E402
 from gpt_fast.params import RequestError  # noqa: E402
 from gpt_fast.protocol import native  # noqa: E402
-from gpt_fast.serving import Lanes, Piece, Session, as_request_error, wait_for_news  # noqa: E402
+from gpt_fast.serving import Piece, Session, as_request_error, wait_for_news  # noqa: E402
 from gpt_fast.settings import HandlerSettings, read_settings  # noqa: E402
 
 EXIT_AFTER_S = 1.0  # a worker that cannot go on: long enough for its last answer to leave

@@ -3,22 +3,21 @@
 A :class:`Session` has its request understood, submits its sequences and turns what the engine says into pieces of the
 answer. Before the first piece a failure has a status; after it a failure can only be told in the body.
 
-Whatever may take long (a large body, a grammar, a long answer in one piece) is done in the threads of :class:`Lanes`:
+Whatever may take long (a large body, a grammar, a long answer in one piece) is done in other threads (lanes.py):
 the thread that talks to the server serves everybody, and must not wait for one request.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple, Protocol
 
+from gpt_fast.lanes import Lanes
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import MAX_SHOWN, RequestError, SamplingParams, brief, without_frames
 from gpt_fast.protocol.job import Job, Page
@@ -30,8 +29,6 @@ LIGHT_BYTES = 8192  # a larger body takes the heavy lane
 LIGHT_NUMBERS = 1000  # an answer with more log probabilities does, too
 UNDERSTAND_S = 10.0  # to understand a request: past it, it is refused
 RETRY_AFTER_S = 1
-GIVE_BACK_S = 2.0
-_M_ARENA_MAX = -8  # <malloc.h>
 
 
 class Sequence(Protocol):
@@ -56,43 +53,6 @@ class Engine(Protocol):
     pressing: threading.Condition  # of the same lock, when it is a first token or an ending
 
     def submit_all(self, parts: list[tuple[Any, SamplingParams]], max_uncollected: int | None) -> list[Any]: ...
-
-
-class Lanes(NamedTuple):
-    """Threads in which requests are understood. ``light``: one, in order of arrival, for what takes milliseconds."""
-
-    light: Executor
-    heavy: Executor
-
-    @classmethod
-    def start(cls) -> Lanes:
-        """The threads of one worker process."""
-        share_heap()
-        return cls(ThreadPoolExecutor(1, "gpt-fast-light"), _Heavy(2, "gpt-fast-heavy"))
-
-
-def give_back() -> None:
-    """Return the memory that has been freed to the system, where the C library is glibc: it keeps it otherwise."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def share_heap() -> None:
-    """Let threads to come share one heap, where the C library is glibc: what one frees then serves the others."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-
-
-class _Heavy(ThreadPoolExecutor):
-    """Gives memory back now and then: large bodies and grammars leave their heaps in pieces."""
-
-    _given_back = 0.0  # monotonic seconds
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if (now := time.monotonic()) > self._given_back + GIVE_BACK_S:
-            self._given_back = now
-            super().submit(give_back)
-        return super().submit(fn, *args, **kwargs)
 
 
 class Piece(NamedTuple):

@@ -18,8 +18,8 @@ from fake_llm import FakeLLM, Here
 
 from gpt_fast.config import ConfigError
 from gpt_fast.engine.handle import EngineError
+from gpt_fast.lanes import Lanes
 from gpt_fast.params import RequestError
-from gpt_fast.serving import Lanes
 
 pytest.importorskip("ts", reason="torchserve is not installed")
 

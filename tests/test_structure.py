@@ -27,7 +27,21 @@ LAYERS = (
     {"sampling", "structured"},
     {"engine"},
     {"llm"},
-    {"protocol", "serving", "api", "metrics", "bench", "load", "plots", "evaluate", "hf", "archive", "commands", "cli"},
+    {
+        "protocol",
+        "lanes",
+        "serving",
+        "api",
+        "metrics",
+        "bench",
+        "load",
+        "plots",
+        "evaluate",
+        "hf",
+        "archive",
+        "commands",
+        "cli",
+    },
     {"handler"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
