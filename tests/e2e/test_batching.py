@@ -145,8 +145,10 @@ def test_streams_run_side_by_side(server: Server, brakes: dict[str, Brake]) -> N
     body = {"prompt": "Once", "max_new_tokens": 120, "ignore_eos": True}
     begun = [threading.Event() for _ in range(4)]
     idle(server)
-    with ThreadPoolExecutor(4) as pool, brakes["gpt-fast"].held(40):
+    with ThreadPoolExecutor(4) as pool, brakes["gpt-fast"].held(0):
         replies = [pool.submit(server.predict, body, begun=event) for event in begun]
+        wait_for(lambda: (status := health(server))["running"] + status["waiting"] == 4)
+        brakes["gpt-fast"].allow(40)
         assert all(event.wait(HANG_S) for event in begun)
         assert not any(reply.done() for reply in replies), "nobody has had 120 steps"
     assert len({reply.result().text for reply in replies}) == 1
@@ -207,7 +209,7 @@ def test_a_deadline_in_the_queue_is_a_504_and_in_mid_stream_a_word_in_the_text(
             first = pool.submit(server.predict, {**long, "timeout_s": timeout_s}, "narrow", begun=begun)
             wait_for(lambda begun=begun, first=first: begun.is_set() or first.done())
             second = pool.submit(server.predict, {**long, "timeout_s": 0.01}, "narrow")
-            wait_for(lambda: health(server, "narrow")["waiting"] == 1)
+            wait_for(lambda second=second: health(server, "narrow")["waiting"] == 1 or second.done())
             time.sleep(timeout_s)  # now it is over for both, and neither can have ended
         assert second.result().status == 504
         assert second.result().error["code"] == "timeout"
