@@ -1,6 +1,6 @@
 """The numbers of one step: logits, tokens and log probabilities. Nothing of a request changes here.
 
-So a step that fails can be tried again with fewer requests, until the one that makes it fail is alone.
+So a step that fails can be tried again with fewer requests, until only the one that makes it fail is left.
 """
 
 from __future__ import annotations
