@@ -55,9 +55,9 @@ from gpt_fast.lanes import Lanes  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
 from gpt_fast.metrics import Metrics, worker_id, write_torchserve  # noqa: E402
 from gpt_fast.model_yaml import serves_continuously  # noqa: E402
-from gpt_fast.params import RequestError  # noqa: E402
+from gpt_fast.params import RequestError, try_later  # noqa: E402
 from gpt_fast.protocol import native  # noqa: E402
-from gpt_fast.serving import Piece, Session, as_request_error, wait_for_news  # noqa: E402
+from gpt_fast.serving import TOO_MANY_LARGE, Piece, Session, as_request_error, wait_for_news  # noqa: E402
 from gpt_fast.settings import HandlerSettings, read_settings  # noqa: E402
 
 EXIT_AFTER_S = 1.0  # a worker that cannot go on: long enough for its last answer to leave
@@ -190,8 +190,7 @@ class GPTFastHandler:
         num_bytes = sum(len(value) for value in entry.values() if isinstance(value, (bytes, bytearray, str)))
         unanswered = sum(session.num_bytes for session in self.sessions.values() if not session.started)
         if unanswered and unanswered + num_bytes > MAX_UNANSWERED_BYTES:
-            message = "too many large requests are waiting; try again later"
-            return self.refused(ctx, index, RequestError(message, None, "queue_full", 503, retry_after_s=1))
+            return self.refused(ctx, index, try_later(TOO_MANY_LARGE))
         length = content_length(ctx.get_all_request_header(index))
         route = ctx.get_request_header(index, "url_path") or ""
         return Session(

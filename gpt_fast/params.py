@@ -18,6 +18,7 @@ MAX_SAMPLES = 16
 MAX_CHOICES = 2000
 MAX_SCHEMA_VALUES = 5000  # objects, lists, strings, numbers
 MAX_GRAMMAR_CHARS = 65536
+RETRY_AFTER_S = 1  # what a client is told to wait whom the server is too busy for
 MAX_SHOWN = 300  # characters of a failure that are logged or told: it may quote what a client sent
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: logits divided by it would be no finite numbers
 
@@ -65,6 +66,11 @@ class RequestError(ValueError):
         self.code = code
         self.status = status
         self.retry_after_s = retry_after_s
+
+
+def try_later(message: str) -> RequestError:
+    """What a request is refused with that could be served at another time: 503, with the time to come back."""
+    return RequestError(f"{message}; try again later", None, "queue_full", 503, RETRY_AFTER_S)
 
 
 def brief(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gpt_fast.lanes import Lanes
 from gpt_fast.outputs import Completion, Delta
-from gpt_fast.params import MAX_SHOWN, RequestError, SamplingParams, brief, without_frames
+from gpt_fast.params import MAX_SHOWN, RequestError, SamplingParams, brief, try_later, without_frames
 from gpt_fast.protocol.job import Job, Page
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ MAX_UNCOLLECTED = 256  # tokens that a sequence may be ahead of its server
 LIGHT_BYTES = 8192  # a larger body takes the heavy lane
 LIGHT_NUMBERS = 1000  # an answer with more log probabilities does, too
 UNDERSTAND_S = 10.0  # to understand a request: past it, it is refused
-RETRY_AFTER_S = 1
+TOO_MANY_LARGE = "too many large requests are waiting"
 
 
 class Sequence(Protocol):
@@ -220,8 +220,7 @@ class Session:
         if self._work is not None and self._work.running():
             message = f"the request takes longer than {UNDERSTAND_S:g} s to prepare: make its grammar or prompt smaller"
             raise RequestError(message, None, "too_complex")
-        message = "too many large requests are waiting; try again later"
-        raise RequestError(message, None, "queue_full", 503, RETRY_AFTER_S)
+        raise try_later(TOO_MANY_LARGE)
 
     def _news(self) -> Piece | None:
         if self._work is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast.params import RequestError, SamplingParams
+from gpt_fast.params import RequestError, SamplingParams, try_later
 from gpt_fast.tokenizer import Tokenizer
 
 MAX_LIVE_CHARS = 2**20  # of the grammars of all requests that are queued or running; a compiled one has 200 bytes each
@@ -29,7 +29,6 @@ MAX_ITEMS_IN_ROW = 20_000
 LEXER_FUEL = 200_000
 MAX_FORCED_BYTES = 8192  # of text with no choice in it: each of its tokens costs the batch 0.1 ms for every 1,000 bytes
 REHEARSAL = 4  # tokens
-RETRY_AFTER_S = 1
 _FIELDS = ("json_schema", "regex", "choice")
 _START = "\n"  # no tokenizer joins what follows to it
 
@@ -102,8 +101,7 @@ class GrammarCompiler:
     def _count(self, num_chars: int) -> None:
         with self._counting:
             if num_chars > 0 and self.live_chars + num_chars > MAX_LIVE_CHARS:
-                message = "the grammars of other requests take all the memory there is for them; try again later"
-                raise RequestError(message, None, "queue_full", 503, RETRY_AFTER_S)
+                raise try_later("the grammars of other requests take all the memory there is for them")
             self.live_chars += num_chars
 
     def _vocabulary(self) -> Any:

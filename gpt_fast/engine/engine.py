@@ -21,11 +21,10 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler, StepPlan
 from gpt_fast.outputs import FinishReason
-from gpt_fast.params import MAX_SHOWN, RequestError, brief, without_frames
+from gpt_fast.params import MAX_SHOWN, RequestError, brief, try_later, without_frames
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1  # what a refused client is told to wait
 ABANDONED_S = 5.0  # a request that is held this long without anybody fetching is aborted
 
 
@@ -99,10 +98,7 @@ class Engine:
             if self._fatal is not None or self._closing:
                 raise EngineError(f"the engine has stopped: {self._fatal or 'it was closed'}")
             if self.max_waiting is not None and self.num_waiting + len(handles) > self.max_waiting:
-                message = (
-                    f"{self.num_waiting} requests are waiting, and at most {self.max_waiting} may; try again later"
-                )
-                raise RequestError(message, None, "queue_full", 503, retry_after_s=RETRY_AFTER_S)
+                raise try_later(f"{self.num_waiting} requests are waiting, and at most {self.max_waiting} may")
             self._handles |= {handle.id: handle for handle in handles}
             self._inbox.extend(requests)
             self.changed.notify_all()

@@ -105,6 +105,8 @@ class Scheduler:
 
         So one client's many sequences do not keep another's single one waiting until the last of them.
         """
+        if not self.waiting:
+            return None
         running = Counter(r.group for r in self.running)
         waiting = (r for r in self.waiting if among is None or r in among)
         return min(waiting, key=lambda r: (r.first_scheduled is None, running[r.group]), default=None)
