@@ -49,16 +49,16 @@ def _find_package() -> None:
 
 _find_package()
 
-from gpt_fast.api import Api  # noqa: E402
-from gpt_fast.engine.handle import EngineError  # noqa: E402
-from gpt_fast.lanes import Lanes  # noqa: E402
+from gpt_fast.errors import EngineError, RequestError  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
-from gpt_fast.metrics import Metrics, worker_id, write_torchserve  # noqa: E402
-from gpt_fast.model_yaml import serves_continuously  # noqa: E402
-from gpt_fast.params import RequestError, try_later  # noqa: E402
-from gpt_fast.protocol import native  # noqa: E402
-from gpt_fast.serving import TOO_MANY_LARGE, Piece, Session, as_request_error, wait_for_news  # noqa: E402
-from gpt_fast.settings import HandlerSettings, read_settings  # noqa: E402
+from gpt_fast.params import try_later  # noqa: E402
+from gpt_fast.serve.lanes import Lanes  # noqa: E402
+from gpt_fast.serve.metrics import Metrics, worker_id, write_torchserve  # noqa: E402
+from gpt_fast.serve.model_yaml import serves_continuously  # noqa: E402
+from gpt_fast.serve.protocol import native  # noqa: E402
+from gpt_fast.serve.routes import Api  # noqa: E402
+from gpt_fast.serve.session import TOO_MANY_LARGE, Piece, Session, as_request_error, wait_for_news  # noqa: E402
+from gpt_fast.serve.settings import HandlerSettings, read_settings  # noqa: E402
 
 EXIT_AFTER_S = 1.0  # a worker that cannot go on: long enough for its last answer to leave
 LAST_WORDS_S = 1.0

@@ -94,7 +94,7 @@ def read_bandwidth(threads: int) -> float:
     """Bytes per second, measured anew."""
     import torch
 
-    from gpt_fast import roofline
+    from gpt_fast.kernels import roofline
 
     torch.set_num_threads(threads)
     roofline.read_bandwidth.cache_clear()
@@ -161,7 +161,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--checkpoint: there is no config.json in {arguments.checkpoint}")
     plan = measures.plan(arguments.batch, arguments.prompt_tokens, arguments.new_tokens, arguments.contexts)
     if arguments.plot:
-        from gpt_fast import plots
+        from gpt_fast.bench import plots
 
         plots.check(arguments.plot)
     setting = rounds.Setting(

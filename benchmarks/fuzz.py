@@ -66,7 +66,7 @@ def read_arguments() -> argparse.Namespace:
 @contextmanager
 def started(checkpoint: str, port: int) -> Iterator[str]:
     """A server with the settings that the repository ships; gives its URL."""
-    from gpt_fast.archive import build_archive
+    from gpt_fast.serve.archive import build_archive
 
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         build_archive(checkpoint, name=MODEL, output=folder, by_reference=True)

@@ -35,8 +35,8 @@ from gpt_fast.config import ModelConfig  # noqa: E402
 from gpt_fast.kernels.gpu import attention, launching, linear, selfcheck, tune  # noqa: E402
 from gpt_fast.kernels.gpu.selfcheck import Checks  # noqa: E402
 from gpt_fast.kernels.gpu.synthetic import PAGE, PRECISIONS, random_decoder, recorded_step  # noqa: E402
-from gpt_fast.model import Rope  # noqa: E402
-from gpt_fast.shapes import shape  # noqa: E402
+from gpt_fast.model.shapes import shape  # noqa: E402
+from gpt_fast.model.transformer import Rope  # noqa: E402
 
 SMOKE = "--smoke" in sys.argv
 DEVICE = torch.device("cpu" if SMOKE else "cuda")

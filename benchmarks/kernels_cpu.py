@@ -6,7 +6,7 @@
 Products: every matrix of the shape in turn, each call with another copy of the weights, so that nothing comes out of a
 cache; ``--torch`` alternates with ``F.linear`` on the plain weights (float32 and bfloat16). Steps: the whole model with
 random weights, one step of so many rows: one sequence's new token, several sequences' tokens, or a prompt's. Shares
-are of the bandwidth that ``gpt_fast.roofline`` measures. Medians; the last line is JSON.
+are of the bandwidth that ``gpt_fast.kernels.roofline`` measures. Medians; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from torch import Tensor
 
 from gpt_fast import kernels
 from gpt_fast.config import ModelConfig
-from gpt_fast.kernels import cpu, packing
-from gpt_fast.model import inverse_frequencies
+from gpt_fast.kernels.cpu import library as cpu
+from gpt_fast.kernels.cpu import packing
+from gpt_fast.kernels.roofline import read_bandwidth
+from gpt_fast.model.shapes import shape
+from gpt_fast.model.transformer import inverse_frequencies
 from gpt_fast.placement import usable_threads
-from gpt_fast.roofline import read_bandwidth
-from gpt_fast.shapes import shape
 
 _STREAM_BYTES = 200e6  # several times any cache here
 _GROUP = 32

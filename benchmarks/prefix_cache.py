@@ -15,9 +15,9 @@ import sys
 import torch
 
 from gpt_fast import LLM, SamplingParams
-from gpt_fast.checkpoint import random_model
+from gpt_fast.checkpoint.loading import random_model
+from gpt_fast.model.shapes import shape
 from gpt_fast.placement import place
-from gpt_fast.shapes import shape
 
 
 def main() -> int:

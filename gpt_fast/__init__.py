@@ -6,9 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpt_fast.errors import RequestError
     from gpt_fast.llm import LLM
     from gpt_fast.outputs import Completion, Delta
-    from gpt_fast.params import RequestError, SamplingParams
+    from gpt_fast.params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "Delta", "RequestError", "SamplingParams"]
@@ -17,7 +18,7 @@ _HOME = {
     "LLM": "gpt_fast.llm",
     "Completion": "gpt_fast.outputs",
     "Delta": "gpt_fast.outputs",
-    "RequestError": "gpt_fast.params",
+    "RequestError": "gpt_fast.errors",
     "SamplingParams": "gpt_fast.params",
 }
 

@@ -15,26 +15,27 @@ from typing import Any, cast, overload
 import torch
 
 from gpt_fast import memory
-from gpt_fast.checkpoint import stored_dtype
-from gpt_fast.compile_cache import default_file, kept
-from gpt_fast.config import ConfigError, EngineConfig, ModelConfig, from_mapping
+from gpt_fast.checkpoint.families import GenerationDefaults, read_config, read_generation_defaults
+from gpt_fast.checkpoint.loading import stored_dtype
+from gpt_fast.config import EngineConfig, ModelConfig, from_mapping
+from gpt_fast.engine.compile_cache import default_file, kept
 from gpt_fast.engine.engine import Engine
+from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.engine.text import TextStream
-from gpt_fast.families import GenerationDefaults, read_config, read_generation_defaults
-from gpt_fast.model import Transformer
+from gpt_fast.errors import ConfigError, RequestError, TokenizerMissing
+from gpt_fast.kernels.roofline import Roofline, read_bandwidth
+from gpt_fast.model.packed import pack_model
+from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
-from gpt_fast.packed import pack_model
-from gpt_fast.params import RequestError, SamplingParams, show
+from gpt_fast.params import SamplingParams, show
 from gpt_fast.placement import place, usable_threads
 from gpt_fast.quantize import check_device, check_memory, load_model, quant_config, quantize_model
-from gpt_fast.roofline import Roofline, read_bandwidth
-from gpt_fast.structured import GrammarCompiler
-from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerMissing, load_tokenizer
+from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from gpt_fast.config import ConfigError, EngineConfig, ModelConfig
+from gpt_fast.config import EngineConfig, ModelConfig
+from gpt_fast.errors import ConfigError
 from gpt_fast.kernels.cache import token_bytes
 
 SHARES = {"cpu": 0.5, "cuda": 0.9}  # of free memory, for the KV cache: the default of memory_share

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpt_fast.errors import RequestError
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGPROBS = 20
@@ -43,29 +45,6 @@ NUMBERS: dict[str, tuple[float, float]] = {
 }
 _MORE_THAN_LEAST = ("top_p", "repetition_penalty", "timeout_s")  # here the least value itself is not allowed
 OPTIONAL = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "logprobs", "prompt_logprobs", "timeout_s")
-
-
-class RequestError(ValueError):
-    """A request cannot be served as written.
-
-    ``message`` is for the person who wrote it, ``param`` names the field, ``code`` is a stable identifier and
-    ``status`` the HTTP status that says the same. ``retry_after_s``: when trying again makes sense.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        code: str = "invalid_value",
-        status: int = 400,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code
-        self.status = status
-        self.retry_after_s = retry_after_s
 
 
 def try_later(message: str) -> RequestError:

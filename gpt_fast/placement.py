@@ -8,7 +8,8 @@ from typing import NamedTuple, cast
 
 import torch
 
-from gpt_fast.config import RANGES, ConfigError, ModelConfig, in_range
+from gpt_fast.config import RANGES, ModelConfig, in_range
+from gpt_fast.errors import ConfigError
 from gpt_fast.kernels import takes_shape
 from gpt_fast.memory import host_memory
 

@@ -6,4 +6,4 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="${GPT_FAST_VENV:-$root/.venv}/bin/python"
 [ -x "$python" ] || python=python3
-PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m gpt_fast.cli archive "$@"
+PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m gpt_fast archive "$@"

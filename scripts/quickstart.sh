@@ -103,7 +103,7 @@ if running="$(server status 2>/dev/null)"; then
 else
   say "Starting (log: $(shown "$RUN_DIR/server.log"))"
   export PATH="$VENV/bin:$PATH"
-  stage "archive of $(shown "$CHECKPOINT")" "$RUN_DIR/archive.log" "$VENV/bin/python" -m gpt_fast.cli archive \
+  stage "archive of $(shown "$CHECKPOINT")" "$RUN_DIR/archive.log" "$VENV/bin/python" -m gpt_fast archive \
     --checkpoint "$CHECKPOINT" --name "$NAME" --format no-archive --config "$CONFIG" --output "$ROOT/model_store" ||
     die "no archive, no server"
   server start --model "$NAME" --archive "$NAME" --model-store "$ROOT/model_store" --config "$ROOT/config.properties" \

@@ -2,7 +2,7 @@
 """Train the bundled demo pair: a small target, a draft of about a tenth of it, one SentencePiece vocabulary.
 
 What it is: corpus, tokenizer, training loop, Hugging Face export and model card in one file, over
-``gpt_fast.model.Transformer.forward``. What it is not: a trainer for anything bigger; one CPU core is enough.
+``Transformer.forward``. What it is not: a trainer for anything bigger; one CPU core is enough.
 
     python scripts/train_demo.py --text DIR_OR_FILES...                   # about an hour -> model_store/demo/
     python scripts/train_demo.py --text DIR_OR_FILES... --resume          # go on after an interruption
@@ -42,7 +42,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpt_fast.config import ModelConfig
-from gpt_fast.model import Transformer
+from gpt_fast.model.transformer import Transformer
 
 SEPARATOR = "<|endoftext|>"
 UNK, BOS, EOS = 0, 1, 2

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gpt_fast.archive import ROOT, build_archive, set_checkpoint
-from gpt_fast.checkpoint_files import belongs
-from gpt_fast.config import ConfigError
+from gpt_fast.checkpoint.files import belongs
+from gpt_fast.errors import ConfigError
+from gpt_fast.serve.archive import ROOT, build_archive, set_checkpoint
 
 needs_archiver = pytest.mark.skipif(
     not (Path(sysconfig.get_path("scripts")) / "torch-model-archiver").exists()
@@ -233,7 +233,7 @@ def test_nobody_may_read_in_the_archive_what_he_may_not_read_outside(checkpoint:
 
 def archive_command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """``gpt-fast archive`` as a process."""
-    command = [sys.executable, "-m", "gpt_fast.cli", "archive", *map(str, arguments)]
+    command = [sys.executable, "-m", "gpt_fast", "archive", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **options)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast.attention import attend_plain, paged_attention_eager, paged_attention_static
+from gpt_fast.model.attention import attend_plain, paged_attention_eager, paged_attention_static
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, SLOTS = 4, 2, 8, 4, 5
 

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from gpt_fast import SamplingParams, bench, cli
-from gpt_fast.checkpoint import random_model, save_checkpoint
-from gpt_fast.config import ConfigError, ModelConfig
+from gpt_fast import SamplingParams, cli
+from gpt_fast.bench import throughput as bench
+from gpt_fast.checkpoint.loading import random_model, save_checkpoint
+from gpt_fast.config import ModelConfig
 from gpt_fast.engine.scheduler import StepPlan
+from gpt_fast.errors import ConfigError
 from gpt_fast.llm import LLM
 
 TINY = ModelConfig("llama", 256, 32, 2, 4, 2, 8, 64, 256)

@@ -17,13 +17,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from gpt_fast.checkpoint import load_model, open_weights, random_model, save_checkpoint, stored_dtype
-from gpt_fast.config import ConfigError, ModelConfig
-from gpt_fast.families import CheckpointError, Part, parts, read_config, to_hf_config
+from gpt_fast.checkpoint.families import Part, parts, read_config, to_hf_config
+from gpt_fast.checkpoint.loading import load_model, open_weights, random_model, save_checkpoint, stored_dtype
+from gpt_fast.checkpoint.safetensors_file import read_safetensors, write_safetensors
+from gpt_fast.checkpoint.stored import Slice, StoredTensor
+from gpt_fast.config import ModelConfig
+from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.model.shapes import SHAPES, shape
 from gpt_fast.quantize import load_model as load_any
-from gpt_fast.safetensors_file import read_safetensors, write_safetensors
-from gpt_fast.shapes import SHAPES, shape
-from gpt_fast.stored import Slice, StoredTensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -161,7 +162,7 @@ def test_copy_in_pieces_takes_the_slice(
     take: Slice | None, interleaved: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Pieces of a few rows give what one copy of the whole would, converted to the target's dtype."""
-    monkeypatch.setattr("gpt_fast.stored._CHUNK", 3 * 12 * 4)
+    monkeypatch.setattr("gpt_fast.checkpoint.stored._CHUNK", 3 * 12 * 4)
     values = torch.randn(32, 12)
     write_safetensors(tmp_path / "x", {"w": StoredTensor.of(values, mapped=False)})
     stored = read_safetensors(tmp_path / "x")["w"].part(0, 32, interleaved)
@@ -425,7 +426,7 @@ def test_named_shapes() -> None:
 
 MEASURE = """
 import sys, torch
-from gpt_fast.checkpoint import load_model
+from gpt_fast.checkpoint.loading import load_model
 
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))

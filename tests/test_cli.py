@@ -42,7 +42,7 @@ def gpt_fast(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedPro
 def gpt_fast_process(*arguments: str | Path, stdin: str = "", joined: bool = False) -> subprocess.CompletedProcess[str]:
     """The command as a shell starts it. ``joined``: stdout and stderr as one, as a terminal shows them."""
     return subprocess.run(
-        [sys.executable, "-m", "gpt_fast.cli", *map(str, arguments)],
+        [sys.executable, "-m", "gpt_fast", *map(str, arguments)],
         cwd=ROOT,
         input=stdin,
         stdout=subprocess.PIPE,

@@ -14,7 +14,7 @@ import pytest
 import sentencepiece
 import torch
 
-from gpt_fast.checkpoint import random_model, save_checkpoint
+from gpt_fast.checkpoint.loading import random_model, save_checkpoint
 from gpt_fast.config import ModelConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -330,7 +330,7 @@ def test_the_made_up_tokenizer_has_every_id() -> None:
 
 
 def test_a_checkpoint_of_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpt_fast.shapes.SHAPES", {"tiny": TINY})
+    monkeypatch.setattr("gpt_fast.model.shapes.SHAPES", {"tiny": TINY})
     said: list[str] = []
     for _ in range(2):
         made = files.ensure_checkpoint("tiny", tmp_path, None, said.append)

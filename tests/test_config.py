@@ -6,7 +6,8 @@ import typing
 
 import pytest
 
-from gpt_fast.config import DEFAULT_MAX_BATCH, RANGES, ConfigError, EngineConfig, ModelConfig, from_mapping
+from gpt_fast.config import DEFAULT_MAX_BATCH, RANGES, EngineConfig, ModelConfig, from_mapping
+from gpt_fast.errors import ConfigError
 
 
 def test_unknown_key_names_the_closest_and_all_known_ones() -> None:

@@ -15,9 +15,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 import torch
 
-from gpt_fast.checkpoint import load_model, random_model, save_checkpoint
+from gpt_fast.checkpoint.download import choose, download
+from gpt_fast.checkpoint.loading import load_model, random_model, save_checkpoint
 from gpt_fast.config import ModelConfig
-from gpt_fast.download import DownloadError, choose, download
+from gpt_fast.errors import DownloadError
 
 COMMIT = "a" * 40
 TINY = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
@@ -199,7 +200,7 @@ def test_an_old_directory_is_not_taken_for_the_download(
     """The library returns a directory that holds something else when the hub fails after the listing."""
     hub.repos["some/model"] = checkpoint
     (tmp_path / "old.txt").write_text("old")
-    monkeypatch.setattr("gpt_fast.download.snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr("gpt_fast.checkpoint.download.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(DownloadError, match=r"files did not arrive"):
         download("some/model", out_dir=tmp_path, endpoint=hub.url)
 
@@ -210,7 +211,7 @@ def test_full_disk(hub: Hub, checkpoint: dict[str, bytes], tmp_path: Path, monke
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gpt_fast.download.snapshot_download", full)
+    monkeypatch.setattr("gpt_fast.checkpoint.download.snapshot_download", full)
     with pytest.raises(DownloadError, match=r"no space left for it in .*out"):
         download("some/model", out_dir=tmp_path / "out", endpoint=hub.url)
 

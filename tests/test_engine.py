@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_fast import LLM, Completion, RequestError, SamplingParams
-from gpt_fast.engine.handle import EngineError, Handle, RequestFailedError
+from gpt_fast.engine.handle import Handle
+from gpt_fast.errors import EngineError, RequestFailedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

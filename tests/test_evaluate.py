@@ -16,12 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt_fast.checkpoint import random_model
-from gpt_fast.config import ConfigError, ModelConfig
+from gpt_fast.checkpoint.loading import random_model
+from gpt_fast.config import ModelConfig
+from gpt_fast.errors import ConfigError
 from gpt_fast.evaluate import Example, Scorer, documents, evaluate_tasks, perplexity, read_examples
 from gpt_fast.evaluate.perplexity import Window, score, windows
 from gpt_fast.llm import LLM
-from gpt_fast.model import Transformer
+from gpt_fast.model.transformer import Transformer
 from gpt_fast.params import SamplingParams
 from gpt_fast.quantize import load_model
 from gpt_fast.tokenizer import Tokenizer, load_tokenizer
@@ -196,7 +197,7 @@ def test_the_command(tmp_path: Path, checkpoint: Path) -> None:
     text.write_text("Once upon a time there was a little girl. She liked to play with her dog.")
     arguments = ["--checkpoint", str(checkpoint), "--perplexity", str(text), "--quantize", "int8", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "gpt_fast.cli", "eval", *arguments, "--dtype", "float32", "--threads", "1"],
+        [sys.executable, "-m", "gpt_fast", "eval", *arguments, "--dtype", "float32", "--threads", "1"],
         capture_output=True,
         text=True,
         timeout=600,

@@ -12,16 +12,10 @@ import pytest
 import torch
 import transformers
 
-from gpt_fast.checkpoint import load_model
+from gpt_fast.checkpoint.families import FAMILIES, parse_config, read_config, read_generation_defaults, to_hf_config
+from gpt_fast.checkpoint.loading import load_model
 from gpt_fast.config import ModelConfig
-from gpt_fast.families import (
-    FAMILIES,
-    CheckpointError,
-    parse_config,
-    read_config,
-    read_generation_defaults,
-    to_hf_config,
-)
+from gpt_fast.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

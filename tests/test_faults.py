@@ -17,16 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpt_fast import LLM, Completion, RequestError, SamplingParams
-from gpt_fast.checkpoint import random_model
+from gpt_fast.checkpoint.loading import random_model
 from gpt_fast.engine import compute
 from gpt_fast.engine.engine import Engine
-from gpt_fast.engine.handle import EngineError, Handle, RequestFailedError
+from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
+from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, sample
 from gpt_fast.engine.scheduler import Scheduler
+from gpt_fast.errors import EngineError, RequestFailedError
 from gpt_fast.params import INTEGERS, NUMBERS, OPTIONAL
-from gpt_fast.protocol import native
-from gpt_fast.sampling import NO_TOKEN, SamplingRow, sample
+from gpt_fast.serve.protocol import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -344,7 +345,7 @@ def test_a_row_without_a_finite_logit_has_no_token() -> None:
 
 
 def test_a_model_that_computes_no_numbers_fails_its_requests_and_goes_on(checkpoint: Path) -> None:
-    from gpt_fast.families import read_config
+    from gpt_fast.checkpoint.families import read_config
 
     model = random_model(read_config(checkpoint), torch.float32)
     model.norm.weight.fill_(float("nan"))

@@ -30,9 +30,9 @@ from fuzzing.judge import SAME, SECRET, SERVED, STATUS, WHOLE, faults, normal
 from fuzzing.shot import Shot, Target, message
 from fuzzing.values import Pairs, Raw, dump
 
-from gpt_fast.params import RequestError
-from gpt_fast.protocol import native, openai, openai_fields
-from gpt_fast.protocol.body import parse_json
+from gpt_fast.errors import RequestError
+from gpt_fast.serve.protocol import native, openai, openai_fields
+from gpt_fast.serve.protocol.body import parse_json
 from gpt_fast.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast.checkpoint import random_model, save_checkpoint
-from gpt_fast.config import ConfigError, ModelConfig
+from gpt_fast.checkpoint.families import read_config
+from gpt_fast.checkpoint.loading import random_model, save_checkpoint
+from gpt_fast.config import ModelConfig
+from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.evaluate import perplexity
-from gpt_fast.families import CheckpointError, read_config
 from gpt_fast.quantize import calibrate as calibrate_module
 from gpt_fast.quantize import load_model, quant_config, quantize_model
 from gpt_fast.quantize.calibrate import calibration_tokens, quantize_with_text

@@ -16,10 +16,8 @@ import pytest
 import torch
 from fake_llm import FakeLLM, Here
 
-from gpt_fast.config import ConfigError
-from gpt_fast.engine.handle import EngineError
-from gpt_fast.lanes import Lanes
-from gpt_fast.params import RequestError
+from gpt_fast.errors import ConfigError, EngineError, RequestError
+from gpt_fast.serve.lanes import Lanes
 
 pytest.importorskip("ts", reason="torchserve is not installed")
 

@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from gpt_fast.checkpoint import random_model, save_checkpoint
+from gpt_fast.checkpoint.loading import random_model, save_checkpoint
 from gpt_fast.config import ModelConfig
-from gpt_fast.families import CheckpointError
+from gpt_fast.errors import CheckpointError
 from gpt_fast.quantize import load_model
 from gpt_fast.quantize.hub import parse_format
 from gpt_fast.quantize.linear import QuantizedLinear

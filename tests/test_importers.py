@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from gpt_fast.checkpoint import load_model, random_model, save_checkpoint, stored_dtype
+from gpt_fast.checkpoint.convert import convert
+from gpt_fast.checkpoint.families import read_config, read_generation_defaults, to_hf_config
+from gpt_fast.checkpoint.loading import load_model, random_model, save_checkpoint, stored_dtype
 from gpt_fast.config import ModelConfig
-from gpt_fast.families import CheckpointError, read_config, read_generation_defaults, to_hf_config
-from gpt_fast.importers import convert
-from gpt_fast.model import Transformer
+from gpt_fast.errors import CheckpointError
+from gpt_fast.model.transformer import Transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -198,7 +199,7 @@ def q80(values: np.ndarray, group_size: int) -> tuple[bytes, np.ndarray]:
 @pytest.mark.parametrize("group_size", [16, 64])  # 64 makes a group span rows of 32
 @pytest.mark.parametrize("tied", [True, False])
 def test_version_2(tied: bool, group_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpt_fast.stored._CHUNK", 1000)  # several pieces a tensor
+    monkeypatch.setattr("gpt_fast.checkpoint.stored._CHUNK", 1000)  # several pieces a tensor
     model = random_model(dataclasses.replace(TINY, tie_embeddings=tied), torch.float32)
     state = meta_state(model, fused=False)
     body = b""
@@ -336,7 +337,7 @@ def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("gpt_fast.importers.write_safetensors", full)
+        patch.setattr("gpt_fast.checkpoint.convert.write_safetensors", full)
         with pytest.raises(CheckpointError, match=r"out cannot be written: No space left.*GB"):
             convert(source, out)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]

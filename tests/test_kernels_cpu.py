@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from gpt_fast import kernels, user_cache
-from gpt_fast.attention import paged_attention_eager
 from gpt_fast.config import ModelConfig
-from gpt_fast.kernels import cpu, packing, reference
+from gpt_fast.kernels import reference
+from gpt_fast.kernels.cpu import library as cpu
+from gpt_fast.kernels.cpu import packing
+from gpt_fast.model.attention import paged_attention_eager
 
 needs_cpp = pytest.mark.skipif(not kernels.available(), reason="needs a C++ compiler and a CPU with AVX2")
 KINDS = ("float32", "bfloat16", "int8", "int4-32", "int4-64", "int4-128")
@@ -301,7 +303,7 @@ def test_attention_leaves_padding_zero_and_fills_page_zero_only() -> None:
 
 def decoder_of(model: object, kind: str, cache: list[tuple[Tensor, Tensor]]) -> tuple[kernels.Decoder, object]:
     """A Decoder with the weights of ``model`` in ``kind``; the model's own products become their twins in torch."""
-    from gpt_fast.model import Transformer
+    from gpt_fast.model.transformer import Transformer
     from gpt_fast.quantize.rtn import encode, find_grid
 
     assert isinstance(model, Transformer)
@@ -373,7 +375,7 @@ CONFIGS = {
 )
 @torch.inference_mode()
 def test_a_whole_step_equals_the_model(kind: str, variant: str) -> None:
-    from gpt_fast.model import Transformer
+    from gpt_fast.model.transformer import Transformer
 
     torch.manual_seed(0)
     c = ModelConfig("llama", 100, 64, 2, 4, 2, 16, 96, 64, **CONFIGS[variant])  # type: ignore[arg-type]
@@ -569,7 +571,8 @@ def test_without_a_compiler_what_another_one_built_is_used(cache: Path, monkeypa
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_a_team_has_a_limit_whoever_asks_for_more() -> None:
     code = (
-        "import os, ctypes; from gpt_fast.kernels.cpu import library; before = len(os.listdir('/proc/self/task')); "
+        "import os, ctypes; from gpt_fast.kernels.cpu.library import library; "
+        "before = len(os.listdir('/proc/self/task')); "
         "data = torch.ones(1 << 24, dtype=torch.uint8); library().gpt_fast_read(data.data_ptr(), 1 << 24, 100_000); "
         "print(len(os.listdir('/proc/self/task')) - before)"
     )

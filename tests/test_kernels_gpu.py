@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.attention import StepLayout, paged_attention_eager, paged_attention_static
 from gpt_fast.config import ModelConfig, RopeScaling
 from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.reference import quantize_heads
-from gpt_fast.model import RMSNorm, Transformer, rotate
+from gpt_fast.model.attention import StepLayout, paged_attention_eager, paged_attention_static
+from gpt_fast.model.transformer import RMSNorm, Transformer, rotate
 from gpt_fast.quantize.apply import quantize_model
 from gpt_fast.quantize.linear import KINDS
 from gpt_fast.quantize.reference import unpack_int4

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gpt_fast import kernels
-from gpt_fast.kernels import cpu, packing
+from gpt_fast.kernels.cpu import library as cpu
+from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.reference import quantize_heads
 
 HERE = Path(__file__).parent

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 from fake_http import END, HEAD, Answer, Exchange, FakeServer, chunk, event, whole
 
-from gpt_fast import cli, plots
-from gpt_fast.load import (
+from gpt_fast import cli
+from gpt_fast.bench import plots
+from gpt_fast.bench.load import (
     Level,
     LoadError,
     LoadOptions,
@@ -33,10 +34,10 @@ from gpt_fast.load import (
     synthetic_prompts,
     warm_up,
 )
-from gpt_fast.load.http import ResponseParser, TransferError
-from gpt_fast.load.metrics import parse_goodput, percentile
-from gpt_fast.load.prompts import endless
-from gpt_fast.load.wire import AnswerError, EventReader, NativeReader, Usage
+from gpt_fast.bench.load.http import ResponseParser, TransferError
+from gpt_fast.bench.load.metrics import parse_goodput, percentile
+from gpt_fast.bench.load.prompts import endless
+from gpt_fast.bench.load.wire import AnswerError, EventReader, NativeReader, Usage
 
 ROOT = Path(__file__).resolve().parent.parent
 HANG_S = 120.0  # whoever waits longer waits for ever
@@ -69,8 +70,10 @@ class Clock:
         self.num_looks = 0
         stands = SimpleNamespace(perf_counter=self.look, process_time=time.process_time)
         for module in ("client", "connection"):
-            monkeypatch.setattr(f"gpt_fast.load.{module}.time", stands)
-        monkeypatch.setattr("gpt_fast.load.client.asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": self.sleep}))
+            monkeypatch.setattr(f"gpt_fast.bench.load.{module}.time", stands)
+        monkeypatch.setattr(
+            "gpt_fast.bench.load.client.asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": self.sleep})
+        )
 
     def look(self) -> float:
         self.num_looks += 1
@@ -583,7 +586,8 @@ def test_impossible_options_are_named(options: dict[str, Any], words: str) -> No
 
 
 def test_the_client_needs_no_torch() -> None:
-    code = "import sys, gpt_fast.load, gpt_fast.load.progress, gpt_fast.plots; sys.exit('torch' in sys.modules)"
+    modules = "gpt_fast.bench.load, gpt_fast.bench.load.progress, gpt_fast.bench.plots"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

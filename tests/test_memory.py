@@ -20,15 +20,16 @@ import torch
 from test_hub_quantized import make as make_hub
 
 from gpt_fast import LLM, SamplingParams, memory
-from gpt_fast.checkpoint import random_model, save_checkpoint
+from gpt_fast.checkpoint.families import LIMITS
+from gpt_fast.checkpoint.loading import random_model, save_checkpoint
 from gpt_fast.commands import bench, info
 from gpt_fast.commands import eval as evaluate
-from gpt_fast.config import DEFAULT_MAX_BATCH, ConfigError, EngineConfig, ModelConfig
-from gpt_fast.families import LIMITS, CheckpointError
+from gpt_fast.config import DEFAULT_MAX_BATCH, EngineConfig, ModelConfig
+from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.memory import HostMemory, host_memory, plan_cache
+from gpt_fast.model.shapes import SHAPES
 from gpt_fast.placement import usable_threads
 from gpt_fast.quantize import check_memory, load_model, outline, quant_config, quantize_checkpoint
-from gpt_fast.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ModelConfig("llama", 64, 64, 2, 4, 2, 16, 96, 128)
@@ -367,7 +368,7 @@ HUGE = {
 ASK = """
 import resource, sys, torch
 from gpt_fast import LLM, cli
-from gpt_fast.families import CheckpointError
+from gpt_fast.checkpoint.families import CheckpointError
 from gpt_fast.quantize import quantize_checkpoint, quant_config
 import gpt_fast.evaluate, torch._inductor.config
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -417,7 +418,7 @@ def test_sizes_that_the_file_does_not_have_are_refused_before_anything_is_built(
     """Within the limits, and still terabytes: only the tensors' own shapes tell."""
     original = write_kind(tmp_path / "a", kind)
     text = (original / "config.json").read_text()
-    for place in ("checkpoint", "quantize", "quantize.checkpoint", "quantize.hub"):
+    for place in ("checkpoint.loading", "quantize", "quantize.checkpoint", "quantize.hub"):
         __import__(f"gpt_fast.{place}")
         monkeypatch.setattr(f"gpt_fast.{place}.build", lambda *_, **__: pytest.fail("a model was built"))
     doors: list[Callable[[], object]] = [

@@ -19,13 +19,13 @@ import pytest
 import yaml
 from prometheus_text import Exposition, check_histograms, parse, quantile
 
-from gpt_fast import metrics as module
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import Scheduler, SequencePlan, StepPlan
 from gpt_fast.engine.text import TextStream
-from gpt_fast.metrics import FAMILIES, Metrics, Sample, log_line, torchserve_line, worker_id, write_torchserve
 from gpt_fast.params import SamplingParams
+from gpt_fast.serve import metrics as module
+from gpt_fast.serve.metrics import FAMILIES, Metrics, Sample, log_line, torchserve_line, worker_id, write_torchserve
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRET = "a word of the prompt"
@@ -620,12 +620,12 @@ def test_the_log_line_of_a_request_that_never_started() -> None:
 
 
 def test_every_request_that_ends_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="gpt_fast.metrics"):
+    with caplog.at_level("INFO", logger="gpt_fast.serve.metrics"):
         simulation, _ = busy()
     ids = [re.search(r"id=(\S+)", record.message) for record in caplog.records]
     assert Counter(found[1] for found in ids if found) == Counter(r.id for r in simulation.requests)
 
 
 def test_metrics_need_no_torch() -> None:
-    code = "import sys, gpt_fast.metrics; sys.exit('torch' in sys.modules)"
+    code = "import sys, gpt_fast.serve.metrics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gpt_fast.config import ConfigError
-from gpt_fast.model_yaml import TORCHRUN, TORCHSERVE, List, Whole, Word, check_torchserve_keys, read_model_yaml
-from gpt_fast.settings import check_file
+from gpt_fast.errors import ConfigError
+from gpt_fast.serve.model_yaml import TORCHRUN, TORCHSERVE, List, Whole, Word, check_torchserve_keys, read_model_yaml
+from gpt_fast.serve.settings import check_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = (ROOT / "model_config.yaml").read_text()

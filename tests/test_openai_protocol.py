@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt_fast.chat import ChatTemplate
+from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, FinishReason, TokenLogprobs
-from gpt_fast.params import MAX_STOP_STRINGS, RequestError, SamplingParams
-from gpt_fast.protocol.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
-from gpt_fast.protocol.native import error_body
-from gpt_fast.protocol.openai import (
+from gpt_fast.params import MAX_STOP_STRINGS, SamplingParams
+from gpt_fast.serve.protocol.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
+from gpt_fast.serve.protocol.native import error_body
+from gpt_fast.serve.protocol.openai import (
     ChatJob,
     CompletionJob,
     OpenAIContext,
@@ -28,6 +28,7 @@ from gpt_fast.protocol.openai import (
     parse_completion,
 )
 from gpt_fast.tokenizer import BaseTokenizer, IncrementalDetokenizer, Tokenizer
+from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, _byte_level_alphabet
 from gpt_fast.tokenizer.settings import Settings
 

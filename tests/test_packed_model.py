@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from gpt_fast import LLM, SamplingParams, kernels
-from gpt_fast.checkpoint import load_model, random_model, save_checkpoint
+from gpt_fast.checkpoint.loading import load_model, random_model, save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
-from gpt_fast.packed import PackedLinear, pack_model, takes_model
+from gpt_fast.model.packed import PackedLinear, pack_model, takes_model
+from gpt_fast.model.shapes import shape
 from gpt_fast.placement import place
 from gpt_fast.quantize import quant_config, quantize_model
-from gpt_fast.shapes import shape
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs a C++ compiler and a CPU with AVX2")
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpt_fast.params import RequestError, SamplingParams
+from gpt_fast.errors import RequestError
+from gpt_fast.params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion
-from gpt_fast.params import RequestError
-from gpt_fast.protocol import native
-from gpt_fast.protocol.body import parse_json, read_body
+from gpt_fast.serve.protocol import native
+from gpt_fast.serve.protocol.body import parse_json, read_body
 
 LIMIT = 1000
 GOOD = {"prompt": "Once upon a time", "max_new_tokens": 5}

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from gpt_fast import cli
-from gpt_fast.checkpoint import load_model as load_unquantized
-from gpt_fast.checkpoint import random_model, save_checkpoint
-from gpt_fast.config import ConfigError, ModelConfig
-from gpt_fast.families import FAMILIES, CheckpointError, parts, read_json
+from gpt_fast.checkpoint.families import FAMILIES, parts, read_json
+from gpt_fast.checkpoint.loading import load_model as load_unquantized
+from gpt_fast.checkpoint.loading import random_model, save_checkpoint
+from gpt_fast.config import ModelConfig
+from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.llm import LLM
 from gpt_fast.params import SamplingParams
 from gpt_fast.quantize import load_model, outline, quant_config, quantize_checkpoint, quantize_model

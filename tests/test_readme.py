@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt_fast.protocol import native
+from gpt_fast.serve.protocol import native
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -51,7 +51,7 @@ def test_the_quantize_commands_run_as_they_stand(tmp_path: Path) -> None:
     lines = commands("quantize") + commands("eval")
     assert len(lines) == 3
     for line in lines:
-        command = [sys.executable, "-m", "gpt_fast.cli", *shlex.split(line, comments=True)[1:]]
+        command = [sys.executable, "-m", "gpt_fast", *shlex.split(line, comments=True)[1:]]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpt_fast.engine.sampling import SamplingRow, adjust, invert, logprobs, probabilities, sample, uniform
 from gpt_fast.params import SamplingParams
-from gpt_fast.sampling import SamplingRow, adjust, invert, logprobs, probabilities, sample, uniform
 
 
 def row(position: int = 5, seed: int = 0, **fields: float) -> SamplingRow:

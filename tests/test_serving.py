@@ -13,10 +13,11 @@ import pytest
 from fake_llm import FakeHandle, FakeLLM, Here
 from test_handler import Batch, handler
 
-from gpt_fast import serving
-from gpt_fast.lanes import Lanes
-from gpt_fast.params import RequestError, SamplingParams
-from gpt_fast.serving import LIGHT_BYTES
+from gpt_fast.errors import RequestError
+from gpt_fast.params import SamplingParams
+from gpt_fast.serve import session as serving
+from gpt_fast.serve.lanes import Lanes
+from gpt_fast.serve.session import LIGHT_BYTES
 
 HANG_S = 60.0  # a test that waits longer than this hangs; it does not depend on anything being fast
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gpt_fast.config import ConfigError, EngineConfig
-from gpt_fast.settings import KNOWN, read_settings
+from gpt_fast.config import EngineConfig
+from gpt_fast.errors import ConfigError
+from gpt_fast.serve.settings import KNOWN, read_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -168,7 +168,7 @@ def test_what_a_grammar_takes_is_given_back_and_limited(llm: LLM, monkeypatch: p
     one = llm.prepare("a", params)
     size = compiler.live_chars
     assert size > 0
-    monkeypatch.setattr("gpt_fast.structured.MAX_LIVE_CHARS", 2 * size)
+    monkeypatch.setattr("gpt_fast.engine.grammar.MAX_LIVE_CHARS", 2 * size)
     two = llm.prepare("a", params)
     with pytest.raises(RequestError) as caught:
         llm.prepare("a", params)

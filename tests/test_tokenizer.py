@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from vocabularies import library_for_ranks, write_all
 
-from gpt_fast.tokenizer import BaseTokenizer, IncrementalDetokenizer, Tokenizer, TokenizerError, load_tokenizer
+from gpt_fast.errors import TokenizerError
+from gpt_fast.tokenizer import BaseTokenizer, IncrementalDetokenizer, Tokenizer, load_tokenizer
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, gpt2_spec
 from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from gpt_fast.tokenizer.settings import Settings

@@ -1,4 +1,4 @@
-"""Sends one shot over a connection of its own and tells what came back. The sockets are gpt_fast.load's."""
+"""Sends one shot over a connection of its own and tells what came back. The sockets are gpt_fast.bench.load's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 
 from fuzzing.shot import QUICK_S, Shot
-from gpt_fast.load.connection import Connection, Receive
-from gpt_fast.load.http import ResponseParser, TransferError
+from gpt_fast.bench.load.connection import Connection, Receive
+from gpt_fast.bench.load.http import ResponseParser, TransferError
 
 TIMEOUT_S = 60.0
 

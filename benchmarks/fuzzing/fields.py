@@ -21,7 +21,7 @@ from fuzzing.grammars import (
     response_format,
 )
 from fuzzing.values import INTEGERS, NAMES, WORDS, Raw, anything, number, string, text
-from gpt_fast.protocol.openai_fields import UNSUPPORTED, WITHOUT_EFFECT
+from gpt_fast.serve.protocol.openai_fields import UNSUPPORTED, WITHOUT_EFFECT
 
 NUM_SAFE_IDS = 400  # token ids below it are in every vocabulary, and ordinary from 3 on
 

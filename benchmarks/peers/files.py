@@ -31,8 +31,8 @@ def ensure_checkpoint(shape_name: str, work: Path, tokenizer: Path | None, say: 
     """
     import torch
 
-    from gpt_fast.checkpoint import random_model, save_checkpoint
-    from gpt_fast.shapes import shape
+    from gpt_fast.checkpoint.loading import random_model, save_checkpoint
+    from gpt_fast.model.shapes import shape
 
     config = shape(shape_name)
     directory = work / shape_name / "checkpoint"

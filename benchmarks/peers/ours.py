@@ -30,7 +30,7 @@ class Ours:
 
     def __init__(self, options: dict[str, Any]) -> None:
         from gpt_fast import LLM
-        from gpt_fast.families import read_config
+        from gpt_fast.checkpoint.families import read_config
 
         measures = [Measure(**fields) for fields in options["measures"]]
         config = read_config(options["checkpoint"])
@@ -64,7 +64,7 @@ class Ours:
 
     def measure(self, measure: Measure) -> float:
         """Seconds."""
-        from gpt_fast.bench import measure as measure_together
+        from gpt_fast.bench.throughput import measure as measure_together
 
         if measure.batch > 1:
             steps = measure.new_tokens + 1  # the first comes from prefill

@@ -139,7 +139,7 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
 
 def plot(report: Mapping[str, Any], path: str | Path) -> None:
     """A panel for each measure, a group of bars for each precision, ceilings as lines. Raises PlotError, OSError."""
-    from gpt_fast import plots
+    from gpt_fast.bench import plots
 
     plots.check(path)
     from matplotlib.figure import Figure

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from gpt_fast.archive import SUFFIXES, build_archive
+from gpt_fast.serve.archive import SUFFIXES, build_archive
 
 
 def add_parser(subparsers: Any) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gpt_fast.commands import options
 
 if TYPE_CHECKING:
-    from gpt_fast.load import LoadOptions, Prompt
+    from gpt_fast.bench.load import LoadOptions, Prompt
 
 _DEFAULT_INPUT_LEN = 128
 _DEFAULT_VOCAB_SIZE = 500  # below that of any model, so that the ids exist wherever they are sent
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_engine(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
     """The ceiling, then a row for each batch size and prompt length."""
-    from gpt_fast import bench
+    from gpt_fast.bench import throughput as bench
 
     fields = {field.name for field in dataclasses.fields(bench.BenchOptions)}
     wanted = bench.BenchOptions(**{name: value for name, value in given.items() if name in fields})
@@ -181,9 +181,9 @@ def _engine_row(row: dict[str, Any]) -> str:
 
 def run_load(url: str, given: dict[str, Any]) -> dict[str, Any]:
     """One table for each level."""
-    from gpt_fast import load, plots
-    from gpt_fast.load.metrics import parse_goodput
-    from gpt_fast.load.progress import run_level_shown
+    from gpt_fast.bench import load, plots
+    from gpt_fast.bench.load.metrics import parse_goodput
+    from gpt_fast.bench.load.progress import run_level_shown
 
     prompts, first, base = load_options(url, given)
     levels = sweep_levels(base, given)
@@ -219,8 +219,8 @@ def run_load(url: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def load_options(url: str, given: dict[str, Any]) -> tuple[Iterator[Prompt], Prompt, LoadOptions]:
     """What to ask, the prompt to warm up with, and how to ask. Raises ValueError for what contradicts itself."""
-    from gpt_fast.load import LoadOptions, read_prompts, synthetic_prompts
-    from gpt_fast.load.prompts import endless
+    from gpt_fast.bench.load import LoadOptions, read_prompts, synthetic_prompts
+    from gpt_fast.bench.load.prompts import endless
 
     if "dataset" in given:
         _exclude(given, "dataset", "random_input_len", "random_vocab_size")

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Convert; the directory appears whole or not at all."""
     import torch
 
-    from gpt_fast.importers import convert
+    from gpt_fast.checkpoint.convert import convert
 
     convert(
         arguments.source,

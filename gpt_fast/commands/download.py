@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Download; prints the directory on stdout."""
-    from gpt_fast.download import download
+    from gpt_fast.checkpoint.download import download
 
     print(download(arguments.repo, revision=arguments.revision, out_dir=arguments.out))
     print("next: gpt-fast generate --checkpoint DIR --prompt TEXT", file=sys.stderr)

@@ -93,7 +93,7 @@ def end_line(text: str, own_line: bool) -> None:
 
 def converse(llm: LLM, params: SamplingParams, system: str | None) -> None:
     """A conversation on stdin and stdout: the checkpoint's chat template where it has one, else plain completion."""
-    from gpt_fast.chat import load_template
+    from gpt_fast.tokenizer.chat import load_template
 
     template = load_template(llm.checkpoint)
     if template is None:

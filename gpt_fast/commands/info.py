@@ -24,9 +24,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the facts; reads config and tokenizer, not the weights."""
     import torch
 
+    from gpt_fast.kernels.roofline import read_bandwidth
     from gpt_fast.memory import free_bytes, gigabytes
     from gpt_fast.placement import pick_device
-    from gpt_fast.roofline import read_bandwidth
 
     device = pick_device(arguments.device)
     facts: dict[str, Any] = {
@@ -51,12 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoint_facts(arguments: argparse.Namespace, device: Any, machine: dict[str, Any]) -> dict[str, Any]:
-    from gpt_fast.checkpoint import stored_dtype
-    from gpt_fast.families import read_config, read_generation_defaults
-    from gpt_fast.model import weight_bytes
+    from gpt_fast.checkpoint.families import read_config, read_generation_defaults
+    from gpt_fast.checkpoint.loading import stored_dtype
+    from gpt_fast.kernels.roofline import Roofline
+    from gpt_fast.model.transformer import weight_bytes
     from gpt_fast.placement import pick_dtype
     from gpt_fast.quantize import outline, quantization_method
-    from gpt_fast.roofline import Roofline
     from gpt_fast.tokenizer import load_tokenizer
 
     config = read_config(arguments.checkpoint)
@@ -91,7 +91,8 @@ def _checkpoint_facts(arguments: argparse.Namespace, device: Any, machine: dict[
 
 def _cache_facts(config: Any, dtype: Any, device_type: str, free: int) -> dict[str, Any]:
     """What fits with ``free`` bytes beside the weights, by the engine's defaults; or why nothing does."""
-    from gpt_fast.config import ConfigError, EngineConfig
+    from gpt_fast.config import EngineConfig
+    from gpt_fast.errors import ConfigError
     from gpt_fast.memory import plan_cache
 
     try:

@@ -66,8 +66,8 @@ def _what_became_what(directory: str) -> str:
 
 
 def _quantize_with_text(arguments: argparse.Namespace, quant: Any) -> None:
+    from gpt_fast.checkpoint.families import read_config
     from gpt_fast.evaluate import documents
-    from gpt_fast.families import read_config
     from gpt_fast.quantize.calibrate import calibration_tokens, quantize_with_text
     from gpt_fast.tokenizer import load_tokenizer
 

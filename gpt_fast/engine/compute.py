@@ -12,11 +12,12 @@ from torch import Tensor
 
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
+from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, logprobs, sample
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.text import TextStream
+from gpt_fast.errors import RequestError
 from gpt_fast.outputs import TokenLogprobs
-from gpt_fast.params import RequestError, SamplingParams
-from gpt_fast.sampling import NO_TOKEN, SamplingRow, logprobs, sample
+from gpt_fast.params import SamplingParams
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

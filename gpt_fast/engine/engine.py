@@ -16,12 +16,13 @@ from functools import partial
 import torch
 
 from gpt_fast.engine.compute import Outcome, Part, compute, in_halves, probe
-from gpt_fast.engine.handle import EngineError, Handle, RequestFailedError
+from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler, StepPlan
+from gpt_fast.errors import EngineError, RequestError, RequestFailedError
 from gpt_fast.outputs import FinishReason
-from gpt_fast.params import MAX_SHOWN, RequestError, brief, try_later, without_frames
+from gpt_fast.params import MAX_SHOWN, brief, try_later, without_frames
 
 log = logging.getLogger(__name__)
 

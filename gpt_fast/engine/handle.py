@@ -14,14 +14,6 @@ if TYPE_CHECKING:
     from gpt_fast.engine.engine import Engine
 
 
-class EngineError(RuntimeError):
-    """The engine has stopped; the message says why."""
-
-
-class RequestFailedError(RuntimeError):
-    """One request failed inside the engine, which goes on; the message says why."""
-
-
 class Handle:
     """``completion`` is there once the request has ended, ``error`` when it failed.
 

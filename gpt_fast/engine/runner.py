@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gpt_fast.attention import StepLayout
-from gpt_fast.compile_cache import keep_private
+from gpt_fast.engine.compile_cache import keep_private
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.kernels.cache import LayerCache
-from gpt_fast.model import Transformer
-from gpt_fast.packed import fast_step
+from gpt_fast.model.attention import StepLayout
+from gpt_fast.model.packed import fast_step
+from gpt_fast.model.transformer import Transformer
 
 log = logging.getLogger(__name__)
 

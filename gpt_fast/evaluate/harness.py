@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpt_fast.config import ConfigError
+from gpt_fast.errors import ConfigError
 from gpt_fast.evaluate.scorer import Scorer
 
 

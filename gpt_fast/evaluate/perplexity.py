@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.config import ConfigError
-from gpt_fast.model import Transformer
+from gpt_fast.errors import ConfigError
+from gpt_fast.model.transformer import Transformer
 from gpt_fast.tokenizer import Tokenizer
 
 SEPARATOR = "<|endoftext|>"  # between documents of a text file

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt_fast.config import ConfigError
+from gpt_fast.errors import ConfigError
 from gpt_fast.evaluate.perplexity import Window, score, windows
 from gpt_fast.llm import LLM
-from gpt_fast.model import Transformer
+from gpt_fast.model.transformer import Transformer
 from gpt_fast.params import SamplingParams
 from gpt_fast.tokenizer import Tokenizer
 

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from gpt_fast.config import ModelConfig
-from gpt_fast.kernels import cpu, packing, reference
-from gpt_fast.kernels.cpu import available, paged_attention, takes_attention
-from gpt_fast.kernels.decoder import Decoder, LinearWeights
+from gpt_fast.kernels import reference
+from gpt_fast.kernels.cpu import library as cpu
+from gpt_fast.kernels.cpu import packing
+from gpt_fast.kernels.cpu.decoder import Decoder, LinearWeights
+from gpt_fast.kernels.cpu.library import available, paged_attention, takes_attention
 from gpt_fast.kernels.layers import LayerWeights
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.kernels.packing import BLOCK, from_nibbles
+from gpt_fast.kernels.cpu.packing import BLOCK, from_nibbles
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:

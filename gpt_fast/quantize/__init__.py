@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from gpt_fast.checkpoint import build, fill, open_checkpoint, warn_not_finite
-from gpt_fast.checkpoint import load_model as load_unquantized
-from gpt_fast.config import ConfigError
-from gpt_fast.families import read_json
+from gpt_fast.checkpoint.families import read_json
+from gpt_fast.checkpoint.loading import build, fill, open_checkpoint, warn_not_finite
+from gpt_fast.checkpoint.loading import load_model as load_unquantized
+from gpt_fast.errors import ConfigError
 from gpt_fast.memory import check_weights
-from gpt_fast.model import Transformer, weight_bytes
+from gpt_fast.model.transformer import Transformer, weight_bytes
 from gpt_fast.quantize.apply import Choose, chooser, locate, quantize_model, row_writer, swap_layers
 from gpt_fast.quantize.checkpoint import load_quantized, open_quantized, quantize_checkpoint
 from gpt_fast.quantize.scheme import METHOD, MODES, QuantConfig, Scheme, parse_quant_config, quant_config

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from gpt_fast.checkpoint import Slice
+from gpt_fast.checkpoint.families import Part
+from gpt_fast.checkpoint.loading import Slice
+from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.config import ModelConfig
-from gpt_fast.families import Part
-from gpt_fast.model import Transformer
+from gpt_fast.model.transformer import Transformer
 from gpt_fast.quantize.linear import KINDS, QuantizedLinear, SplitLinear
 from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
-from gpt_fast.stored import StoredTensor
 
 _CHUNK = 1 << 18  # weights quantized at a time: with what the search needs beside them they fit a cache
 

@@ -20,10 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt_fast.checkpoint import progress_bar
-from gpt_fast.config import ConfigError, ModelConfig
-from gpt_fast.families import Part, parts
-from gpt_fast.model import Block, Rope
+from gpt_fast.checkpoint.families import Part, parts
+from gpt_fast.checkpoint.loading import progress_bar
+from gpt_fast.checkpoint.safetensors_file import read_safetensors
+from gpt_fast.config import ModelConfig
+from gpt_fast.errors import ConfigError
+from gpt_fast.model.transformer import Block, Rope
 from gpt_fast.quantize.apply import swap_layers
 from gpt_fast.quantize.checkpoint import (
     Source,
@@ -38,7 +40,6 @@ from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
 from gpt_fast.quantize.writer import CheckpointWriter
-from gpt_fast.safetensors_file import read_safetensors
 
 NUM_SEQUENCES = 128
 LENGTH = 512  # tokens

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpt_fast.checkpoint import build, check_weights, open_checkpoint, open_weights, progress_bar, resolve_tying
-from gpt_fast.config import ConfigError, ModelConfig
-from gpt_fast.families import CheckpointError, Part, parts, read_config, read_json
-from gpt_fast.model import Transformer
+from gpt_fast.checkpoint.families import Part, parts, read_config, read_json
+from gpt_fast.checkpoint.loading import build, check_weights, open_checkpoint, open_weights, progress_bar, resolve_tying
+from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.config import ModelConfig
+from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.model.transformer import Transformer
 from gpt_fast.quantize.apply import Choose, chooser, chunk_rows, locate, swap_layers
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import QuantConfig, parse_quant_config
 from gpt_fast.quantize.writer import CheckpointWriter
-from gpt_fast.stored import StoredTensor
 
 Report = Callable[[int], object] | None
 

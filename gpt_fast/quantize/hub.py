@@ -25,16 +25,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.checkpoint import build, check_weights, open_weights, progress_bar, resolve_tying
+from gpt_fast.checkpoint.families import FAMILIES, Part, parts, read_config, read_json
+from gpt_fast.checkpoint.loading import build, check_weights, open_weights, progress_bar, resolve_tying
+from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.config import ModelConfig
-from gpt_fast.families import FAMILIES, CheckpointError, Part, parts, read_config, read_json
-from gpt_fast.model import Transformer
+from gpt_fast.errors import CheckpointError
+from gpt_fast.model.transformer import Transformer
 from gpt_fast.quantize.apply import Choose, swap_layers
 from gpt_fast.quantize.linear import Int4Linear
 from gpt_fast.quantize.reference import pack_int4
 from gpt_fast.quantize.rtn import LARGEST, ZERO_STEPS
 from gpt_fast.quantize.scheme import GROUP_SIZES, Scheme
-from gpt_fast.stored import StoredTensor
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where outputs 0 .. 7 stand in an int32, in fours of bits from the lowest
 _NAMES = {"gptq": ("qweight", "qzeros", "scales", "g_idx"), "awq": ("qweight", "qzeros", "scales")}

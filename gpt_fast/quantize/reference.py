@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.kernels.packing import from_nibbles as unpack_int4
-from gpt_fast.kernels.packing import nibbles as pack_int4
+from gpt_fast.kernels.cpu.packing import from_nibbles as unpack_int4
+from gpt_fast.kernels.cpu.packing import nibbles as pack_int4
 from gpt_fast.kernels.reference import dequantize_int4
 
 __all__ = ["dequantize_int4", "linear_fp8", "linear_int4", "linear_int8", "pack_int4", "unpack_int4"]

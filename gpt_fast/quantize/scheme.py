@@ -33,8 +33,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from gpt_fast.config import ConfigError, ModelConfig
-from gpt_fast.family_table import FAMILIES, CheckpointError
+from gpt_fast.checkpoint.family_table import FAMILIES
+from gpt_fast.config import ModelConfig
+from gpt_fast.errors import CheckpointError, ConfigError
 
 METHOD = "gpt_fast"  # quant_method of the checkpoints written here
 MODES = ("int8", "int4", "fp8")

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast.checkpoint import weight_files
-from gpt_fast.families import CheckpointError, read_json
-from gpt_fast.importers import COMPANIONS
-from gpt_fast.safetensors_file import CODES
+from gpt_fast.checkpoint.convert import COMPANIONS
+from gpt_fast.checkpoint.families import read_json
+from gpt_fast.checkpoint.loading import weight_files
+from gpt_fast.checkpoint.safetensors_file import CODES
+from gpt_fast.errors import CheckpointError
 
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor by name
 _PROGRESS = "progress.json"

@@ -15,9 +15,10 @@ detokenizer.py       token by token to text, never half a character
 It is not a chat template (chat.py), and it needs no torch.
 """
 
+from gpt_fast.errors import TokenizerError, TokenizerMissing
 from gpt_fast.tokenizer.detokenizer import IncrementalDetokenizer
 from gpt_fast.tokenizer.loading import load_tokenizer
-from gpt_fast.tokenizer.protocol import BaseTokenizer, Tokenizer, TokenizerError, TokenizerMissing
+from gpt_fast.tokenizer.protocol import BaseTokenizer, Tokenizer
 
 __all__ = [
     "BaseTokenizer",

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpt_fast.tokenizer.protocol import BaseTokenizer, TokenizerError
+from gpt_fast.errors import TokenizerError
+from gpt_fast.tokenizer.protocol import BaseTokenizer
 from gpt_fast.tokenizer.settings import AddedToken, Settings, read_added_tokens
 from gpt_fast.tokenizer.tiktoken_ranks import QWEN_PATTERN
 

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from gpt_fast.tokenizer.protocol import Tokenizer, TokenizerError, TokenizerMissing
+from gpt_fast.errors import TokenizerError, TokenizerMissing
+from gpt_fast.tokenizer.protocol import Tokenizer
 from gpt_fast.tokenizer.settings import Settings, read_added_tokens, read_json_object, read_settings
 
 Format = Literal["sentencepiece", "tiktoken", "json"]

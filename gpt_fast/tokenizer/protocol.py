@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-
-class TokenizerError(ValueError):
-    """A tokenizer file or a token id is wrong; the message names it and says what to do."""
-
-
-class TokenizerMissing(TokenizerError):  # noqa: N818 - absence is a state, not always an error
-    """A checkpoint has no tokenizer at all; it can still be given token ids."""
+from gpt_fast.errors import TokenizerError
 
 
 class Tokenizer(Protocol):

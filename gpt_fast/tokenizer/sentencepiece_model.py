@@ -9,7 +9,8 @@ import re
 import sys
 from typing import Any
 
-from gpt_fast.tokenizer.protocol import BaseTokenizer, TokenizerError
+from gpt_fast.errors import TokenizerError
+from gpt_fast.tokenizer.protocol import BaseTokenizer
 from gpt_fast.tokenizer.settings import AddedToken, AddedTokenSplitter, Settings
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space within a piece

@@ -14,7 +14,8 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpt_fast.tokenizer.protocol import BaseTokenizer, TokenizerError
+from gpt_fast.errors import TokenizerError
+from gpt_fast.tokenizer.protocol import BaseTokenizer
 from gpt_fast.tokenizer.settings import Settings
 
 # The two differ in how many digits a token may have.

@@ -19,7 +19,7 @@ from brake import Brake
 from serving import HANG_S, ROOT, Reply, Server, serve, wait_for
 
 from gpt_fast import LLM, Completion, SamplingParams
-from gpt_fast.archive import build_archive
+from gpt_fast.serve.archive import build_archive
 
 CONFIG = """\
 minWorkers: 1

@@ -19,7 +19,7 @@ from fuzzing import report
 from fuzzing.campaign import Campaign
 from fuzzing.shot import Target
 
-from gpt_fast.archive import build_archive
+from gpt_fast.serve.archive import build_archive
 
 NUM_REQUESTS = 400
 SEED = 8

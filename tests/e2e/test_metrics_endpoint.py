@@ -18,7 +18,7 @@ from brake import Brake
 from prometheus_text import Exposition, check_histograms, parse, quantile
 from serving import ROOT, Server, read_properties, serve, wait_for
 
-from gpt_fast.archive import build_archive
+from gpt_fast.serve.archive import build_archive
 
 # Nothing but an engine and its metrics: what is under test here is the way from there to the scrape.
 HANDLER = """\
@@ -26,7 +26,7 @@ import json
 import sys
 
 from gpt_fast import LLM, SamplingParams
-from gpt_fast.metrics import CONTENT_TYPE, Metrics, worker_id, write_torchserve
+from gpt_fast.serve.metrics import CONTENT_TYPE, Metrics, worker_id, write_torchserve
 
 
 class Handler:

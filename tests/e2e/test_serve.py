@@ -21,7 +21,7 @@ from brake import Brake
 from serving import HANG_S, ROOT, TORCHSERVE, Reply, Server, java_home, serve, wait_for
 
 from gpt_fast import LLM, Completion, SamplingParams
-from gpt_fast.archive import build_archive
+from gpt_fast.serve.archive import build_archive
 
 REQUEST = json.loads((ROOT / "request.json").read_text())
 PROMPT = REQUEST["prompt"]

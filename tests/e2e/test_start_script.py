@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from serving import ROOT, TORCHSERVE, java_home
 
-from gpt_fast.archive import build_archive
+from gpt_fast.serve.archive import build_archive
 
 
 def marked(run_dir: Path) -> list[psutil.Process]:

@@ -8,7 +8,7 @@ Nothing here is imported by the rest of the package unless a model runs on CUDA:
     decoder.py    GpuDecoder: whole steps of a model of up to 16 new tokens
     graphs.py     CapturedDecoder: the same replayed from CUDA graphs
     step.py       GpuStep: what takes the place of Transformer.step
-    *_kernel.py   the Triton code; reference.py and gpt_fast/attention.py hold the plain twins
+    *_kernel.py   the Triton code; reference.py and gpt_fast/model/attention.py hold the plain twins
     synthetic.py, selfcheck.py, tune.py   random decoders, checks and measurements: for benchmarks/gpu.py
 
 Under TRITON_INTERPRET=1, set before Triton is imported, everything runs on a CPU, slowly: for tests.

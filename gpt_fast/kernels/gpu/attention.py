@@ -1,6 +1,6 @@
 """Attention over the paged cache on a GPU: decoding, verifying and prefilling by one kernel.
 
-The new tokens of a step stand in one flat row, as ``StepLayout`` of gpt_fast/attention.py has it. A step of few tokens
+The new tokens of a step stand in one flat row, see ``StepLayout`` in model/attention.py. A step of few tokens
 is split over each sequence's length (flash-decoding: Dao et al. 2023, "Flash-Decoding for long-context inference"),
 with the running softmax of FlashAttention (arXiv 2205.14135) inside a part. The number of parts depends on the heads
 alone and their bounds on the token alone, so a row's result is the same bits in any batch. A longer step takes 16
@@ -148,7 +148,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """gpt_fast/attention.py's operation: write ``k`` and ``v`` [N, K, D], then attend. Its twins are there."""
+    """gpt_fast/model/attention.py's operation: write ``k`` and ``v`` [N, K, D], then attend. Its twins are there."""
     cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
     cache.write(k, v, write_slots)
     return attend(q, cache, query_start, context_len, page_table, window)

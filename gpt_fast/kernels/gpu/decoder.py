@@ -3,7 +3,7 @@
     norm, qkv | q and k norm, rotation, cache | attention | wo, residual | norm, gate and up, SwiGLU | w2, residual
 
 with one more where keys and values are stored otherwise than queries; each product leaves what the next norm needs
-(linear.py). The sister of gpt_fast/kernels/decoder.py, for steps of at most 16 new tokens: decoding, verifying, the end
+(linear.py). For steps of at most 16 new tokens: decoding, verifying, the end
 of a prompt. Longer steps are bound by arithmetic, not by memory, and belong to ``Transformer.step`` with torch's
 products (``GpuDecoder.takes``).
 

@@ -1,7 +1,7 @@
 """Plain-torch twins: products with all that is fused to them, and for selfcheck.py decoding and rotation in float32.
 
 Elsewhere: quantized weights in quantize/reference.py, attention of any step and the int8 cache in
-gpt_fast/attention.py, norm and rotation in gpt_fast/model.py.
+gpt_fast/model/attention.py, norm and rotation in gpt_fast/model/transformer.py.
 """
 
 from __future__ import annotations

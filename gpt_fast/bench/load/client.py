@@ -1,0 +1,296 @@
+"""Sends the requests of one load level and keeps a record of each.
+
+Open loop: requests arrive at ``request_rate`` whatever the server does, the way independent users come. Closed loop:
+``max_concurrency`` requests are always under way, the next one is sent when one ends. Given both, arrivals wait for
+a free place, and that wait is not part of any latency.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gpt_fast.bench.load import wire
+from gpt_fast.bench.load.connection import Endpoint, raise_file_limit
+from gpt_fast.bench.load.http import ResponseParser, TransferError
+from gpt_fast.bench.load.prompts import Prompt
+
+Outcome = Literal["completed", "failed", "refused", "aborted"]
+
+_SPARE_FILES = 64  # open files of the process itself
+
+
+class LoadError(RuntimeError):
+    """The endpoint does not answer as it should; a measurement would mean nothing."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """One load level against one endpoint. Raises ValueError naming the option that is wrong.
+
+    ``num_prompts`` requests are sent, or with ``duration_s`` as many as start within so many seconds; those under way
+    then are waited for. ``burstiness``: shape of the gamma distribution of the gaps between arrivals; 1 is Poisson,
+    below it they come in bursts, above it they are more regular. ``abort_fraction``: share of requests that hang up
+    after the first piece of text. ``seed`` fixes arrivals and hang-ups, and request i samples with ``seed`` + i.
+    ``timeout_s``: for one whole request.
+    """
+
+    url: str
+    protocol: str = "native"
+    model: str = "gpt-fast"  # the name that OpenAI requests carry
+    max_new_tokens: int = 128
+    temperature: float | None = 0.0
+    ignore_eos: bool = False
+    stream: bool = True
+    num_prompts: int = 100
+    duration_s: float | None = None
+    request_rate: float = math.inf  # requests per second; inf: all at once
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    abort_fraction: float = 0.0
+    seed: int = 0
+    timeout_s: float = 600.0
+    keep_alive: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.protocol not in wire.PROTOCOLS:
+            raise ValueError(f"protocol {self.protocol!r} is not one of {', '.join(wire.PROTOCOLS)}")
+        for name in ("num_prompts", "max_new_tokens", "max_concurrency"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        for name in ("request_rate", "burstiness", "timeout_s", "duration_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be more than 0, not {value}")
+        if not 0 <= self.abort_fraction <= 1:
+            raise ValueError(f"abort_fraction must be between 0 and 1, not {self.abort_fraction}")
+        if self.abort_fraction and not self.stream:
+            raise ValueError(
+                "abort_fraction needs a stream: an answer in one piece has no first piece to hang up after"
+            )
+        if self.duration_s is not None and self.max_concurrency is None and math.isinf(self.request_rate):
+            raise ValueError("duration needs a request rate or a concurrency; else nothing limits the requests")
+
+
+@dataclass
+class Record:
+    """One request. Times are of time.perf_counter(), ``start`` from before the connection was opened.
+
+    ``start`` is 0 until it is sent. ``times``: when each piece of text was read from the socket. ``num_output``: tokens
+    by the server's usage, else, where the length was fixed, ``fixed_output``; None where neither is known.
+    """
+
+    prompt: Prompt
+    start: float = 0.0
+    hang_up: bool = False
+    end: float = 0.0
+    times: list[float] = field(default_factory=list)
+    outcome: Outcome = "failed"
+    error: str = ""
+    usage: wire.Usage | None = None
+    fixed_output: int | None = None
+    text: str = ""
+
+    @property
+    def num_input(self) -> int | None:
+        """Tokens of the prompt, where usage or the prompt itself says."""
+        if self.usage is not None:
+            return self.usage.prompt_tokens
+        return None if isinstance(self.prompt.content, str) else len(self.prompt.content)
+
+    @property
+    def num_output(self) -> int | None:
+        return self.usage.completion_tokens if self.usage is not None else self.fixed_output
+
+    @property
+    def e2el_s(self) -> float:
+        """Until the end of the response."""
+        return self.end - self.start
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Until the first piece of text."""
+        return self.times[0] - self.start if self.times else None
+
+
+@dataclass
+class Level:
+    """What happened at one load level. It may be watched while it runs: counts are always up to date."""
+
+    options: LoadOptions
+    records: list[Record] = field(default_factory=list)  # in the order they ended
+    counts: Counter[str] = field(default_factory=Counter)  # by outcome
+    num_pieces: int = 0
+    in_flight: int = 0
+    peak_in_flight: int = 0
+    begin: float = 0.0  # of time.perf_counter()
+    duration_s: float = 0.0
+    cpu_s: float = 0.0  # of this process, all threads
+    crash: BaseException | None = None  # a mistake of this program, not of the server
+
+
+async def warm_up(options: LoadOptions, prompt: Prompt) -> None:
+    """One request before any that counts: finds a wrong address or a refusal early, and wakes the server.
+
+    With the native protocol and ``ignore_eos`` it asks for an answer with usage, and checks that the tokens that
+    were asked for come: the streamed requests, which have no usage, are counted by that. Raises LoadError.
+    """
+    fixed = options.protocol == "native" and options.ignore_eos
+    record = Record(prompt)
+    endpoint = Endpoint(options.url, headers=options.headers)
+    asked = prompt.max_new_tokens or options.max_new_tokens
+    await _send(options, endpoint, record, options.seed, stream=options.stream and not fixed, count=lambda n: None)
+    if record.outcome != "completed":
+        verb = "was refused" if record.outcome == "refused" else "failed"
+        raise LoadError(f"{options.url}: the first request {verb}: {record.error}")
+    if fixed and record.usage is None:
+        raise LoadError(f"{options.url}: the answer to a request without streaming has no usage to count tokens by")
+    if fixed and record.num_output != asked:
+        raise LoadError(
+            f"{options.url}: {asked} tokens were asked for and {record.num_output} came; "
+            "prompt and answer together must fit the server's context"
+        )
+
+
+async def run_level(
+    options: LoadOptions, prompts: Iterator[Prompt], watch: Callable[[Level], object] = lambda level: None
+) -> Level:
+    """Send the requests of one level, wait for all of them. ``watch`` is given the level before it starts."""
+    level = Level(options)
+    endpoint = Endpoint(options.url, headers=options.headers, keep_alive=options.keep_alive)
+    raise_file_limit((options.max_concurrency or options.num_prompts) + _SPARE_FILES)
+    watch(level)
+    tasks: set[asyncio.Task[None]] = set()
+    cpu = time.process_time()
+    level.begin = time.perf_counter()
+    try:
+        await _dispatch(level, endpoint, prompts, tasks)
+        if tasks:
+            await asyncio.wait(tasks)
+    finally:
+        for task in tasks:  # only after Ctrl-C are there any
+            task.cancel()
+        endpoint.close()
+    if level.crash is not None:
+        raise level.crash
+    level.duration_s = max((r.end for r in level.records), default=level.begin) - level.begin
+    level.cpu_s = time.process_time() - cpu
+    return level
+
+
+async def _dispatch(
+    level: Level, endpoint: Endpoint, prompts: Iterator[Prompt], tasks: set[asyncio.Task[None]]
+) -> None:
+    """Start each request when it is due and there is room."""
+    o = level.options
+    rng = random.Random(o.seed)
+    room = asyncio.Semaphore(o.max_concurrency) if o.max_concurrency is not None else None
+
+    def ended(task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        if room is not None:
+            room.release()
+        if not task.cancelled() and task.exception() is not None:
+            level.crash = task.exception()
+
+    due, index = 0.0, 0
+    while o.duration_s is not None or index < o.num_prompts:
+        if not math.isinf(o.request_rate):
+            due += rng.gammavariate(o.burstiness, 1 / (o.request_rate * o.burstiness))
+            if o.duration_s is not None and due >= o.duration_s:
+                return
+            # Sleep even when late: arrivals must not keep the answers from being read.
+            await asyncio.sleep(max(0.0, level.begin + due - time.perf_counter()))
+        if room is not None:
+            await room.acquire()
+        if o.duration_s is not None and time.perf_counter() - level.begin >= o.duration_s:
+            return
+        task = asyncio.create_task(_one(level, endpoint, next(prompts), index, rng.random() < o.abort_fraction))
+        tasks.add(task)
+        task.add_done_callback(ended)
+        index += 1
+
+
+async def _one(level: Level, endpoint: Endpoint, prompt: Prompt, index: int, hang_up: bool) -> None:
+    level.in_flight += 1
+    level.peak_in_flight = max(level.peak_in_flight, level.in_flight)
+
+    def count(num_pieces: int) -> None:
+        level.num_pieces += num_pieces
+
+    record = Record(prompt, hang_up=hang_up)
+    try:
+        await _send(level.options, endpoint, record, level.options.seed + index, level.options.stream, count)
+    finally:
+        level.in_flight -= 1
+    level.records.append(record)
+    level.counts[record.outcome] += 1
+
+
+async def _send(
+    options: LoadOptions,
+    endpoint: Endpoint,
+    record: Record,
+    seed: int,
+    stream: bool,
+    count: Callable[[int], None],
+) -> None:
+    """Send one request and fill in its record; whatever goes wrong becomes its outcome and error."""
+    max_new_tokens = record.prompt.max_new_tokens or options.max_new_tokens
+    answer = wire.reader(options.protocol, stream)
+    refusal: list[bytes] = []
+
+    def receive(status: int, pieces: list[bytes], now: float) -> bool:
+        if status != 200:
+            refusal.extend(pieces)
+            return True
+        num_texts = sum([answer.feed(piece) for piece in pieces])
+        record.times += [now] * num_texts
+        count(num_texts)
+        return not (record.hang_up and record.times)
+
+    body = wire.request_body(
+        options.protocol,
+        record.prompt.content,
+        max_new_tokens,
+        model=options.model,
+        temperature=options.temperature,
+        seed=seed,
+        ignore_eos=options.ignore_eos,
+        stream=stream,
+    )
+    request = endpoint.request(body)
+    record.start = time.perf_counter()
+    try:
+        response = await asyncio.wait_for(endpoint.post(request, receive), options.timeout_s)
+        record.end = record.times[-1] if response is None else response.read_at
+        if response is None:
+            record.outcome = "aborted"
+        elif response.status != 200:
+            record.outcome = "refused" if response.status in wire.REFUSED else "failed"
+            record.error = _status_line(response, b"".join(refusal))
+        else:
+            answer.finish()
+            record.outcome = "completed"
+            record.usage, record.text = answer.usage, answer.text
+            record.fixed_output = max_new_tokens if options.ignore_eos else None
+    except (asyncio.TimeoutError, TransferError, wire.AnswerError) as error:
+        record.end = time.perf_counter()
+        record.error = "timeout" if isinstance(error, asyncio.TimeoutError) else str(error)
+
+
+def _status_line(response: ResponseParser, body: bytes) -> str:
+    message = body[:200].decode("utf-8", "replace").strip()
+    with contextlib.suppress(ValueError):
+        message = wire.error_message(json.loads(body)) or message
+    return f"HTTP {response.status}: {message}" if message else f"HTTP {response.status}"

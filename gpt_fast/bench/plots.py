@@ -1,0 +1,66 @@
+"""Pictures of benchmark results. Needs matplotlib, which is the extra ``plot``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+class PlotError(RuntimeError):
+    """A picture cannot be drawn here; the message says what is missing."""
+
+
+def check(path: str | Path) -> None:
+    """Raise before a long run what ``plot_load`` would raise after it: PlotError, or ValueError for the format."""
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ValueError(f"plot {str(path)!r}: the name must end in one of {', '.join(FORMATS)}")
+    _figure_class()
+
+
+def plot_load(results: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
+    """Draw TTFT and ITL (median and p99, milliseconds) and throughput against load, one point for each of ``results``.
+
+    ``results`` are those of :func:`gpt_fast.bench.load.metrics.summarize`, with 99 among their percentiles. Load is the
+    request rate where the results differ in it, else the concurrency. Raises PlotError, ValueError, OSError.
+    """
+    check(path)
+    by_rate = len({r["request_rate"] for r in results}) > 1
+    loads = [r["request_rate"] if by_rate else r["max_concurrency"] or r["max_concurrent_requests"] for r in results]
+    figure = _figure_class()(figsize=(12, 3.8), layout="constrained")
+    ttft, itl, throughput = figure.subplots(1, 3)
+    for axes, name, heading in ((ttft, "ttft", "Time to first token"), (itl, "itl", "Inter-token latency")):
+        for key, style in ((f"median_{name}_ms", "o-"), (f"p99_{name}_ms", "s--")):
+            axes.plot(loads, _values(results, key), style, label=key.split("_")[0])
+        axes.set(title=heading, ylabel="ms")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    throughput.plot(loads, _values(results, "output_throughput"), "o-")
+    throughput.set(title="Output throughput", ylabel="tokens/s")
+    throughput.set_ylim(bottom=0)
+    for axes in (ttft, itl, throughput):
+        if len(loads) > 1 and max(loads) >= 8 * min(loads):
+            axes.set_xscale("log", base=2)
+        axes.set_xticks(loads, [f"{load:g}" for load in loads])
+        axes.minorticks_off()
+        axes.set_xlabel("requests per second" if by_rate else "concurrent requests")
+        axes.grid(alpha=0.3)
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+
+
+def _values(results: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Missing ones as NaN, which leave a gap in the line."""
+    return [float("nan") if r.get(key) is None else float(r[key]) for r in results]
+
+
+def _figure_class() -> Any:
+    try:
+        # Not pyplot: it keeps figures alive and picks a window system, for a file neither is wanted.
+        return importlib.import_module("matplotlib.figure").Figure
+    except ImportError:
+        raise PlotError("--plot needs matplotlib: pip install 'gpt-fast-serve[plot]'") from None

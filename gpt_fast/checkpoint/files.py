@@ -1,0 +1,89 @@
+"""Which files of a folder are a checkpoint's, and copies of them that no more people can read than the originals."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+from gpt_fast.errors import ConfigError
+
+# By name, in small letters. Whatever else lies in the folder (notes, code, keys) is nobody's business.
+PATTERNS = (
+    *("*.safetensors", "*.bin", "*.pth", "*.pt", "*.index.json"),  # weights
+    *("*config.json", "params.json"),  # shape, generation, quantization, tokenizer
+    *("tokenizer*.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.json", "*.jinja"),
+    *("license*", "licence*", "copying*", "notice*", "use_policy*", "readme*"),
+)
+# What a training run leaves beside the weights, under endings of weights.
+TRAINING = ("optimizer*", "scheduler*", "training_args*", "rng_state*")
+
+
+class Chosen(NamedTuple):
+    """The files of a folder that belong to a checkpoint, and the names of all that does not, folders with a slash."""
+
+    files: tuple[Path, ...]
+    left_out: tuple[str, ...]
+
+
+def choose_files(folder: Path, named: str = "", follow_links: bool = False) -> Chosen:
+    """Sort what lies in ``folder``, an absolute path without links.
+
+    ``named``: a file that belongs to the checkpoint whatever its name. Folders are left out: they hold other formats of
+    the same weights. Raises ConfigError for a link that leads nowhere or, without ``follow_links``, out of the folder;
+    the links of the Hugging Face cache (``snapshots/<commit>/file`` to ``blobs/<hash>``) are followed.
+    """
+    files, left_out = [], []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() or not (path.name == named or belongs(path.name)):
+            left_out.append(path.name + "/" * path.is_dir())
+            continue
+        if path.is_symlink():
+            _check_link(path, follow_links)
+        if path.is_file():
+            files.append(path)
+        else:  # a socket, a pipe
+            left_out.append(path.name)
+    return Chosen(tuple(files), tuple(left_out))
+
+
+def belongs(name: str) -> bool:
+    """Whether a checkpoint has files of this name."""
+    small = name.lower()
+    return any(fnmatchcase(small, p) for p in PATTERNS) and not any(fnmatchcase(small, p) for p in TRAINING)
+
+
+def copy_files(files: Sequence[Path], into: Path) -> None:
+    """Copy ``files`` of one folder, at least one, into the new folder ``into``.
+
+    Files and folder get no permission for others that the originals lack.
+    """
+    into.mkdir()
+    for path in files:
+        narrow(Path(shutil.copyfile(path, into / path.name)), [path])
+    into.chmod(into.stat().st_mode & (files[0].parent.stat().st_mode | 0o700))
+
+
+def narrow(path: Path, originals: Sequence[Path]) -> None:
+    """Take from the file ``path`` the permissions that one of ``originals`` lacks."""
+    mode = path.stat().st_mode & 0o777
+    for original in originals:
+        mode &= original.stat().st_mode
+    path.chmod(mode)
+
+
+def _check_link(path: Path, follow_links: bool) -> None:
+    target = path.resolve()
+    if not target.exists():
+        raise ConfigError(f"{path} is a link to {target}, which does not exist")
+    folder = path.parent
+    in_hub_cache = folder.parent.name == "snapshots" and target.parent == folder.parent.parent / "blobs"
+    if not (follow_links or in_hub_cache or target.is_relative_to(folder)):
+        raise ConfigError(
+            f"{path} is a link out of its folder, to {target}. If that file belongs to the checkpoint, "
+            "say --follow-links (follow_links=True in Python), or put the file itself there"
+        )

@@ -1,0 +1,213 @@
+"""Completions that must match a JSON schema, a regular expression or one of several strings, by llguidance.
+
+llguidance is an optional package; a request that needs it where it is not installed is refused by name.
+
+Compiling takes up to a second. It happens without Python's lock, in the thread that calls ``compile``, so that other
+threads go on. Every request has a compiled grammar to itself, which goes with it: two that shared one would share its
+cache of lexer states, and what one of them wrote would decide when the other meets a limit. The grammars that are alive
+share a budget of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt_fast.errors import RequestError
+from gpt_fast.params import SamplingParams, try_later
+from gpt_fast.tokenizer import Tokenizer
+
+MAX_LIVE_CHARS = 2**20  # of the grammars of all requests that are queued or running; a compiled one has 200 bytes each
+# Limits of llguidance. Its own are 2,000, which a schema of 500 optional properties meets, and 1,000,000, with which
+# "((((a{50}){50}){50}){50})" takes a second and 200 MB to refuse.
+MAX_ITEMS_IN_ROW = 20_000
+LEXER_FUEL = 200_000
+MAX_FORCED_BYTES = 8192  # of text with no choice in it: each of its tokens costs the batch 0.1 ms for every 1,000 bytes
+REHEARSAL = 4  # tokens
+_FIELDS = ("json_schema", "regex", "choice")
+_START = "\n"  # no tokenizer joins what follows to it
+
+
+class GrammarCompiler:
+    """Makes grammars over one tokenizer. ``vocab_size`` is the model's; ids beyond the tokenizer's are not allowed.
+
+    Any number of threads may call :meth:`compile`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._compiled: Any = None  # llguidance's view of the vocabulary, built at first use
+        self._building = threading.Lock()
+        self._counting = threading.RLock()  # a grammar may be collected, and counted off, while another is counted
+        self.live_chars = 0
+
+    def compile(self, params: SamplingParams) -> Grammar | None:
+        """The grammar that ``params`` asks for, or None.
+
+        Raises RequestError naming the field: 400 for a grammar that is wrong, too large or matches nothing, 503 when
+        those of other requests take all the memory there is for grammars.
+        """
+        field = next((name for name in _FIELDS if getattr(params, name) is not None), None)
+        if field is None:
+            return None
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise RequestError(
+                f"{field} needs the optional package llguidance on the server: pip install llguidance",
+                field,
+                "not_installed",
+            ) from None
+        if self._tokenizer is None:
+            raise RequestError(f"{field} needs a tokenizer, and this checkpoint has none", field)
+        source = _source(params, LLMatcher, field)
+        vocabulary = self._vocabulary()
+        self._count(len(source))
+        try:
+            # Not verbose: its errors would quote the whole grammar.
+            limits = LLParserLimits(
+                verbose_errors=False, max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL
+            )
+            matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
+            for last in (False, True):
+                self._rehearse(Grammar(matcher.deep_copy(), self._vocab_size, field), last)
+            grammar = Grammar(matcher, self._vocab_size, field)
+        except BaseException:
+            self._count(-len(source))
+            raise
+        weakref.finalize(grammar, self._count, -len(source)).atexit = False
+        return grammar
+
+    def _rehearse(self, grammar: Grammar, last: bool) -> None:
+        """Take a few tokens, always the first or always the last that may come, but not the one that ends the text.
+
+        So what matches nothing or is too complex is refused at once, mostly.
+        """
+        for _ in range(REHEARSAL):
+            ids = [i for i in grammar.allowed().nonzero()[:, 0].tolist() if i not in self._eos_token_ids]
+            if not ids:
+                return
+            grammar.advance(ids[-1 if last else 0])
+            if grammar.complete:
+                return
+
+    def _count(self, num_chars: int) -> None:
+        with self._counting:
+            if num_chars > 0 and self.live_chars + num_chars > MAX_LIVE_CHARS:
+                raise try_later("the grammars of other requests take all the memory there is for them")
+            self.live_chars += num_chars
+
+    def _vocabulary(self) -> Any:
+        with self._building:
+            if self._compiled is None:
+                from llguidance import LLTokenizer, TokenizerWrapper
+
+                assert self._tokenizer is not None
+                self._compiled = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer, self._eos_token_ids)))
+            return self._compiled
+
+
+class Grammar:
+    """The state of one completion against its grammar, which the request's ``field`` asked for."""
+
+    def __init__(self, matcher: Any, vocab_size: int, field: str) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._field = field
+        self._allowed: Tensor | None = None  # of the present state
+
+    def allowed(self) -> Tensor:
+        """[V] bool: the tokens that may come next.
+
+        Raises RequestError when there are none, or when the grammar has become too complex.
+        """
+        if self._allowed is None:
+            if len(self._matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
+                message = f"{self._field} asks for more than {MAX_FORCED_BYTES} bytes of text without any choice in it"
+                raise RequestError(message, self._field, "grammar_too_large")
+            allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
+            known = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
+            count = min(self._vocab_size, known.numel())
+            allowed[:count] = known[:count]
+            if self._matcher.is_error() or not bool(allowed.any()):
+                raise RequestError(self._why(), self._field, "unusable_grammar")
+            self._allowed = allowed
+        return self._allowed
+
+    def advance(self, token: int) -> None:
+        """Take note of the token that came."""
+        self._matcher.consume_token(token)
+        self._allowed = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the completion matches and nothing could follow."""
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def _why(self) -> str:
+        error = (self._matcher.get_error() or "NoExtension").strip().splitlines()[0][:300]
+        return f"{self._field} is not usable: " + ("no text matches it" if error.startswith("NoExtension") else error)
+
+
+def _source(params: SamplingParams, matcher: Any, field: str) -> str:
+    if params.choice is not None:
+        # As one regular expression: as alternatives of a grammar, more than 2,000 exceed a limit of the parser.
+        return str(matcher.grammar_from_regex("|".join(map(re.escape, params.choice))))
+    if params.regex is not None:
+        return str(matcher.grammar_from_regex(params.regex))
+    try:
+        # One spelling of JSON: with free white space a weak model can go on with blanks for ever.
+        spelling = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        return str(matcher.grammar_from_json_schema(json.dumps(params.json_schema), overrides=spelling))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{field} is not usable: {str(error)[:300]}", field) from None
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
+        ids = range(tokenizer.vocab_size)
+        self.special_token_ids = [i for i in ids if tokenizer.is_special(i)]
+        self.tokens = [tokenizer.token_bytes(i, skip_special=False) for i in ids]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else (self.special_token_ids or [0])[0]
+        self._tokenizer = tokenizer
+        self._start = tokenizer.encode(_START, bos=False)
+        self._longest: dict[bytes, int] = {}
+        for i in reversed(ids):
+            if i not in self.special_token_ids and self.tokens[i]:
+                self._longest[self.tokens[i]] = i
+        self._max_bytes = max(map(len, self._longest), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Token ids of ``text`` as it stands inside a text, that is without the space that SentencePiece puts first."""
+        try:
+            ids = self._tokenizer.encode(_START + text.decode("utf-8"), bos=False)
+        except UnicodeDecodeError:
+            return self._greedy(text)
+        start = len(self._start)
+        # Some tokenizers drop or join blanks: what does not spell the text is of no use here.
+        spelled = ids[:start] == self._start and b"".join(self.tokens[i] for i in ids[start:]) == text
+        return ids[start:] if spelled else self._greedy(text)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        """The longest token at every place: valid, though not always what the tokenizer would choose."""
+        ids, at = [], 0
+        while at < len(text):
+            for end in range(min(len(text), at + self._max_bytes), at, -1):
+                if text[at:end] in self._longest:
+                    ids.append(self._longest[text[at:end]])
+                    break
+            else:
+                end = at + 1  # no token has this byte: llguidance then checks byte by byte
+            at = end
+        return ids

@@ -1,0 +1,62 @@
+"""What can go wrong, for people: each error says what was wrong, which field or file, and what to do."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A configuration value or key is wrong; the message names the key and what would be accepted."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read or is not supported; the message names the file and the key or tensor."""
+
+
+class DownloadError(CheckpointError):
+    """A checkpoint cannot be fetched; the message says what to do about it."""
+
+
+class TokenizerError(ValueError):
+    """A tokenizer file or a token id is wrong; the message names it and says what to do."""
+
+
+class TokenizerMissing(TokenizerError):  # noqa: N818 - absence is a state, not always an error
+    """A checkpoint has no tokenizer at all; it can still be given token ids."""
+
+
+class RequestError(ValueError):
+    """A request cannot be served as written.
+
+    ``message`` is for the person who wrote it, ``param`` names the field, ``code`` is a stable identifier and
+    ``status`` the HTTP status that says the same. ``retry_after_s``: when trying again makes sense.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        code: str = "invalid_value",
+        status: int = 400,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(RuntimeError):
+    """The engine has stopped; the message says why."""
+
+
+class RequestFailedError(RuntimeError):
+    """One request failed inside the engine, which goes on; the message says why."""
+
+
+class UnavailableError(RuntimeError):
+    """The kernels cannot run here; the message says why."""
+
+
+class CompilerError(UnavailableError):
+    """The compiler did not accept the sources or the flags."""

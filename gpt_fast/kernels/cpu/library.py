@@ -1,0 +1,317 @@
+"""The C++ kernels of ``src/``: built once per machine by the compiler that is there, loaded through ctypes.
+
+Plain C functions on raw pointers build in seconds; including torch's headers would take most of a minute. The library
+is kept in the user's own cache folder (user_cache.py), under a name made of the sources, the flags and the compiler,
+and put there by an atomic rename, so that processes may build at the same time. Without a compiler one of the same
+sources and flags is taken, whichever compiler built it.
+
+It brings its own threads (``src/team.h`` says why), as many as ``torch.get_num_threads()`` at the time of the call.
+
+``$GPT_FAST_KERNELS=reference`` switches the kernels off; ``$CXX`` names another compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpt_fast.errors import CompilerError, UnavailableError
+from gpt_fast.user_cache import private_folder, why_untrusted
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).with_name("src")
+# Without -fno-tree-reassoc gcc gathers integer sums at the end of a block and spills every register on the way.
+FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-pthread", "-fPIC", "-shared")
+_AVX2 = ("-mavx2", "-mfma")
+VARIANTS = {  # flags for the compiler
+    "avx512_vnni": (*_AVX2, "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256"),
+    "avx_vnni": (*_AVX2, "-mavxvnni"),
+    "avx2": _AVX2,
+    "neon_dot": ("-march=armv8.2-a+dotprod",),
+    "neon": (),
+}
+FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_BUILD_TIMEOUT_S = 300
+
+_I, _P = ctypes.c_int64, ctypes.c_void_p
+
+
+def variants() -> list[str]:
+    """Of VARIANTS those that this CPU runs, the fastest first. Raises UnavailableError."""
+    machine = platform.machine().lower()
+    flags = _cpu_flags()
+    if machine in ("x86_64", "amd64"):
+        # torch says AVX2 only where FMA is there as well.
+        if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+            raise UnavailableError("this CPU has no AVX2")
+        have = {"avx512_vnni": {"avx512_vnni", "avx512vl"} <= flags, "avx_vnni": "avx_vnni" in flags, "avx2": True}
+    elif machine in ("aarch64", "arm64"):
+        have = {"neon_dot": "asimddp" in flags or platform.system() == "Darwin", "neon": True}
+    else:
+        raise UnavailableError(f"there is no variant for {platform.machine()} CPUs")
+    return [name for name, there in have.items() if there]
+
+
+def _cpu_flags() -> set[str]:
+    """What Linux names the CPU's extensions of the instruction set; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return set(value.split())
+    return set()
+
+
+def compiler() -> str:
+    """The C++ compiler: $CXX, else the first of g++, c++, clang++. Raises UnavailableError."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    for name in names:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise UnavailableError(f"no C++ compiler was found (tried {', '.join(names)})")
+
+
+def build() -> Path:
+    """The shared library for this CPU, compiled now unless it is in the cache. Raises UnavailableError.
+
+    A compiler that does not know the newest instructions gets the next older ones. Without a compiler what another one
+    has built from the same sources is taken.
+    """
+    names = variants()
+    try:
+        cxx = compiler()
+    except UnavailableError:
+        for name in names:
+            if (found := _find_built(name)) is not None:
+                return found
+        raise
+    for name in names:
+        try:
+            return build_variant(name, cxx)
+        except CompilerError as error:
+            if name == names[-1]:
+                raise UnavailableError(f"the kernels could not be built: {error}") from error
+            log.info("no %s kernels: %s", name, error)
+    raise AssertionError("no variant")
+
+
+def build_variant(name: str, cxx: str) -> Path:
+    """One of VARIANTS, by the compiler ``cxx``. Raises CompilerError or UnavailableError."""
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        target = private_folder("kernels") / f"{_stem(name)}-{_digest(version.encode())}.so"
+        if not _trusted(target):
+            _compile([cxx, *FLAGS, *VARIANTS[name], str(SOURCES / "kernels.cpp")], target)
+    except CompilerError:
+        raise
+    except OSError as error:  # a full disk, a read-only cache
+        raise UnavailableError(f"the kernels could not be built: {error}") from error
+    return target
+
+
+def _find_built(name: str) -> Path | None:
+    """One of VARIANTS from the cache, whichever compiler made it."""
+    return next(filter(_trusted, sorted(private_folder("kernels").glob(f"{_stem(name)}-*.so"))), None)
+
+
+def _stem(name: str) -> str:
+    """The beginning of a library's name: what it was made of, and for which CPU."""
+    sources = [part for path in sorted(SOURCES.iterdir()) for part in (path.name.encode(), path.read_bytes())]
+    flags = [flag.encode() for flag in (*FLAGS, *VARIANTS[name], platform.machine())]
+    return f"kernels-{name}-{_digest(*sources, *flags)}"
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()[:16]
+
+
+def _trusted(library: Path) -> bool:
+    """Whether ``library`` is there and nobody else can have written it."""
+    if not library.exists():
+        return False
+    why = why_untrusted(library)
+    if why is not None:
+        log.warning("%s is not used: %s", library, why)
+    return why is None
+
+
+def _compile(command: Sequence[str], target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / target.name
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(built)], capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            raise CompilerError(f"{command[0]} took more than {_BUILD_TIMEOUT_S} s") from None
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            raise CompilerError(f"{command[0]} failed: {lines[0]}")
+        built.chmod(0o700)  # whatever the umask: what others can write is not loaded
+        os.replace(built, target)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded kernels. Raises UnavailableError; the first call may compile for some seconds."""
+    if os.environ.get("GPT_FAST_KERNELS", "") == "reference":
+        raise UnavailableError("GPT_FAST_KERNELS=reference")
+    path = build()
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be loaded: {error}") from error
+    lib.gpt_fast_linear.argtypes = [_I, _P, *[_I] * 4, *[_P] * 4, ctypes.c_int]
+    lib.gpt_fast_paged_attention.argtypes = [*[_P] * 12, *[_I] * 9, ctypes.c_int]
+    lib.gpt_fast_rms_norm.argtypes = [_P, _P, _I, _I, ctypes.c_double, _P, ctypes.c_int]
+    lib.gpt_fast_silu_mul.argtypes = [_P, _I, _I, _P, ctypes.c_int]
+    lib.gpt_fast_decoder_step.argtypes = [_P, _P, ctypes.c_int]
+    lib.gpt_fast_pack.argtypes = [_I, _P, _P, _I, _I, _I, _I, ctypes.c_int]
+    for name in ("linear", "paged_attention", "rms_norm", "silu_mul", "decoder_step", "pack"):
+        getattr(lib, f"gpt_fast_{name}").restype = None
+    lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int], _I
+    lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
+    return lib
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the C++ kernels run here; says why not in one warning."""
+    try:
+        library()
+    except UnavailableError as why:
+        chosen = os.environ.get("GPT_FAST_KERNELS") == "reference"
+        log.log(
+            logging.INFO if chosen else logging.WARNING,
+            "CPU kernels are off, plain torch runs instead and slower: %s",
+            why,
+        )
+        return False
+    return True
+
+
+def linear(
+    x: Tensor,
+    kind: str,
+    data: Tensor,
+    out_features: int,
+    scale: Tensor | None = None,
+    group_size: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x [..., K] -> [..., out_features] float32 with packed weights ``data`` of the format ``kind``."""
+    rows = x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
+    out = torch.empty(rows.shape[0], out_features)
+    library().gpt_fast_linear(
+        FORMATS[kind],
+        rows.data_ptr(),
+        rows.shape[0],
+        rows.shape[1],
+        out_features,
+        group_size,
+        data.data_ptr(),
+        None if scale is None else scale.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out.view(*x.shape[:-1], out_features)
+
+
+def read(data: Tensor) -> None:
+    """Read all of ``data``, contiguous, a multiple of 128 kB long, as fast as memory allows."""
+    library().gpt_fast_read(data.data_ptr(), data.numel() * data.element_size(), torch.get_num_threads())
+
+
+def pack(kind: str, rows: Tensor, packed: Tensor, units: int, group: int, header: int = 0) -> None:
+    """Fill ``packed`` from ``rows``, N contiguous rows of ``units`` units (pack.h); headers are left as they are."""
+    library().gpt_fast_pack(
+        FORMATS[kind],
+        rows.data_ptr(),
+        packed.data_ptr(),
+        rows.shape[0],
+        units,
+        group,
+        header,
+        torch.get_num_threads(),
+    )
+
+
+def takes_attention(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether :func:`paged_attention` handles these: float32 queries, a cache of CACHE_FORMATS, D in eights."""
+    return (
+        q.dtype == torch.float32 and k_cache.dtype in CACHE_FORMATS and q.shape[-1] % 8 == 0 and k_cache.is_contiguous()
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    page_table: Tensor,
+    write_slots: Tensor,
+    window: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """attention.py's ``paged_attention`` for what :func:`takes_attention` accepts."""
+    q, k, v = q.contiguous(), k.float().contiguous(), v.float().contiguous()
+    out = torch.empty_like(q)
+    tokens, heads, head_dim = q.shape
+    page_table = page_table.contiguous()
+    library().gpt_fast_paged_attention(
+        *(t.data_ptr() for t in (q, k, v, k_cache, v_cache)),
+        *(None if t is None else t.data_ptr() for t in (k_scale, v_scale)),
+        *(t.data_ptr() for t in (query_start, context_len, page_table, write_slots, out)),
+        tokens,
+        *page_table.shape,
+        k_cache.shape[1],
+        heads,
+        k_cache.shape[2],
+        head_dim,
+        window,
+        CACHE_FORMATS[k_cache.dtype],
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., E] float32 contiguous, weight [E] float32."""
+    out = torch.empty_like(x)
+    rows = x.numel() // x.shape[-1]
+    threads = torch.get_num_threads() if rows > 8 else 1
+    library().gpt_fast_rms_norm(x.data_ptr(), weight.data_ptr(), rows, x.shape[-1], eps, out.data_ptr(), threads)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [..., 2 F] float32 contiguous -> [..., F]."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    rows = gate_up.numel() // (2 * width)
+    threads = torch.get_num_threads() if rows > 8 else 1
+    library().gpt_fast_silu_mul(gate_up.data_ptr(), rows, width, out.data_ptr(), threads)
+    return out

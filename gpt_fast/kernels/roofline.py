@@ -1,0 +1,68 @@
+"""What the machine allows: measured memory bandwidth, and the ceiling it sets on decoding.
+
+Decoding one sequence reads every weight once per token, so tokens per second are at most bandwidth over bytes per
+token. The bandwidth is measured on this machine, in this process, by reading memory that does not fit its caches.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from gpt_fast.kernels.cpu.library import available, read
+from gpt_fast.kernels.cpu.packing import empty
+
+_CPU_BYTES = 512 * 2**20
+_CUDA_BYTES = 2 * 2**30
+
+
+class Roofline(NamedTuple):
+    """The limit on decoding one sequence. Bytes, bytes per second, tokens per second."""
+
+    bytes_per_token: int
+    bandwidth: float
+
+    @property
+    def ceiling(self) -> float:
+        """Tokens per second if nothing but reading took time."""
+        return self.bandwidth / self.bytes_per_token
+
+    def share(self, tokens_per_second: float) -> float:
+        """Achieved part of the ceiling; above 1 the weights come from a cache."""
+        return tokens_per_second / self.ceiling
+
+
+@cache
+def read_bandwidth(device_type: str, threads: int | None = None) -> float:
+    """Bytes per second of reading on ``cpu`` or ``cuda``.
+
+    On a CPU by a loop that only reads, on huge pages as the kernels' weights are; without the kernels by a
+    matrix-vector product, which reads faster than a sum. On CUDA by a copy, read and write counted.
+
+    ``threads`` only keys the cache: it should be the number of threads in use. Takes a fraction of a second.
+    """
+    if device_type == "cuda":
+        source = torch.zeros(_CUDA_BYTES, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return _best(lambda: target.copy_(source), 2 * source.numel(), torch.cuda.synchronize)
+    if available():
+        data = empty((_CPU_BYTES,), torch.uint8).fill_(1)
+        return _best(lambda: read(data), data.numel(), lambda: None)
+    matrix, vector = torch.ones(_CPU_BYTES // 4 // 2048, 2048), torch.ones(2048)
+    return _best(lambda: torch.mv(matrix, vector), matrix.numel() * 4, lambda: None)
+
+
+def _best(run: object, num_bytes: int, wait: object) -> float:
+    assert callable(run)
+    assert callable(wait)
+    best = float("inf")
+    for _ in range(5):
+        wait()
+        begin = time.perf_counter()
+        run()
+        wait()
+        best = min(best, time.perf_counter() - begin)
+    return num_bytes / best

@@ -1,0 +1,219 @@
+"""model_config.yaml as a file, and TorchServe's own keys in it.
+
+TorchServe 0.12 takes what it can use: a key that it does not know is ignored, a value of the wrong type is replaced by
+the default with a line in a log, and of a key that is there twice one wins. Here all of that is refused, so that a
+typing error is found before a server starts. The ``handler:`` block is settings.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.reader import ReaderError
+
+from gpt_fast.config import unknown_key
+from gpt_fast.errors import ConfigError
+
+NAME = "model_config.yaml"
+DAY_S = 86_400
+DAY_MS = 1000 * DAY_S
+MAX_FILE_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A key that is true or false."""
+
+    def wrong(self, value: object) -> str:
+        """What ``value`` should have been; empty if it is fine."""
+        return "" if isinstance(value, bool) else "must be true or false"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A key that is a whole number from ``least`` to ``most``."""
+
+    least: int
+    most: int
+
+    def wrong(self, value: object) -> str:
+        good = isinstance(value, int) and not isinstance(value, bool) and self.least <= value <= self.most
+        return "" if good else f"must be a whole number from {self.least} to {self.most}"
+
+
+@dataclass(frozen=True)
+class Word:
+    """A key that is one of ``choices``, in small or capital letters; without choices any text."""
+
+    choices: tuple[str, ...] = ()
+
+    def wrong(self, value: object) -> str:
+        if isinstance(value, str) and value and (not self.choices or value.lower() in self.choices):
+            return ""
+        return f"must be one of {', '.join(self.choices)}" if self.choices else "must be a text"
+
+
+@dataclass(frozen=True)
+class List:
+    """A key that is a list, not empty, of what ``item`` takes."""
+
+    item: Whole
+
+    def wrong(self, value: object) -> str:
+        if isinstance(value, list) and value and not any(self.item.wrong(v) for v in value):
+            return ""
+        return f"must be a list of whole numbers from {self.item.least} to {self.item.most}"
+
+
+Kind = Flag | Whole | Word | List
+
+# TorchServe 0.12's keys, as its ModelConfig.java reads them. The limits are those of sense, not of the format: what
+# lies outside is a mistake in the unit or a digit too many.
+TORCHSERVE: Mapping[str, Kind] = {
+    "minWorkers": Whole(1, 256),
+    "maxWorkers": Whole(1, 256),
+    "batchSize": Whole(1, 65_536),  # requests
+    "maxBatchDelay": Whole(0, 600_000),  # milliseconds
+    "responseTimeout": Whole(1, DAY_S),  # seconds
+    "startupTimeout": Whole(1, DAY_S),  # seconds
+    "maxRetryTimeoutInSec": Whole(0, DAY_S),
+    "clientTimeoutInMills": Whole(0, DAY_MS),
+    "jobQueueSize": Whole(1, 1_000_000),  # requests
+    "useJobTicket": Flag(),
+    "deviceType": Word(("cpu", "gpu")),
+    "deviceIds": List(Whole(0, 1023)),
+    "parallelType": Word(("tp", "pp", "pptp", "custom")),
+    "parallelLevel": Whole(1, 1024),  # processes of a worker
+    "continuousBatching": Flag(),
+    "sequenceBatching": Flag(),
+    "asyncCommunication": Flag(),
+    "sequenceMaxIdleMSec": Whole(0, DAY_MS),
+    "sequenceTimeoutMSec": Whole(0, DAY_MS),
+    "maxSequenceJobQueueSize": Whole(1, 1_000_000),
+    "maxNumSequence": Whole(1, 1_000_000),
+    "useVenv": Flag(),
+}
+# Those of its block ``torchrun:``.
+TORCHRUN: Mapping[str, Kind] = {
+    "nnodes": Whole(1, 1024),
+    "nproc-per-node": Whole(1, 1024),
+    "node-rank": Whole(0, 1023),
+    "monitor-interval": Whole(1, 3600),  # seconds
+    "rdzv-backend": Word(),
+    "rdzv-endpoint": Word(),
+    "rdzv-conf": Word(),
+    "OMP_NUMBER_THREADS": Whole(1, 1024),
+}
+BLOCKS = ("handler", "torchrun")
+
+
+def check_torchserve_keys(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key outside ``handler:`` that TorchServe would ignore, or a value that it cannot use."""
+    for key, value in config.items():
+        if key == "torchrun":
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"torchrun in {NAME} must be a block of keys, not {value!r}")
+            for inner in value:
+                _check(inner, value[inner], TORCHRUN, (), f"the torchrun block of {NAME}")
+        elif key != "handler":
+            _check(key, value, TORCHSERVE, BLOCKS, NAME)
+    if config.get("minWorkers", 1) > config.get("maxWorkers", 256):
+        raise ConfigError(f"minWorkers in {NAME} must not be more than maxWorkers")
+
+
+def _check(key: object, value: object, table: Mapping[str, Kind], blocks: tuple[str, ...], where: str) -> None:
+    if not isinstance(key, str) or key not in table:
+        raise ConfigError(unknown_key(str(key), [*table, *blocks], where))
+    if wrong := table[key].wrong(value):
+        raise ConfigError(f"{key} in {where} {wrong}, not {value!r}")
+
+
+def serves_continuously(config: Mapping[str, Any]) -> bool:
+    """Which of the two modes ``config`` asks for. Raises ConfigError for other ways of TorchServe to call a handler."""
+    for mode in ("asyncCommunication", "sequenceBatching"):
+        if config.get(mode):
+            raise ConfigError(f"{mode} in {NAME} is not supported; leave it out")
+    continuous = bool(config.get("continuousBatching"))
+    if continuous and config.get("maxWorkers", 1) != 1:
+        raise ConfigError(
+            f"continuousBatching needs maxWorkers: 1 in {NAME}: an idle second worker stalls the busy one. "
+            "Leave continuousBatching out to run several workers"
+        )
+    if not continuous and config.get("batchSize", 1) != 1:
+        raise ConfigError(
+            f"batchSize in {NAME} must be 1 without continuousBatching: true, "
+            "since requests of one batch would wait for each other"
+        )
+    return continuous
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelYaml:
+    """A file's keys, and ``lines``: the number of the line that each is on, by its path from the top."""
+
+    config: Mapping[str, Any]
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+
+
+def read_model_yaml(path: Path) -> ModelYaml:
+    """The keys of the file ``path``.
+
+    Raises ConfigError with the file and the line for what is not YAML, a key that is there twice, an empty file, and
+    a file that is something else than keys and values.
+    """
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is too large to be a {NAME}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file in UTF-8") from error
+    return parse_model_yaml(text, str(path))
+
+
+def parse_model_yaml(text: str, where: str) -> ModelYaml:
+    """As :func:`read_model_yaml`, of ``text``; ``where`` names it in errors."""
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError(f"{where} is empty: it holds no key")
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{where}, line {_line(node)}: must be keys and values, such as 'minWorkers: 1'")
+        lines: dict[tuple[str, ...], int] = {}
+        _visit(node, (), lines, where)
+        return ModelYaml(loader.construct_document(node), lines)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}" if mark else ""
+        words = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{where}{place}: {words}") from error
+    except ReaderError as error:
+        number = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{where}, line {number}: {error.reason}") from error
+    except ConfigError:
+        raise
+    except (RecursionError, ValueError) as error:  # nested too deep; a number or a date that is none
+        raise ConfigError(f"{where} cannot be read: {error}") from error
+
+
+def _visit(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], where: str) -> None:
+    """Note the line of every key of two levels. Raises ConfigError for a key that a block has twice."""
+    if not isinstance(node, yaml.MappingNode) or len(path) > 1:
+        return
+    for key, value in node.value:
+        here = (*path, str(key.value))
+        if here in lines:
+            raise ConfigError(f"{where}, line {_line(key)}: {key.value} is there twice; line {lines[here]} has it too")
+        lines[here] = _line(key)
+        _visit(value, here, lines, where)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1

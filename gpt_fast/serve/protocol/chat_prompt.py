@@ -1,0 +1,185 @@
+"""Chat messages to token ids, so that no message can end its turn or begin another's.
+
+A template writes special tokens out as text, and so can a user: "<|eot_id|><|start_header_id|>system..." in a message
+would be a system turn. Where no message holds anything of that kind the rendered prompt is encoded at once, which
+gives exactly the ids of transformers' ``apply_chat_template``. Otherwise the dangerous strings go through the template
+as single private-use characters, which templates can trim around but not take apart; what the template itself wrote
+is then told from what it was given, and the latter is encoded as plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+from gpt_fast.errors import RequestError
+from gpt_fast.tokenizer import Tokenizer
+from gpt_fast.tokenizer.chat import ChatTemplate
+
+FALLBACK = "fallback:plain"
+# So that a model without a chat format does not go on with the user's next words.
+FALLBACK_STOPS = ("\nuser:", "\nsystem:")
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
+
+
+class SpecialNames:
+    """The names of a tokenizer's special tokens: found whole in a text, or in part at its ends."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = sorted({name for name in names if name})
+        self._pattern = re.compile(f"({_alternatives(self._names)})") if self._names else None
+        self._longest = max(map(len, self._names), default=0)
+        self._heads = {name[:i] for name in self._names for i in range(1, len(name))}
+        self._tails = {name[i:] for name in self._names for i in range(1, len(name))}
+
+    def split(self, text: str) -> list[str]:
+        """Alternately what is between names, perhaps empty, and a name."""
+        return self._pattern.split(text) if self._pattern else [text]
+
+    def pieces(self, text: str) -> list[tuple[str, bool]]:
+        """``text`` in pieces, each with whether it could be read as (part of) a special token in a prompt.
+
+        A part counts where other text may complete it: the beginning of a name at the end of the text, the end of one
+        at its start, a piece of one as the whole text; white space around, which templates trim, is no obstacle.
+        """
+        stripped = text.strip()
+        if stripped and len(stripped) < self._longest and any(stripped in name for name in self._names):
+            return [(text, True)]
+        pieces = [(part, bool(i % 2)) for i, part in enumerate(self.split(text))]
+        first, _ = pieces[0]
+        start = len(first) - len(first.lstrip())
+        if length := self._longest_in(self._tails, (first[start : start + n] for n in self._lengths(first[start:]))):
+            pieces[:1] = [(first[: start + length], True), (first[start + length :], False)]
+        last, _ = pieces[-1]
+        end = len(last.rstrip())
+        if length := self._longest_in(self._heads, (last[end - n : end] for n in self._lengths(last[:end]))):
+            pieces[-1:] = [(last[: end - length], False), (last[end - length :], True)]
+        return [piece for piece in pieces if piece[0]]
+
+    def _lengths(self, text: str) -> range:
+        return range(min(self._longest, len(text)), 0, -1)
+
+    @staticmethod
+    def _longest_in(parts: set[str], candidates: Iterable[str]) -> int:
+        return next((len(candidate) for candidate in candidates if candidate in parts), 0)
+
+
+def special_names(tokenizer: Tokenizer) -> SpecialNames:
+    """Of ``tokenizer``. Looks at every token the first time: a tenth of a second for a large vocabulary."""
+    return _special_names(cast(Hashable, tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _special_names(tokenizer: Any) -> SpecialNames:
+    special = [id for id in range(tokenizer.vocab_size) if tokenizer.is_special(id)]
+    return SpecialNames(tokenizer.token_bytes(id, skip_special=False).decode(errors="replace") for id in special)
+
+
+def encode_chat(
+    template: ChatTemplate | None,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, str]],
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The prompt's token ids. ``variables``: more of what the template may refer to.
+
+    Without a template the messages become lines "role: content", the last one "assistant:".
+    Raises RequestError when the template refuses the messages.
+    """
+    if template is None:
+        return tokenizer.encode(_plain(messages, add_generation_prompt))
+    hidden: dict[str, str] = {}  # dangerous string: the character in its place
+    names = special_names(tokenizer)
+    safe = _hide(messages, names, hidden)
+    # transformers gives these two to every template, and some only ask whether they are none.
+    rendered = template.render(safe, add_generation_prompt, tools=None, documents=None, **(variables or {}))
+    if not hidden:
+        return tokenizer.encode(rendered, bos=False, allow_special=True)
+    return _encode_parts(tokenizer, names.split(rendered), {ord(char): text for text, char in hidden.items()})
+
+
+def _plain(messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+    lines = [f"{message['role']}: {message['content']}" for message in messages]
+    return "\n".join([*lines, "assistant:"] if add_generation_prompt else lines)
+
+
+def _hide(messages: Sequence[Mapping[str, str]], names: SpecialNames, hidden: dict[str, str]) -> list[dict[str, str]]:
+    """The messages with a character for each dangerous string, which is noted in ``hidden``."""
+    # The role is one of a few words, checked where it was read, and templates compare it.
+    cut = [
+        {key: [(text, False)] if key == "role" else names.pieces(text) for key, text in message.items()}
+        for message in messages
+    ]
+    if not any(dangerous for message in cut for pieces in message.values() for _, dangerous in pieces):
+        return [dict(message) for message in messages]
+    used = {char for message in messages for text in message.values() for char in text if ord(char) >= 0xF0000}
+    unused = (char for char in map(chr, _PRIVATE_USE) if char not in used)
+
+    def shown(text: str, dangerous: bool) -> str:
+        if not dangerous:
+            return text
+        # White space stays outside, for the template to trim or keep.
+        bare = text.strip()
+        before, _, after = text.partition(bare)
+        if bare not in hidden:
+            char = next(unused, None)
+            if char is None:
+                raise RequestError("messages use every private-use character there is", "messages")
+            hidden[bare] = char
+        return before + hidden[bare] + after
+
+    return [{key: "".join(shown(*piece) for piece in pieces) for key, pieces in message.items()} for message in cut]
+
+
+def _encode_parts(tokenizer: Tokenizer, parts: Sequence[str], hidden: Mapping[int, str]) -> list[int]:
+    """Ids of ``parts``, every second of which is a special token that the template wrote."""
+    ids: list[int] = []
+    trusted = last = ""
+    for i, part in enumerate(parts):
+        plain = part if i % 2 else part.translate(hidden)
+        if plain == part:
+            trusted += part
+            last = part if i % 2 else last
+            continue
+        ids += tokenizer.encode(trusted, bos=False, allow_special=True)
+        ids += _encode_behind(tokenizer, plain, last)
+        trusted = ""
+    return ids + tokenizer.encode(trusted, bos=False, allow_special=True)
+
+
+def _encode_behind(tokenizer: Tokenizer, text: str, special: str) -> list[int]:
+    """Ids of ``text`` as plain text behind the token ``special``, or at the start if that is empty.
+
+    SentencePiece puts a space in front of a text; behind a special token some checkpoints do and some do not.
+    """
+    ids = tokenizer.encode(text, bos=False)
+    if not (special and tokenizer.leading_spaces_dropped):
+        return ids
+    alone = tokenizer.encode("a", bos=False)
+    if tokenizer.encode(special + "a", bos=False, allow_special=True)[-len(alone) :] == alone:
+        return ids
+    line_break = tokenizer.encode("\n", bos=False)  # hardly ever part of a longer token, and if so, it shows
+    behind = tokenizer.encode("\n" + text, bos=False)
+    return behind[len(line_break) :] if behind[: len(line_break)] == line_break else ids
+
+
+def _alternatives(names: Sequence[str]) -> str:
+    """A pattern that matches the longest of ``names``, which are sorted, in time that hardly depends on their number.
+
+    A plain "a|b|c" would try hundreds of names that begin alike at every "<" of a hostile text.
+    """
+    by_first: dict[str, list[str]] = {}
+    for name in names:
+        if name:
+            by_first.setdefault(name[0], []).append(name)
+    branches = []
+    for first, group in by_first.items():
+        rests = [name[1:] for name in group]
+        branches.append(re.escape(first) + (re.escape(rests[0]) if len(rests) == 1 else _alternatives(rests)))
+    if not branches:
+        return ""
+    choice = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+    return f"(?:{choice})?" if "" in names else choice

@@ -1,0 +1,247 @@
+"""``POST v1/completions``: prompts in, their continuations out.
+
+A prompt is a string or a list of token ids; several of either make several choices. Tokens in ``logprobs`` are named
+as OpenAI does: by their text, and as ``bytes:\\xe2\\x82`` where that is no text. ``text_offset`` counts characters of
+the choice's own ``text``. With ``echo``, ``max_tokens`` may be 0: nothing but the prompt, to score it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from gpt_fast.errors import RequestError
+from gpt_fast.outputs import Completion, Delta, TokenLogprobs
+from gpt_fast.serve.protocol.fields import is_number, kind
+from gpt_fast.serve.protocol.openai_common import (
+    Ask,
+    OpenAIContext,
+    OpenAIJob,
+    check_count,
+    check_length,
+    finite,
+    token_bytes,
+    token_name,
+)
+from gpt_fast.serve.protocol.openai_fields import (
+    COMPLETION,
+    check_model,
+    read_fields,
+    read_params,
+    read_stream_options,
+    read_switch,
+    require,
+)
+from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
+
+Prompt = str | list[int]
+
+
+class CompletionJob(OpenAIJob):
+    """A completion request, understood. ``echoes``: what is put in front of each prompt's completions."""
+
+    _prefix = "cmpl-"
+    _object = "text_completion"
+    _chunk_object = "text_completion"
+
+    def __init__(self, ask: Ask, context: OpenAIContext, echoes: Sequence[str] | None, scores_only: bool) -> None:
+        super().__init__(ask, context)
+        self._echoes = echoes
+        self._scores_only = scores_only
+        self._streamed: dict[int, _Offsets | None] = {}  # the sequences that have begun
+
+    def delta(self, index: int, delta: Delta) -> str:
+        """The events that tell ``delta`` of sequence ``index``, perhaps none."""
+        if self._scores_only and delta.finish_reason != "abort":
+            if delta.finish_reason is None:
+                return ""
+            delta = Delta("", (), "length", delta.completion)
+        return super().delta(index, delta)
+
+    def end(self, completions: Sequence[Completion]) -> str:
+        """The end of the stream, or the whole answer. Raises RequestError (500) for the whole answer if a sequence was
+        aborted."""
+        return super().end([self._shown(completion) for completion in completions])
+
+    def _shown(self, completion: Completion) -> Completion:
+        if not self._scores_only or completion.finish_reason == "abort":
+            return completion
+        # One token was generated all the same: the engine ends a request with a token.
+        logprobs = None if completion.logprobs is None else ()
+        return dataclasses.replace(completion, text="", token_ids=(), finish_reason="length", logprobs=logprobs)
+
+    def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        text = delta.text
+        if index not in self._streamed:
+            text = self._echo(index) + text
+            self._streamed[index] = self._offsets(index) if self._wants_logprobs else None
+        if not (text or delta.logprobs or delta.finish_reason):
+            return []
+        offsets = self._streamed[index]
+        logprobs = None if offsets is None else self._logprobs(offsets, delta.logprobs)
+        return [_choice(index, text, logprobs, delta.finish_reason)]
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        echo = self._echo(index)
+        logprobs = None
+        if self._wants_logprobs:
+            logprobs = self._logprobs(self._offsets(index), completion.logprobs or ())
+            if completion.prompt_logprobs is not None:
+                front = self._prompt_logprobs(index, completion.prompt_logprobs, len(echo))
+                logprobs = {name: front[name] + logprobs[name] for name in front}
+        return _choice(index, echo + completion.text, logprobs, completion.finish_reason)
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        return self.ask.params.logprobs is not None
+
+    def _prompt(self, index: int) -> list[int]:
+        return self.ask.prompts[index // self.num_samples]
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self.num_samples] if self._echoes is not None else ""
+
+    def _offsets(self, index: int) -> _Offsets:
+        return _Offsets(self.context.tokenizer, self._prompt(index), len(self._echo(index)))
+
+    def _prompt_logprobs(
+        self, index: int, entries: Sequence[TokenLogprobs | None], length: int
+    ) -> dict[str, list[Any]]:
+        offsets = _Offsets(self.context.tokenizer, (), 0, length)
+        prompt = self._prompt(index)
+        # Nothing predicts the first token; it has a place in the lists, and null for its numbers.
+        known = [entry or TokenLogprobs(prompt[i], 0.0) for i, entry in enumerate(entries)]
+        lists = self._logprobs(offsets, known)
+        for i, entry in enumerate(entries):
+            if entry is None:
+                lists["token_logprobs"][i] = lists["top_logprobs"][i] = None
+        return lists
+
+    def _logprobs(self, offsets: _Offsets, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entry in map(finite, entries):
+            name = self._name(entry.token)
+            top: dict[str, float] = {}
+            for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+                top.setdefault(self._name(token), logprob)  # likeliest first: of equal names, that one
+            lists["tokens"].append(name)
+            lists["token_logprobs"].append(entry.logprob)
+            lists["top_logprobs"].append(top)
+            lists["text_offset"].append(offsets.push(entry.token))
+        return lists
+
+    def _name(self, token: int) -> str:
+        name = token_name(self.context.tokenizer, token)
+        try:
+            return name.decode()
+        except UnicodeDecodeError:
+            # Two halves of characters must not get one name: they are keys of top_logprobs.
+            return "bytes:" + "".join(f"\\x{value:02x}" for value in name)
+
+
+class _Offsets:
+    """Where each token begins in a text that starts behind ``prompt`` and counts from ``start``, at most ``end``."""
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], start: int, end: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._stream: IncrementalDetokenizer | None = None
+        if tokenizer is not None:
+            known = [token for token in prompt if token_bytes(tokenizer, token) is not None]
+            self._stream = IncrementalDetokenizer(tokenizer, known)
+        self._next = start
+        self._end = end
+
+    def push(self, token: int) -> int:
+        offset = self._next
+        if self._stream is not None and token_bytes(self._tokenizer, token) is not None:
+            self._next += len(self._stream.push(token))
+        return offset if self._end is None else min(offset, self._end)
+
+
+def parse_completion(body: Mapping[str, Any], context: OpenAIContext) -> CompletionJob:
+    """``body`` as a job. Raises RequestError naming the field that is wrong."""
+    given = read_fields(body, COMPLETION)
+    model = check_model(given, context.models)
+    prompts = _prompts(require(given, "prompt"))
+    echo = read_switch(given, "echo")
+    stream = read_switch(given, "stream")
+    options = read_stream_options(given, stream)
+    num_new = given.get("max_tokens")
+    scores_only = is_number(num_new) and num_new == 0
+    if scores_only and not echo:
+        raise RequestError("max_tokens 0 needs echo: there would be no answer", "max_tokens")
+    logprobs = given.get("logprobs")
+    if echo and stream and logprobs is not None:
+        message = "echo with logprobs cannot be streamed; the prompt's log probabilities come with the whole answer"
+        raise RequestError(message, "stream", "unsupported_value")
+    params = read_params(
+        given,
+        max_tokens=1 if scores_only else num_new,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
+        default_max_tokens=context.completion_max_tokens,
+        default_temperature=context.default_temperature,
+    )
+    check_count(len(prompts), params.n, context, "prompt")
+    echoes = [_text(prompt, context) for prompt in prompts] if echo else None
+    encoded = []
+    for i, prompt in enumerate(prompts):
+        ids = _encode(prompt, context)
+        path = "prompt" if len(prompts) == 1 else f"prompt.{i}"
+        asked = params.max_tokens if num_new else None
+        check_length(ids, asked, context, path, "max_tokens")
+        encoded.append(ids)
+    ask = Ask(model, tuple(encoded), params, given, stream, options)
+    return CompletionJob(ask, context, echoes, scores_only)
+
+
+def _choice(index: int, text: str, logprobs: dict[str, list[Any]] | None, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _prompts(prompt: Any) -> list[Prompt]:
+    """The one or several prompts in the field."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        message = f"prompt must be a string, a list of token ids, or a list of either, not {kind(prompt)}"
+        raise RequestError(message, "prompt", "invalid_type")
+    if not prompt:
+        raise RequestError("prompt is an empty list", "prompt")
+    if isinstance(prompt[0], (str, list)):
+        return [one if isinstance(one, str) else _ids(one, f"prompt.{i}") for i, one in enumerate(prompt)]
+    return [_ids(prompt, "prompt")]
+
+
+def _ids(tokens: Any, path: str) -> list[int]:
+    if not isinstance(tokens, list):
+        message = f"{path} is {kind(tokens)}; a prompt is a string or a list of token ids"
+        raise RequestError(message, path, "invalid_type")
+    if not tokens:
+        raise RequestError(f"{path} is an empty list; give at least one token id", path)
+    for i, token in enumerate(tokens):
+        if isinstance(token, bool) or not isinstance(token, int):
+            message = f"{path}.{i} is {kind(token)}, not a token id"
+            raise RequestError(message, f"{path}.{i}", "invalid_type")
+        if not 0 <= token < 2**31:
+            raise RequestError(f"{path}.{i} is no token id: it is negative or too large", f"{path}.{i}")
+    return cast(list[int], tokens)
+
+
+def _encode(prompt: Prompt, context: OpenAIContext) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if context.tokenizer is None:
+        raise RequestError("this checkpoint has no tokenizer: prompt must be a list of token ids", "prompt")
+    return context.tokenizer.encode(prompt)
+
+
+def _text(prompt: Prompt, context: OpenAIContext) -> str:
+    """``prompt`` as ``echo`` shows it."""
+    if isinstance(prompt, str):
+        return prompt
+    if context.tokenizer is None:
+        raise RequestError("echo needs a tokenizer, and this checkpoint has none", "echo")
+    size = context.tokenizer.vocab_size
+    return context.tokenizer.decode([token for token in prompt if token < size])

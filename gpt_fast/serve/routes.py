@@ -1,0 +1,80 @@
+"""The routes below ``/predictions/<model>/<version>/``: which protocol answers where.
+
+===============================  =========================================================================
+(nothing)                        native.py
+``v1/chat/completions``          OpenAI's, as ``v1/completions``, ``v1/models`` and ``v1/models/<name>``
+``health``                       whether the model is loaded, compiled and warm, and what runs
+``metrics``                      Prometheus' text format under vLLM's names
+===============================  =========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gpt_fast.errors import RequestError
+from gpt_fast.serve.metrics import CONTENT_TYPE, Metrics
+from gpt_fast.serve.protocol import native, openai
+from gpt_fast.serve.protocol.body import read_body
+from gpt_fast.serve.protocol.job import Job, Page
+from gpt_fast.serve.settings import HandlerSettings
+from gpt_fast.tokenizer.chat import load_template
+
+if TYPE_CHECKING:
+    from gpt_fast.llm import LLM
+
+MAX_SEQUENCES = 256  # of one request, where any number may wait
+ROUTES = ("v1/chat/completions", "v1/completions", "v1/models", "health", "metrics")
+
+
+class Api:
+    """What one model answers under its routes. ``names``: what requests may call it in OpenAI's ``model``."""
+
+    def __init__(self, llm: LLM, settings: HandlerSettings, names: tuple[str, ...], metrics: Metrics) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._metrics = metrics
+        checkpoint = getattr(llm, "checkpoint", None)
+        max_waiting = llm.engine.max_waiting
+        self._openai = openai.OpenAIContext(
+            models=names,
+            max_model_len=llm.max_seq_len,
+            tokenizer=llm.tokenizer,
+            template=load_template(checkpoint) if checkpoint is not None else None,
+            default_temperature=llm.defaults.sampling.temperature,
+            # Half of the queue, so that one request never fills it for the others.
+            max_sequences=MAX_SEQUENCES if max_waiting is None else max(1, max_waiting // 2),
+        )
+
+    def open(self, route: str, entry: Mapping[str, Any], content_length: int | None) -> Job | Page:
+        """The answer to one request: a job for the engine, or a page. Raises RequestError.
+
+        ``entry``: the body as TorchServe delivers it (protocol/body.py).
+        """
+        route = route.strip("/")
+        if route == "health":
+            return Page(native.JSON_TYPE, self.health())
+        if route == "metrics":
+            return Page(CONTENT_TYPE, self._metrics.exposition())
+        if route == "v1/models":
+            return Page(native.JSON_TYPE, openai.models_body(self._openai))
+        if route.startswith("v1/models/"):
+            return Page(native.JSON_TYPE, openai.model_body(route.removeprefix("v1/models/"), self._openai))
+        if route and route not in ROUTES:
+            shown = route if len(route) <= 100 else route[:97] + "..."
+            known = ", ".join(ROUTES)
+            raise RequestError(
+                f"there is no route {shown!r}; there are {known}, and the model itself", None, "not_found", 404
+            )
+        body = read_body(entry, self._settings.max_body_bytes, content_length)
+        if route == "v1/chat/completions":
+            return openai.parse_chat(body, self._openai)
+        if route == "v1/completions":
+            return openai.parse_completion(body, self._openai)
+        return native.parse_request(body, self._settings.max_new_tokens, self._settings.stream)
+
+    def health(self) -> str:
+        """JSON: readiness, and what the engine holds. Only a model that is ready answers at all."""
+        return json.dumps({"status": "ready", "loaded": True, "warm": True, **self._llm.status()}) + "\n"

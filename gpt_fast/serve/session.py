@@ -1,0 +1,291 @@
+"""One HTTP request between a wire protocol and the engine, whatever server carries it. No torch, no TorchServe here.
+
+A :class:`Session` has its request understood, submits its sequences and turns what the engine says into pieces of the
+answer. Before the first piece a failure has a status; after it a failure can only be told in the body.
+
+Whatever may take long (a large body, a grammar, a long answer in one piece) is done in other threads (lanes.py):
+the thread that talks to the server serves everybody, and must not wait for one request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Executor, Future
+from typing import Any, NamedTuple, Protocol
+
+from gpt_fast.errors import RequestError
+from gpt_fast.outputs import Completion, Delta
+from gpt_fast.params import MAX_SHOWN, SamplingParams, brief, try_later, without_frames
+from gpt_fast.serve.lanes import Lanes
+from gpt_fast.serve.protocol.job import Job, Page
+
+log = logging.getLogger(__name__)
+
+MAX_UNCOLLECTED = 256  # tokens that a sequence may be ahead of its server
+LIGHT_BYTES = 8192  # a larger body takes the heavy lane
+LIGHT_NUMBERS = 1000  # an answer with more log probabilities does, too
+UNDERSTAND_S = 10.0  # to understand a request: past it, it is refused
+TOO_MANY_LARGE = "too many large requests are waiting"
+
+
+class Sequence(Protocol):
+    """What a session needs of engine.handle.Handle."""
+
+    completion: Completion | None
+
+    @property
+    def has_news(self) -> bool: ...
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def has_begun(self) -> bool: ...
+    def poll(self) -> Delta | None: ...
+    def cancel(self) -> None: ...
+
+
+class Engine(Protocol):
+    """What a session needs of LLM."""
+
+    changed: threading.Condition  # notified when any sequence has something new
+    pressing: threading.Condition  # of the same lock, when it is a first token or an ending
+
+    def submit_all(self, parts: list[tuple[Any, SamplingParams]], max_uncollected: int | None) -> list[Any]: ...
+
+
+class Piece(NamedTuple):
+    """The next part of an answer. ``plain``: it is the first and the last, so the answer was never a stream."""
+
+    text: str
+    last: bool
+    plain: bool
+    content_type: str
+
+
+class _Understood(NamedTuple):
+    """A job, and its sequences once they are in the engine."""
+
+    job: Job
+    sequences: list[Sequence] | None
+
+
+class Session:
+    """Answers one request, which ``read`` understands. ``num_bytes``: the size of its body.
+
+    ``announce``: give out an empty first piece of a stream as soon as the first token is there, even if its text is
+    not: a server that looks whether its client is still there only when it sends something then looks early.
+    ``one_piece_s``: the time limit of answers in one piece that have none of their own. While such an answer is made,
+    the server cannot see that its client has gone; so this bounds what is computed for nobody.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        read: Callable[[], Job | Page],
+        lanes: Lanes,
+        *,
+        num_bytes: int = 0,
+        announce: bool = False,
+        one_piece_s: float | None = None,
+    ) -> None:
+        self.num_bytes = num_bytes
+        self.started = False  # a piece has been given out
+        self.failure: Exception | None = None  # what went wrong after that
+        self._engine = engine
+        self._lanes = lanes
+        self._announce = announce
+        self._one_piece_s = one_piece_s
+        self._cancelled = False
+        self._job: Job
+        self._sequences: list[Sequence] = []
+        self._completions: list[Completion | None] = []
+        self._since = time.monotonic()
+        self._work: Future[Any] | None = None  # what a lane does for this session at present
+        light = num_bytes <= LIGHT_BYTES
+        self._begin(lanes.light if light else lanes.heavy, self._understand, read, light)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`take` would say something. Needs the engine's ``changed`` held, or an idle engine."""
+        if self._work is not None:
+            return self._work.done()
+        running = [s for s, completion in zip(self._sequences, self._completions, strict=True) if completion is None]
+        return any(s.has_news if self._job.stream else s.finished for s in running)
+
+    @property
+    def ending(self) -> bool:
+        """Whether :meth:`take` would give the last piece."""
+        return self._work is not None or all(s.finished for s in self._sequences)
+
+    def cancel(self) -> None:
+        """Nobody listens any more."""
+        self._cancelled = True
+        if self._work is not None:
+            self._work.cancel()
+            self._drop(self._work)
+        for sequence in self._sequences:
+            sequence.cancel()
+
+    def take(self) -> Piece | None:
+        """What is new, or None while there is nothing to say.
+
+        Raises RequestError when the request failed and nothing had been given out: it is the whole answer.
+        """
+        try:
+            return self._finished_work() or self._news()
+        except Exception as error:
+            self.cancel()
+            if not self.started and isinstance(error, RequestError):
+                raise
+            if not self.started:
+                raise as_request_error(error) from error
+            failure = as_request_error(error)
+            self.failure = without_frames(error)
+            log.warning("a request failed after its first piece: %s", failure.message[:MAX_SHOWN])
+            return Piece(self._job.broken(failure), last=True, plain=False, content_type=self._job.content_type)
+
+    # In the lanes.
+
+    def _begin(self, lane: Executor, work: Callable[..., object], *args: object) -> None:
+        self._work = lane.submit(work, *args)
+        self._work.add_done_callback(self._wake)
+
+    def _wake(self, work: Future[Any]) -> None:
+        if self._cancelled:
+            self._drop(work)
+        with self._engine.changed:
+            self._engine.changed.notify_all()
+            self._engine.pressing.notify_all()
+
+    @staticmethod
+    def _drop(work: Future[Any]) -> None:
+        """Cancel what ``work`` has put into the engine, if it has."""
+        if work.done() and not work.cancelled() and work.exception() is None:
+            found = work.result()
+            for sequence in (found.sequences or ()) if isinstance(found, _Understood) else ():
+                sequence.cancel()
+
+    def _understand(self, read: Callable[[], Job | Page], light: bool) -> Page | _Understood:
+        opened = read()
+        if isinstance(opened, Page):
+            return opened
+        if light and any(part.params.has_grammar for part in opened.sequences):
+            return _Understood(opened, None)  # compiling it is for the heavy lane
+        return self._submit(opened)
+
+    def _submit(self, job: Job) -> _Understood:
+        parts = []
+        for part in job.sequences:
+            params = part.params
+            if not job.stream and params.timeout_s is None:
+                params = dataclasses.replace(params, timeout_s=self._one_piece_s)
+            parts += [(part.prompt, sample) for sample in params.samples()]
+        try:
+            # An answer in one piece is collected at its end.
+            return _Understood(job, self._engine.submit_all(parts, MAX_UNCOLLECTED if job.stream else None))
+        except RequestError as error:
+            raise job.named(error) from None
+
+    # In the thread that talks to the server.
+
+    def _finished_work(self) -> Piece | None:
+        """Take over what a lane has done; a piece if that is the whole answer."""
+        while self._work is not None:
+            if not self._work.done():
+                self._check_time()
+                return None
+            work, self._work = self._work, None
+            try:
+                found = work.result()
+            finally:
+                del work  # an exception would hold this frame, and through it the future and itself
+            if isinstance(found, Page):
+                return Piece(found.body, last=True, plain=True, content_type=found.content_type)
+            if isinstance(found, str):
+                return Piece(found, last=True, plain=True, content_type=self._job.content_type)
+            self._job = found.job
+            if found.sequences is None:
+                self._begin(self._lanes.heavy, self._submit, found.job)
+            else:
+                self._sequences = found.sequences
+                self._completions = [None] * len(self._sequences)
+        return None
+
+    def _check_time(self) -> None:
+        """Raise RequestError if the request takes too long to understand."""
+        if self._sequences or time.monotonic() < self._since + UNDERSTAND_S:
+            return
+        if self._work is not None and self._work.running():
+            message = f"the request takes longer than {UNDERSTAND_S:g} s to prepare: make its grammar or prompt smaller"
+            raise RequestError(message, None, "too_complex")
+        raise try_later(TOO_MANY_LARGE)
+
+    def _news(self) -> Piece | None:
+        if self._work is not None:
+            return None
+        text = self._collect()
+        completions = [c for c in self._completions if c is not None]
+        last = len(completions) == len(self._sequences)
+        if not self._job.stream:
+            if not last:
+                return None
+            self._begin(self._lane_for(completions), self._job.end, completions)
+            return self._finished_work()
+        if last:
+            text += self._job.end(completions)
+        has_begun = self._announce and (self.started or any(s.has_begun for s in self._sequences))
+        if not text and not last and not has_begun:
+            return None
+        plain = last and not self.started
+        self.started = True
+        return Piece(text, last, plain, self._job.content_type)
+
+    def _lane_for(self, completions: Collection[Completion]) -> Executor:
+        entries = [e for c in completions for e in (*(c.logprobs or ()), *(c.prompt_logprobs or ())) if e is not None]
+        return self._lanes.heavy if sum(1 + len(e.top) for e in entries) > LIGHT_NUMBERS else self._lanes.light
+
+    def _collect(self) -> str:
+        parts = []
+        for i, sequence in enumerate(self._sequences):
+            delta = sequence.poll() if self._completions[i] is None else None
+            if delta is None:
+                continue
+            if delta.finish_reason == "abort":
+                raise RequestError("the request was aborted: its time was up", "timeout_s", "timeout", 504)
+            if self._job.stream:
+                parts.append(self._job.delta(i, delta))
+            self._completions[i] = delta.completion
+        return "".join(parts)
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """``error`` as its requester may see it: never a stack, a path or another request's words."""
+    if isinstance(error, RequestError):
+        return error
+    log.error("a request failed: %s", brief(error))
+    return RequestError(
+        f"the request failed: {type(error).__name__}; see the server's log", None, "internal_error", 500
+    )
+
+
+def wait_for_news(
+    engine: Engine, sessions: Collection[Session], timeout_s: float, pause_s: float, since: float
+) -> None:
+    """Sleep until a session has something to say, or ``timeout_s`` is over.
+
+    A piece of a stream that already runs waits until ``pause_s`` after ``since`` (monotonic), so that a fast engine
+    does not drown in exchanges; a first piece or an ending does not wait.
+    """
+    deadline = time.monotonic() + timeout_s
+    with engine.changed:
+        while (now := time.monotonic()) < deadline:
+            talking = [s for s in sessions if s.has_news]
+            if any(not s.started or s.ending for s in talking) or (talking and now >= since + pause_s):
+                return
+            if talking:
+                engine.pressing.wait(since + pause_s - now)
+            else:
+                engine.changed.wait(deadline - now)

@@ -1,0 +1,87 @@
+"""Chat templates: messages to the prompt a checkpoint was tuned on, by the Jinja template that it carries.
+
+Templates come from strangers: they run in Jinja's immutable sandbox, without access to Python objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gpt_fast.errors import RequestError
+from gpt_fast.params import MAX_SHOWN
+
+
+class ChatTemplate:
+    """A compiled template. ``special`` holds the token strings that templates refer to (``bos_token`` ...)."""
+
+    def __init__(self, source: str, special: Mapping[str, str], where: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        self._special = dict(special)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template in {where} does not parse: {error}") from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any) -> str:
+        """The prompt for ``messages`` (role and content each), special tokens written out.
+
+        Encode it without adding BOS and with special tokens allowed. Raises RequestError when the template refuses
+        the messages (a role out of turn, say).
+        """
+        try:
+            text: str = self._template.render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special, **extra
+            )
+        except Exception as error:  # a template is a program: what these messages make it raise may be anything
+            message = f"the chat template refuses these messages: {str(error)[:MAX_SHOWN]}"
+            raise RequestError(message, "messages") from None
+        return text
+
+
+def load_template(directory: str | Path) -> ChatTemplate | None:
+    """The template in chat_template.jinja or tokenizer_config.json, or None where the checkpoint has none.
+
+    Of several named ones, ``default``. Raises ValueError for one that does not parse.
+    """
+    directory = Path(directory)
+    config_path = directory / "tokenizer_config.json"
+    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    source = config.get("chat_template")
+    where = str(config_path)
+    if isinstance(source, list):
+        source = next((t.get("template") for t in source if t.get("name") == "default"), None)
+    alone = directory / "chat_template.jinja"
+    if alone.is_file():
+        source, where = alone.read_text(encoding="utf-8"), str(alone)
+    if not isinstance(source, str):
+        return None
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    special = {name: _token_text(config.get(name)) for name in names}
+    return ChatTemplate(source, {k: v for k, v in special.items() if v is not None}, where)
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    # Jinja's own filter escapes HTML characters, which no model was trained on.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
