@@ -25,20 +25,45 @@ class RopeScaling:
     """Rotary-embedding scaling, as in a checkpoint's ``rope_scaling`` (``rope_parameters`` since transformers 5).
 
     ``linear``: positions divided by ``factor`` (kaiokendev 2023). ``dynamic``: NTK-aware base that grows with the
-    sequence once it is longer than ``original_max_seq_len``. ``llama3``: per-frequency interpolation of
-    Llama 3.1 (``low_freq_factor``, ``high_freq_factor``).
+    sequence once it is longer than ``original_max_seq_len``. ``llama3``: per-frequency interpolation of Llama 3.1
+    (``low_freq_factor``, ``high_freq_factor``). ``yarn`` (Peng et al. 2023, arXiv 2309.00071): interpolation between
+    ``beta_fast`` and ``beta_slow`` rotations. ``longrope`` (Ding et al. 2024, arXiv 2402.13753): a divisor for each
+    frequency, ``long`` for sequences of more than ``original_max_seq_len`` tokens, else ``short``.
     """
 
-    type: Literal["linear", "dynamic", "llama3"]
+    type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float
     original_max_seq_len: int
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: whole dimensions as bounds
+    attention_factor: float = 1.0  # what cosines and sines are multiplied by
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+
+    @property
+    def grows(self) -> bool:
+        """Whether a token's frequencies depend on the length of its sequence."""
+        return self.type in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538) in the place of a feed-forward layer."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    ffn_dim: int  # inner width of one expert
+    renormalize: bool = True  # the weights of a token's experts add up to 1
+    shared_ffn_dim: int = 0  # an expert that every token goes through, behind a sigmoid gate; 0: none
+    layers: tuple[bool, ...] = ()  # which layers have experts; (): all
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape and mathematics of one decoder-only transformer."""
+    """The shape and mathematics of one decoder-only transformer. model/description.py makes operations of it."""
 
     family: str  # a row of families.FAMILIES
     vocab_size: int
@@ -49,15 +74,37 @@ class ModelConfig:
     head_dim: int
     ffn_dim: int
     max_seq_len: int  # positions the model was made for, in tokens
+    norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
+    norm_offset: float = 0.0  # added to every norm's weight
+    norms: Literal["before", "after", "both"] = "before"  # of attention and feed-forward
+    parallel: Literal["no", "one norm", "two norms"] = "no"  # feed-forward beside attention instead of behind it
+    activation: str = "silu"
+    gated: bool = True  # activation(gate) * up instead of activation(up)
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None  # of layers with a window, unscaled; None: as the others
+    rotary_dim: int | None = None  # dimensions of a head that rotate, the first ones; None: all
+    unrotated: tuple[bool, ...] = ()  # layers without rotation; (): none
+    learned_positions: int | None = None  # rows of a position table before position 0; None: no table
+    alibi: bool = False  # Press et al. 2021, arXiv 2108.12409
+    attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    attention_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
+    logits_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and feed-forward add
+    logits_scale: float = 1.0
     tie_embeddings: bool = False
+    embedding_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    head_bias: bool = False
+    router_bias: bool = False
+    qk_norm: Literal["no", "head", "row"] = "no"  # of each head, or of all heads together
+    sinks: bool = False  # a learned score for each head that takes weight from the keys
     windows: tuple[int, ...] = ()  # per layer: keys a query sees, itself included; 0 or missing: all of them
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -68,14 +115,22 @@ class ModelConfig:
             raise ConfigError(
                 f"num_attention_heads ({self.num_heads}) is more than hidden_size ({self.dim}): heads would be empty"
             )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim ({self.head_dim}) is odd; rotary embeddings need an even one")
-        if self.windows and len(self.windows) != self.num_layers:
-            raise ConfigError(f"windows has {len(self.windows)} entries for {self.num_layers} layers")
+        if self.rotary % 2:
+            what = "head_dim" if self.rotary_dim is None else "rotary_dim"
+            raise ConfigError(f"{what} ({self.rotary}) is odd; rotary embeddings need an even one")
+        for name in ("windows", "unrotated"):
+            given = getattr(self, name)
+            if given and len(given) != self.num_layers:
+                raise ConfigError(f"{name} has {len(given)} entries for {self.num_layers} layers")
 
     def window(self, layer: int) -> int:
         """Sliding window of ``layer`` in tokens; 0 means full attention."""
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def rotary(self) -> int:
+        """Dimensions of a head that rotate."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def q_dim(self) -> int:
@@ -84,17 +139,6 @@ class ModelConfig:
     @property
     def kv_dim(self) -> int:
         return self.num_kv_heads * self.head_dim
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights of the model, embeddings included (tied ones counted once)."""
-        block = self.dim * (self.q_dim + 2 * self.kv_dim) + self.q_dim * self.dim + 3 * self.dim * self.ffn_dim
-        block += 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
-        block += (self.q_dim + 2 * self.kv_dim) if self.qkv_bias else 0
-        block += self.dim if self.out_bias else 0
-        block += (2 * self.ffn_dim + self.dim) if self.mlp_bias else 0
-        embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
-        return self.num_layers * block + embeddings + self.dim
 
     def kv_bytes_per_token(self, itemsize: float) -> int:
         """Bytes that one token occupies in the KV cache, over all layers; ``itemsize`` with a share of its scale."""

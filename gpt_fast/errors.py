@@ -60,3 +60,7 @@ class UnavailableError(RuntimeError):
 
 class CompilerError(UnavailableError):
     """The compiler did not accept the sources or the flags."""
+
+
+class UnsupportedError(ValueError):
+    """An executor does not run an operation, or weights of a kind; the message names what and why."""

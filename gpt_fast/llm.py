@@ -29,7 +29,7 @@ from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import ConfigError, RequestError, TokenizerMissing
 from gpt_fast.kernels.roofline import Roofline, read_bandwidth
-from gpt_fast.model.packed import pack_model
+from gpt_fast.model.cpu_model import pack_model
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import SamplingParams, show
@@ -102,8 +102,8 @@ class LLM:
         self.config = model.config
         self.defaults = defaults or GenerationDefaults((), None, SamplingParams())
         self.tokenizer = tokenizer
-        self.device = model.tok_embeddings.weight.device
-        self.dtype = model.norm.weight.dtype
+        self.device = model.device
+        self.dtype = model.dtype
         self.model = model
         if self.engine_config.quantize is not None:
             check_device(None, self.engine_config.quantize, self.device)
@@ -118,9 +118,8 @@ class LLM:
     def _start(self) -> None:
         """Build the engine around the model and warm it up."""
         begin = time.perf_counter()
-        self.model.eval()
         if self.engine_config.kernels:
-            pack_model(self.model)
+            self.model = pack_model(self.model) or self.model
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
         self.engine = self._build_engine()
         self._ids = itertools.count()
@@ -307,7 +306,7 @@ class LLM:
             "compiled": self.engine.runner.compiled,
             "path": self.engine.runner.path,
             "family": self.config.family,
-            "parameters": self.config.num_parameters,
+            "parameters": self.model.description.num_parameters,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "max_seq_len": self.max_seq_len,

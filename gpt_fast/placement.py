@@ -10,8 +10,9 @@ import torch
 
 from gpt_fast.config import RANGES, ModelConfig, in_range
 from gpt_fast.errors import ConfigError
-from gpt_fast.kernels import takes_shape
+from gpt_fast.kernels.cpu.library import runs
 from gpt_fast.memory import host_memory
+from gpt_fast.model.description import describe
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def place(
     """
     where = pick_device(device)
     chosen = pick_dtype(dtype, where, config, stored, kernels)
-    fast = kernels and takes_shape(config, chosen, where)
+    fast = kernels and runs(chosen, where)
     # torch's float32 products on a CPU want columns; the kernels have a layout of their own.
     return Placement(where, chosen, fast, where.type == "cpu" and chosen == torch.float32 and not fast)
 
@@ -67,11 +68,11 @@ def pick_dtype(
         return cast(torch.dtype, getattr(torch, name))
     if device.type != "cpu":
         return torch.bfloat16
-    if kernels and takes_shape(config, torch.bfloat16, device):
+    if kernels and runs(torch.bfloat16, device):
         narrow = stored == torch.bfloat16
     else:
         narrow = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    fits = config.num_parameters * 4 < host_memory().total / 2
+    fits = describe(config).num_parameters * 4 < host_memory().total / 2
     return torch.bfloat16 if narrow or not fits else torch.float32
 
 

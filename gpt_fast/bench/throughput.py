@@ -40,6 +40,7 @@ from gpt_fast.errors import ConfigError
 from gpt_fast.kernels.roofline import read_bandwidth
 from gpt_fast.llm import LLM
 from gpt_fast.memory import check_weights
+from gpt_fast.model.description import describe
 from gpt_fast.model.shapes import shape
 from gpt_fast.params import SamplingParams
 from gpt_fast.placement import pick_device, place, usable_threads
@@ -106,7 +107,7 @@ def build(
         dtype=options.pop("dtype", "auto"),
         kernels=options.get("kernels", True),
     )
-    check_weights(config.num_parameters * where.dtype.itemsize, where.device)
+    check_weights(describe(config).num_parameters * where.dtype.itemsize, where.device)
     model = random_model(config, where.dtype, where.device, column_major=where.column_major)
     return LLM.from_model(model, **options)
 
@@ -176,7 +177,7 @@ def ceiling(llm: LLM) -> dict[str, Any]:
         "kv_cache_dtype": str(llm.engine.runner.cache[0].k.dtype).removeprefix("torch."),
         "path": llm.engine.runner.path,
         "torch": torch.__version__,
-        "parameters": llm.config.num_parameters,
+        "parameters": describe(llm.config).num_parameters,
         "bytes_per_token": roofline.bytes_per_token,
         "machine_bandwidth_gb_s": roofline.bandwidth / 1e9,
         "ceiling_tokens_per_second": roofline.ceiling,

@@ -6,15 +6,18 @@ What differs between families stands in the rows of family_table.py. What a chec
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt_fast.checkpoint.family_table import FAMILIES, Family, Part, parts
+from gpt_fast.checkpoint.family_table import ACTIVATIONS, FAMILIES, KEYS, Family
 from gpt_fast.config import MAX_POSITIONS, ModelConfig, RopeScaling
 from gpt_fast.errors import CheckpointError, ConfigError, RequestError
+from gpt_fast.model.description import Part, parts
 from gpt_fast.params import SamplingParams
 
 # The greatest sizes that a config.json may ask for: far above every model, and small enough to compute with. Whether
@@ -33,6 +36,8 @@ LIMITS = {
 _LARGEST = 1e15  # of numbers that are no sizes: NaN and infinity, which Python's JSON knows, are not below it
 _MAX_JSON = 100_000_000  # bytes
 _SHOWN = 60  # characters of a wrong value
+
+_KINDS = {f.name: str(f.type) for f in dataclasses.fields(ModelConfig)}
 
 QUANT_METHODS = ("gpt_fast", "gptq", "awq")  # that quantize/ reads
 
@@ -89,37 +94,32 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
                 f"{where}: quantization_config ({method}) is not supported, only {', '.join(QUANT_METHODS)}; "
                 "use the unquantized checkpoint"
             )
-    if get("hidden_act", str) not in ("silu", "swish"):
-        raise CheckpointError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
-    dim, num_heads = get.size("hidden_size"), get.size("num_attention_heads")
-    theta, scaling = _rope(get)
-    max_positions = get.size("max_position_embeddings")
-    if scaling is not None and scaling.type == "dynamic":
-        # The key holds the length before stretching.
-        max_positions = get.check_size("max_position_embeddings times factor", int(max_positions * scaling.factor))
+    for key, served in row.refused.items():
+        if get.value(key) not in served:
+            raise CheckpointError(f"{where}: {key} {get.value(key)!r} is not supported, only {_listed(served)}")
+    fields = dict(row.fields)
+    keys = {**KEYS, **row.keys}
+    for name, key in keys.items():
+        if name not in fields and key:
+            fields[name] = get.field(name, key)
+    heads, dim = fields["num_heads"], fields["dim"]
+    fields["num_kv_heads"] = fields.get("num_kv_heads") or heads
+    fields["head_dim"] = fields.get("head_dim") or dim // heads
+    _rope(get, fields)
+    scaling = fields["rope_scaling"]
+    if scaling is not None and scaling.type == "dynamic":  # the key holds the length before stretching
+        stretched = int(fields["max_seq_len"] * scaling.factor)
+        fields["max_seq_len"] = get.check_size("max_position_embeddings times factor", stretched)
+    fields["windows"] = _windows(row, get, fields["num_layers"])
+    row.finish({**row.defaults, **raw}, fields)
     try:
-        return ModelConfig(
-            family=row.name,
-            vocab_size=get.size("vocab_size"),
-            dim=dim,
-            num_layers=get.size("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=num_heads if get.value("num_key_value_heads") is None else get.size("num_key_value_heads"),
-            head_dim=dim // num_heads if get.value("head_dim") is None else get.size("head_dim"),
-            ffn_dim=get.size("intermediate_size"),
-            max_seq_len=max_positions,
-            norm_eps=get.number("rms_norm_eps"),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tie_embeddings=get("tie_word_embeddings", bool),
-            qkv_bias=get.flag(row.qkv_bias),
-            out_bias=get.flag(row.out_bias),
-            mlp_bias=get.flag(row.mlp_bias),
-            qk_norm=row.qk_norm,
-            windows=_windows(row, get),
-        )
+        return ModelConfig(family=row.name, **fields)
     except ConfigError as e:
         raise CheckpointError(f"{where}: {e}") from None
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(repr, values))
 
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
@@ -166,6 +166,19 @@ class _Reader:
             raise CheckpointError(f"{self.where}: {key} must be between 1 and {limit}, not {_shown(value)}")
         return value
 
+    def field(self, name: str, key: str) -> Any:
+        """The field ``name`` of ModelConfig by ``key``; None stays None where the family's default is None."""
+        if self.value(key) is None and key in self.row.defaults:
+            return None
+        if name == "activation":
+            given = self(key, str)
+            if given not in ACTIVATIONS:
+                known = _listed(list(ACTIVATIONS))
+                raise CheckpointError(f"{self.where}: {key} {given!r} is not supported, only {known}")
+            return ACTIVATIONS[given]
+        kind = _KINDS[name]
+        return self.size(key) if kind == "int" else self.number(key) if kind.startswith("float") else self(key, bool)
+
     def number(self, key: str, source: Mapping[str, Any] | None = None, inside: str = "") -> float:
         value = self.value(key) if source is None else source.get(key)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
@@ -180,59 +193,101 @@ class _Reader:
             raise CheckpointError(f"{self.where}: {key} must be an object, not {_shown(value)}")
         return value
 
-    def flag(self, switch: bool | str) -> bool:
-        return switch if isinstance(switch, bool) else bool(self(switch, bool))
 
-
-def _rope(get: _Reader) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from ``rope_scaling`` and ``rope_theta`` or from transformers 5's ``rope_parameters``."""
+def _rope(get: _Reader, fields: dict[str, Any]) -> None:
+    """The rotary fields, from ``rope_scaling`` and ``rope_theta`` or from transformers 5's ``rope_parameters``."""
     key = "rope_scaling" if get.raw.get("rope_scaling") else "rope_parameters"
     rope, inside = get.mapping(key), key + "."
     nested = [name for name, value in rope.items() if isinstance(value, dict)]
-    if nested:
+    if set(nested) - {"full_attention", "sliding_attention"} or (nested and "full_attention" not in nested):
         raise CheckpointError(f"{get.where}: {inside}{nested[0]}: rotary settings by layer type are not supported")
-    theta = get.number("rope_theta", rope, inside) if rope.get("rope_theta") is not None else get.number("rope_theta")
-    for partial in (rope.get("partial_rotary_factor"), get.raw.get("partial_rotary_factor")):
-        if partial not in (None, 1, 1.0):
-            raise CheckpointError(f"{get.where}: partial_rotary_factor {partial!r} is not supported, only 1.0")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    if nested:
+        local = rope.get("sliding_attention", {})
+        if local.get("rope_type", "default") != "default":
+            raise CheckpointError(f"{get.where}: {inside}sliding_attention must have rope_type default")
+        fields["local_rope_theta"] = get.number("rope_theta", local, inside + "sliding_attention.")
+        rope, inside = rope["full_attention"], inside + "full_attention."
+    theta = get.number("rope_theta", rope, inside) if rope.get("rope_theta") is not None else None
+    fields["rope_theta"] = get.number("rope_theta") if theta is None else theta
+    fields["rope_scaling"] = _scaling(get, rope, inside)
+    share = rope.get("partial_rotary_factor", get.value("partial_rotary_factor"))
+    if share is not None and "rotary_dim" not in fields:
+        share = get.number("partial_rotary_factor", {"partial_rotary_factor": share}, inside)
+        if not 0 <= share <= 1:
+            raise CheckpointError(f"{get.where}: partial_rotary_factor {share:g} is not between 0 and 1")
+        fields["rotary_dim"] = None if share == 1 else int(fields["head_dim"] * share)
+
+
+def _scaling(get: _Reader, rope: Mapping[str, Any], inside: str) -> RopeScaling | None:
+    kind: Any = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return theta, None
-    if kind not in ("linear", "dynamic", "llama3"):
+        return None
+    if kind == "su":  # the name in Phi-3's first files
+        kind = "longrope"
+    known = ("linear", "dynamic", "llama3", "yarn", "longrope")
+    if kind not in known:
         raise CheckpointError(
-            f"{get.where}: {inside}rope_type {kind!r} is not supported, only default, linear, dynamic, llama3"
+            f"{get.where}: {inside}rope_type {kind!r} is not supported, only default, {', '.join(known)}"
         )
-    factor = get.number("factor", rope, inside)
-    if factor < 1:
-        raise CheckpointError(f"{get.where}: {inside}factor must be at least 1, not {factor:g}")
-    max_positions = get.size("max_position_embeddings")
-    if kind != "llama3":
-        return theta, RopeScaling(kind, factor, max_positions)
+    positions = get.size(get.row.keys.get("max_seq_len", "max_position_embeddings"))
     original = get.raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     if original is not None:
         original = int(get.number("original_max_position_embeddings", {"original_max_position_embeddings": original}))
-    original = get.check_size("original_max_position_embeddings", original or max_positions)
-    low, high = get.number("low_freq_factor", rope, inside), get.number("high_freq_factor", rope, inside)
-    if not high > low > 0:
-        raise CheckpointError(f"{get.where}: {inside}high_freq_factor ({high:g}) must exceed low_freq_factor ({low:g})")
-    return theta, RopeScaling("llama3", factor, original, low, high)
+    original = get.check_size("original_max_position_embeddings", original or positions)
+    factor = positions / original
+    if rope.get("factor") is not None or kind != "longrope":
+        factor = get.number("factor", rope, inside)
+    if factor < 1:
+        raise CheckpointError(f"{get.where}: {inside}factor must be at least 1, not {factor:g}")
+    if kind in ("linear", "dynamic"):
+        return RopeScaling(kind, factor, positions)
+    if kind == "llama3":
+        low, high = get.number("low_freq_factor", rope, inside), get.number("high_freq_factor", rope, inside)
+        if not high > low > 0:
+            raise CheckpointError(
+                f"{get.where}: {inside}high_freq_factor ({high:g}) must exceed low_freq_factor ({low:g})"
+            )
+        return RopeScaling("llama3", factor, original, low, high)
+    given = rope.get("attention_factor")
+    attention = None if given is None else get.number("attention_factor", rope, inside)
+    if kind == "yarn":
+        beta = [get.number(n, rope, inside) if rope.get(n) else d for n, d in (("beta_fast", 32.0), ("beta_slow", 1.0))]
+        scales = [0.1 * m * math.log(factor) + 1 for m in (rope.get("mscale"), rope.get("mscale_all_dim")) if m]
+        usual = scales[0] / scales[1] if len(scales) == 2 else 0.1 * math.log(factor) + 1
+        truncate = bool(rope.get("truncate", True))
+        attention = usual if attention is None else attention
+        return RopeScaling("yarn", factor, original, 1.0, 4.0, beta[0], beta[1], truncate, attention)
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    short, long = (_factors(get, rope, inside + name, name) for name in ("short_factor", "long_factor"))
+    return RopeScaling("longrope", factor, original, attention_factor=attention, short=short, long=long)
 
 
-def _windows(row: Family, get: _Reader) -> tuple[int, ...]:
+def _factors(get: _Reader, rope: Mapping[str, Any], where: str, key: str) -> tuple[float, ...]:
+    """longrope's divisors, one for each pair of dimensions that rotate."""
+    given = rope.get(key)
+    if not isinstance(given, list) or not all(isinstance(f, (int, float)) and 0 < f < _LARGEST for f in given):
+        raise CheckpointError(f"{get.where}: {where} must be a list of positive numbers, not {_shown(given)}")
+    return tuple(float(f) for f in given)
+
+
+def _windows(row: Family, get: _Reader, num_layers: int) -> tuple[int, ...]:
     """Sliding window of each layer, 0 for none; () when no layer has one."""
-    num_layers = get.size("num_hidden_layers")
     if row.windows == "none":
         return ()
-    on = row.windows == "all" or get("use_sliding_window", bool)
+    on = row.windows in ("all", "listed") or get("use_sliding_window", bool)
     window = get.size("sliding_window") if on and get.value("sliding_window") is not None else 0
-    first = 0 if row.windows == "all" else get("max_window_layers", int)
-    kinds = get.raw.get("layer_types")
-    if kinds is None or row.windows == "all":
-        sliding = [i >= first for i in range(num_layers)]
-    else:
+    kinds = get.value("layer_types")
+    if kinds is not None and row.windows != "all":
         sliding = _sliding_layers(kinds, num_layers, get.where)
         if any(sliding) and not window:
             raise CheckpointError(f"{get.where}: layer_types has sliding_attention, but no sliding_window is in use")
+    elif row.windows == "listed":
+        every = get.size("sliding_window_pattern")  # the last of so many layers sees everything
+        sliding = [(i + 1) % every > 0 for i in range(num_layers)]
+    else:
+        first = 0 if row.windows == "all" else get("max_window_layers", int)
+        sliding = [i >= first for i in range(num_layers)]
     return tuple(window * s for s in sliding) if window and any(sliding) else ()
 
 
@@ -253,26 +308,9 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     cannot express ``config``.
     """
     row, scaling = FAMILIES[config.family], config.rope_scaling
-    raw: dict[str, Any] = {
-        "architectures": [row.architectures[0]],
-        "model_type": row.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.ffn_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": dtype,
-    }
-    for switch, value in ((row.qkv_bias, config.qkv_bias), (row.mlp_bias, config.mlp_bias)):
-        if isinstance(switch, str):
-            raw[switch] = value
+    raw: dict[str, Any] = {"architectures": [row.architectures[0]], "model_type": row.model_type}
+    raw |= {key: getattr(config, name) for name, key in {**KEYS, **row.keys}.items() if key and name not in row.fields}
+    raw |= {"hidden_act": config.activation, "rope_theta": config.rope_theta, "torch_dtype": dtype}
     if scaling is not None:
         raw["rope_scaling"] = {"rope_type": scaling.type, "factor": scaling.factor}
         if scaling.type == "llama3":

@@ -1,52 +1,87 @@
-"""The model families: rows of data, and which tensor of a checkpoint fills which weight of which parameter.
+"""The model families: rows of data.
 
-A family is a row of ``FAMILIES``: its architecture names, the values that transformers assumes for keys its
-``config.json`` leaves out, which parts of the block it uses, and its tensor names. Families differ by data alone;
-one that needs other mathematics needs a field of ``ModelConfig`` first. families.py reads ``config.json`` by it.
+A family is a row of ``FAMILIES``: its architecture names, the values that transformers assumes for keys that its
+``config.json`` leaves out, the fields of ``ModelConfig`` that are the same for all its models, the keys that its
+``config.json`` has in the place of the usual ones, and its tensor names. A family that needs other mathematics needs
+an operation or a field of one first (model/description.py). families.py reads ``config.json`` by a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from gpt_fast.config import ModelConfig
+# Fields of ModelConfig and the keys of config.json that most families give them by. A row's ``keys`` go before these.
+KEYS: dict[str, str] = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "tie_embeddings": "tie_word_embeddings",
+}
+
+# Names of activation functions in config.json -> ours. gelu_tanh: Hendrycks & Gimpel 2016's approximation.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row. ``qkv_bias`` and its like are a constant or the ``config.json`` key that decides."""
+    """One row.
+
+    ``names``: what a tensor is called without ``.weight``; ``{}`` is the layer, ``{e}`` the expert; several names are
+    stacked into one weight. ``layouts``: of weights whose rows stand in another order (description.Layout). ``finish``
+    computes fields from others, where keys alone do not say them; it gets the values of ``config.json``, defaults
+    included, and the fields found.
+    """
 
     name: str
     architectures: tuple[str, ...]
     model_type: str
     defaults: Mapping[str, Any]  # what transformers assumes for a missing key
-    names: Mapping[str, str]  # module of Transformer -> tensors stacked into it; {} is the layer
-    qkv_bias: bool | str = False
-    out_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    windows: Literal["none", "all", "upper"] = "none"  # layers that sliding_window applies to
+    names: Mapping[str, str]
+    layouts: Mapping[str, Literal["transposed", "heads", "pairs"]] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    windows: Literal["none", "all", "upper", "listed"] = "none"  # layers that sliding_window applies to
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # keys, and the values that can be served
+    finish: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda raw, fields: None
 
 
-_LLAMA_NAMES = {
-    "tok_embeddings": "model.embed_tokens",
-    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
-    "layers.{}.attention.wqkv": "model.layers.{}.self_attn.q_proj model.layers.{}.self_attn.k_proj "
-    "model.layers.{}.self_attn.v_proj",
-    "layers.{}.attention.wo": "model.layers.{}.self_attn.o_proj",
-    "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
-    "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
-    "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "layers.{}.feed_forward.w13": "model.layers.{}.mlp.gate_proj model.layers.{}.mlp.up_proj",
-    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
-    "norm": "model.norm",
-    "output": "lm_head",
-}
+def _llama(**changes: str) -> dict[str, str]:
+    """Llama's tensor names, which most families share."""
+    layer, attention, mlp = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+    return {
+        "tokens": "model.embed_tokens",
+        "attention_norm": layer + "input_layernorm",
+        "wqkv": f"{attention}q_proj {attention}k_proj {attention}v_proj",
+        "wo": attention + "o_proj",
+        "q_norm": attention + "q_norm",
+        "k_norm": attention + "k_norm",
+        "ffn_norm": layer + "post_attention_layernorm",
+        "w13": f"{mlp}gate_proj {mlp}up_proj",
+        "w2": mlp + "down_proj",
+        "norm": "model.norm",
+        "output": "lm_head",
+    } | changes
+
 
 # num_key_value_heads and head_dim: None means num_attention_heads and hidden_size / num_attention_heads.
-_LLAMA_DEFAULTS = {
+_LLAMA = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -64,15 +99,13 @@ _LLAMA_DEFAULTS = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_MISTRAL_DEFAULTS = {
-    **_LLAMA_DEFAULTS,
+_MISTRAL = _LLAMA | {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
-_QWEN2_DEFAULTS = {
-    **_LLAMA_DEFAULTS,
+_QWEN2 = _LLAMA | {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
@@ -84,93 +117,43 @@ _QWEN2_DEFAULTS = {
     "eos_token_id": None,
 }
 
-FAMILIES: dict[str, Family] = {
-    row.name: row
-    for row in (
-        Family(
-            # Llama 1 to 3.2, CodeLlama, TinyLlama, open_llama and every other model that declares itself one.
-            name="llama",
-            architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
-            model_type="llama",
-            defaults=_LLAMA_DEFAULTS,
-            names=_LLAMA_NAMES,
-            qkv_bias="attention_bias",
-            out_bias="attention_bias",
-            mlp_bias="mlp_bias",
-        ),
-        Family(
-            name="mistral",
-            architectures=("MistralForCausalLM",),
-            model_type="mistral",
-            defaults=_MISTRAL_DEFAULTS,
-            names=_LLAMA_NAMES,
-            windows="all",
-        ),
-        Family(
-            name="qwen2",
-            architectures=("Qwen2ForCausalLM",),
-            model_type="qwen2",
-            defaults=_QWEN2_DEFAULTS,
-            names=_LLAMA_NAMES,
-            qkv_bias=True,
-            windows="upper",
-        ),
-        Family(
-            name="qwen3",
-            architectures=("Qwen3ForCausalLM",),
-            model_type="qwen3",
-            defaults={**_QWEN2_DEFAULTS, "head_dim": 128},
-            names=_LLAMA_NAMES,
-            qkv_bias="attention_bias",
-            out_bias="attention_bias",
-            qk_norm=True,
-            windows="upper",
-        ),
-    )
-}
+_ROWS = (
+    # Llama 1 to 3.2, CodeLlama, TinyLlama, open_llama and every other model that declares itself one.
+    Family(
+        name="llama",
+        architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
+        model_type="llama",
+        defaults=_LLAMA,
+        names=_llama(),
+        keys={"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+    ),
+    Family(
+        name="mistral",
+        architectures=("MistralForCausalLM",),
+        model_type="mistral",
+        defaults=_MISTRAL,
+        names=_llama(),
+        windows="all",
+    ),
+    Family(
+        name="qwen2",
+        architectures=("Qwen2ForCausalLM",),
+        model_type="qwen2",
+        defaults=_QWEN2,
+        names=_llama(),
+        fields={"qkv_bias": True},
+        windows="upper",
+    ),
+    Family(
+        name="qwen3",
+        architectures=("Qwen3ForCausalLM",),
+        model_type="qwen3",
+        defaults=_QWEN2 | {"head_dim": 128},
+        names=_llama(),
+        fields={"qk_norm": "head"},
+        keys={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        windows="upper",
+    ),
+)
 
-
-class Part(NamedTuple):
-    """One tensor of a checkpoint and the rows of a parameter it fills: ``target[start : start + shape[0]]``."""
-
-    source: str  # name in the checkpoint
-    target: str  # name of the parameter of Transformer
-    start: int
-    shape: tuple[int, ...]
-
-
-def parts(config: ModelConfig) -> list[Part]:
-    """Every tensor that a checkpoint of ``config`` holds, in the model's order. A tied head is not among them."""
-    row, c, out = FAMILIES[config.family], config, []
-
-    def add(module: str, layer: int, *shapes: tuple[int, ...], suffix: str = ".weight") -> None:
-        names = row.names[module].split()
-        if len(names) == 1 and len(shapes) > 1:  # a family that stores them stacked already
-            shapes = ((sum(s[0] for s in shapes), *shapes[0][1:]),)
-        start = 0
-        for name, shape in zip(names, shapes, strict=True):
-            out.append(Part(name.format(layer) + suffix, module.format(layer) + suffix, start, shape))
-            start += shape[0]
-
-    add("tok_embeddings", 0, (c.vocab_size, c.dim))
-    for i in range(c.num_layers):
-        add("layers.{}.attention_norm", i, (c.dim,))
-        add("layers.{}.attention.wqkv", i, (c.q_dim, c.dim), (c.kv_dim, c.dim), (c.kv_dim, c.dim))
-        add("layers.{}.attention.wo", i, (c.dim, c.q_dim))
-        if c.qkv_bias:
-            add("layers.{}.attention.wqkv", i, (c.q_dim,), (c.kv_dim,), (c.kv_dim,), suffix=".bias")
-        if c.out_bias:
-            add("layers.{}.attention.wo", i, (c.dim,), suffix=".bias")
-        if c.qk_norm:
-            add("layers.{}.attention.q_norm", i, (c.head_dim,))
-            add("layers.{}.attention.k_norm", i, (c.head_dim,))
-        add("layers.{}.ffn_norm", i, (c.dim,))
-        add("layers.{}.feed_forward.w13", i, (c.ffn_dim, c.dim), (c.ffn_dim, c.dim))
-        add("layers.{}.feed_forward.w2", i, (c.dim, c.ffn_dim))
-        if c.mlp_bias:
-            add("layers.{}.feed_forward.w13", i, (c.ffn_dim,), (c.ffn_dim,), suffix=".bias")
-            add("layers.{}.feed_forward.w2", i, (c.dim,), suffix=".bias")
-    add("norm", 0, (c.dim,))
-    if not c.tie_embeddings:
-        add("output", 0, (c.vocab_size, c.dim))
-    return out
+FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}

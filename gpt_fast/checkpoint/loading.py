@@ -120,9 +120,8 @@ def build(
             data = torch.empty(shape, dtype=dtype, device=device)
             data = data.t() if turned else data
             setattr(module, name, nn.Parameter(data, requires_grad=False))
-    if config.tie_embeddings:
-        model.output.weight = model.tok_embeddings.weight
-    model.rope.to(device)  # float32 in every model; made on the CPU, meta or not
+    model.tie()
+    model.ropes.to(device)  # float32 in every model; made on the CPU, meta or not
     return model.eval()
 
 
@@ -161,7 +160,7 @@ def resolve_tying(
     The file has the last word, as in transformers: a missing head is tied, two tables that differ are not.
     """
     names = FAMILIES[config.family].names
-    table, head = names["tok_embeddings"] + ".weight", names["output"] + ".weight"
+    table, head = names["tokens"] + ".weight", names["output"] + ".weight"
     weights = dict(weights)
     tied = config.tie_embeddings
     if head not in weights:

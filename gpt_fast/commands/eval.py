@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.checkpoint.families import read_config
     from gpt_fast.checkpoint.loading import stored_dtype
     from gpt_fast.evaluate import Scorer, evaluate_tasks, perplexity, read_examples
-    from gpt_fast.model.packed import pack_model
+    from gpt_fast.model.cpu_model import pack_model
     from gpt_fast.placement import place, usable_threads
     from gpt_fast.quantize import check_memory, load_model
     from gpt_fast.tokenizer import load_tokenizer

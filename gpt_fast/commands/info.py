@@ -54,6 +54,7 @@ def _checkpoint_facts(arguments: argparse.Namespace, device: Any, machine: dict[
     from gpt_fast.checkpoint.families import read_config, read_generation_defaults
     from gpt_fast.checkpoint.loading import stored_dtype
     from gpt_fast.kernels.roofline import Roofline
+    from gpt_fast.model.description import describe
     from gpt_fast.model.transformer import weight_bytes
     from gpt_fast.placement import pick_dtype
     from gpt_fast.quantize import outline, quantization_method
@@ -69,7 +70,7 @@ def _checkpoint_facts(arguments: argparse.Namespace, device: Any, machine: dict[
     return {
         **shape,
         "sliding_window": max(config.windows, default=0) or None,
-        "parameters": config.num_parameters,
+        "parameters": describe(config).num_parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": arguments.quantize or quantization_method(arguments.checkpoint),
         "weight_bytes": weights,

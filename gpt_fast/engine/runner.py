@@ -17,7 +17,7 @@ from gpt_fast.engine.compile_cache import keep_private
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.model.attention import StepLayout
-from gpt_fast.model.packed import fast_step
+from gpt_fast.model.cpu_model import CpuModel, CpuStep
 from gpt_fast.model.transformer import Transformer
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Runner:
         kernels: bool = True,
     ) -> None:
         self.model = model
-        self.device = model.tok_embeddings.weight.device
+        self.device = model.device
         self.max_batch = max_batch
         self.page_size = page_size
         self.num_pages = num_pages
@@ -54,13 +54,13 @@ class Runner:
         self.pages_per_sequence = -(-max_seq_len // page_size)
         c = model.config
         shape = (num_pages, page_size, c.num_kv_heads, c.head_dim)
-        dtype = cache_dtype or model.norm.weight.dtype
+        dtype = cache_dtype or model.dtype
         self.cache = [LayerCache.zeros(shape, dtype, self.device) for _ in range(c.num_layers)]
         # Layout tensors have one shape for ever; only their contents change.
         self._query_start = torch.zeros(max_batch + 1, dtype=torch.int32)
         self._context_len = torch.zeros(max_batch, dtype=torch.int32)
         self._page_table = torch.zeros(max_batch, self.pages_per_sequence, dtype=torch.int32)
-        self._fast = fast_step(model, self.cache, max_batch, self.pages_per_sequence) if kernels else None
+        self._fast = CpuStep(model, self.cache) if isinstance(model, CpuModel) else None
         self._step = self._fast or model.step
         self.path = "kernels" if self._fast else "compiled" if compile else "eager"
         if self.path == "compiled":

@@ -120,7 +120,7 @@ def score(model: Transformer, pieces: Iterable[Window]) -> Iterator[tuple[int, S
     """Index and scores of every window, those of similar length in one batch, so not in their order."""
     pieces = list(pieces)
     order = sorted(range(len(pieces)), key=lambda i: -len(pieces[i].tokens))
-    device = model.tok_embeddings.weight.device
+    device = model.device
     # A shorter sequence in a batch would be computed with the longest one's frequencies.
     scaling = model.config.rope_scaling
     alone = scaling is not None and scaling.type == "dynamic"

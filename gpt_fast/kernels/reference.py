@@ -37,34 +37,8 @@ def rounded_activations(x: Tensor) -> Tensor:
     return (values * scales[..., None]).flatten(-2)[..., : x.shape[-1]]
 
 
-def linear_dense(x: Tensor, w: Tensor) -> Tensor:
-    """x [..., K], w [N, K] float32 or bfloat16 -> [..., N] float32."""
-    return F.linear(x.float(), w.float())
-
-
-def linear_int8(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-    """x [..., K], w [N, K] int8, scale [N] float32 -> [..., N] float32."""
-    return F.linear(rounded_activations(x), w.float()) * scale
-
-
-def linear_int4(x: Tensor, data: Tensor, scale: Tensor, zero: Tensor, row_scale: Tensor) -> Tensor:
-    """x [..., K], the plain bytes [N, K / 2] and what scales them (packing.py) -> [..., N] float32."""
-    return F.linear(rounded_activations(x), dequantize_int4(data, scale, zero, row_scale))
-
-
 def dequantize_int4(data: Tensor, scale: Tensor, zero: Tensor, row_scale: Tensor) -> Tensor:
     """[N, K] float32: ``(q - zero / 8) * scale * row_scale`` of the plain bytes [N, K / 2] (packing.py)."""
     q = from_nibbles(data).unflatten(-1, (scale.shape[1], -1))
     values: Tensor = (q - zero[..., None] / 8) * (scale * row_scale[:, None])[..., None]
     return values.flatten(-2)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., E] float32, weight [E] -> the same shape."""
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2 F], gate and up side by side -> silu(gate) * up [..., F]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up

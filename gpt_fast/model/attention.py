@@ -18,6 +18,7 @@ The operation is opaque to the compiler (one custom op a layer), so ragged lengt
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -43,27 +44,76 @@ class StepLayout(NamedTuple):
     write_slots: Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layout: StepLayout, window: int) -> Tensor:
+class Scoring(NamedTuple):
+    """How scores become weights: the fields of ``description.Attention``, and the tensors that it names.
+
+    slopes: [H] float32, ALiBi's; None: without. sinks: [H], scores without a key; None: without.
+    """
+
+    window: int
+    scale: float
+    cap: float = 0.0
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own operation does it."""
+        return not self.cap and self.slopes is None and self.sinks is None
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """[H] float32: the slopes of ALiBi (Press et al. 2021, arXiv 2108.12409), which also say it for other than powers
+    of two."""
+    power = 1 << int(math.log2(num_heads))
+
+    def geometric(count: int) -> list[float]:
+        return [2.0 ** (-8.0 * (i + 1) / count) for i in range(count)]
+
+    return torch.tensor(geometric(power) + geometric(2 * power)[::2][: num_heads - power])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring) -> Tensor:
     """Write ``k``/``v`` [N, K, D] into the cache, then attend ``q`` [N, H, D] causally to each one's own sequence.
 
-    Returns [N, H, D]. ``window`` > 0 limits each query to the last ``window`` positions, itself included.
+    Returns [N, H, D].
     """
-    out: Tensor = torch.ops.gpt_fast.paged_attention(
-        q, k, v, cache.k, cache.v, *layout, window, cache.k_scale, cache.v_scale
-    )
+    out: Tensor = torch.ops.gpt_fast.paged_attention(q, k, v, *cache, *layout, *scoring)
     return out
 
 
-def attend_plain(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def attend_plain(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """The same mathematics without cache or pages, [B, T, H or K, D] -> [B, T, H, D]: training, and the reference."""
     num_tokens = q.shape[1]
-    mask = None
-    if window and window < num_tokens:
-        mask = causal_mask(num_tokens, num_tokens, window, q.device)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None, enable_gqa=True
-    )
+    heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if scoring.plain and not 0 < scoring.window < num_tokens:
+        out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scoring.scale, enable_gqa=True)
+    else:
+        out = _weigh(*heads, causal_mask(num_tokens, num_tokens, scoring.window, q.device), scoring)
     return out.transpose(1, 2)
+
+
+def _weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """q [..., H, t, D], k and v [..., K, T, D]; ``mask`` [..., t, T], True where a query may look -> [..., H, t, D].
+
+    Keys stand at consecutive positions.
+    """
+    if scoring.plain:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale, enable_gqa=True)
+    group = q.shape[-3] // k.shape[-3]
+    k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
+    scores = (q @ k.transpose(-1, -2)).float() * scoring.scale
+    if scoring.cap:
+        scores = scoring.cap * torch.tanh(scores / scoring.cap)
+    if scoring.slopes is not None:
+        position = torch.arange(k.shape[-2], device=k.device)  # a row's own position adds the same to all its scores
+        scores = scores + scoring.slopes[:, None, None] * (position - k.shape[-2])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    if scoring.sinks is None:
+        return scores.softmax(-1).to(v.dtype) @ v
+    sinks = scoring.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
@@ -84,43 +134,30 @@ def _gather(cache: Tensor, scales: Tensor | None, pages: Tensor, dtype: torch.dt
 
 
 def paged_attention_eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    page_table: Tensor,
-    write_slots: Tensor,
-    window: int,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring
 ) -> Tensor:
     """The seam in plain torch for lengths that the host can read: one product per sequence that has several new
     tokens, one for all sequences that decode."""
-    cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
-    cache.write(k, v, write_slots)
+    cache.write(k, v, layout.write_slots)
     out = torch.zeros_like(q)
-    starts, lengths = query_start.tolist(), context_len.tolist()
+    starts, lengths = layout.query_start.tolist(), layout.context_len.tolist()
     counts = [end - begin for begin, end in itertools.pairwise(starts)]
     decoding = [s for s, count in enumerate(counts) if count == 1]
     for s, count in enumerate(counts):
         if count > 1 or (count == 1 and len(decoding) == 1):
             rows = slice(starts[s], starts[s + 1])
-            out[rows] = _attend_one(q[rows], cache, page_table[s], lengths[s], window)
+            out[rows] = _attend_one(q[rows], cache, layout.page_table[s], lengths[s], scoring)
     if len(decoding) > 1:
         longest = max(lengths[s] for s in decoding)
-        tables = page_table[decoding, : -(-longest // k_cache.shape[1])]
+        tables = layout.page_table[decoding, : -(-longest // cache.k.shape[1])]
         chosen = torch.tensor([starts[s] for s in decoding])
-        positions = context_len[decoding] - 1
-        out[chosen] = _attend_masked(q[chosen], cache, tables, positions, window)
+        out[chosen] = _attend_masked(q[chosen], cache, tables, layout.context_len[decoding] - 1, scoring)
     return out
 
 
-def _attend_one(q: Tensor, cache: LayerCache, pages: Tensor, length: int, window: int) -> Tensor:
+def _attend_one(q: Tensor, cache: LayerCache, pages: Tensor, length: int, scoring: Scoring) -> Tensor:
     """The last new tokens q [n, H, D] of one sequence of ``length`` tokens in ``pages``; returns [n, H, D]."""
-    num_queries, page_size = q.shape[0], cache.k.shape[1]
+    num_queries, page_size, window = q.shape[0], cache.k.shape[1], scoring.window
     first = max(0, length - num_queries - window + 1) // page_size * page_size if window else 0
     pages = pages[first // page_size : -(-length // page_size)]
     keys = _gather(cache.k, cache.k_scale, pages, q.dtype)[: length - first].transpose(0, 1)  # [K, T, D]
@@ -128,75 +165,60 @@ def _attend_one(q: Tensor, cache: LayerCache, pages: Tensor, length: int, window
     mask = None
     if num_queries > 1 or (window and length - first > window):
         mask = causal_mask(num_queries, length - first, window, q.device)
-    heads = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
-    )
-    return heads[0].transpose(0, 1)
+    return _weigh(q.transpose(0, 1)[None], keys[None], values[None], mask, scoring)[0].transpose(0, 1)
 
 
-def _attend_masked(q: Tensor, cache: LayerCache, page_tables: Tensor, positions: Tensor, window: int) -> Tensor:
+def _attend_masked(q: Tensor, cache: LayerCache, page_tables: Tensor, positions: Tensor, scoring: Scoring) -> Tensor:
     """One new token of each of N sequences: q [N, H, D], page_tables [N, p], positions [N]; returns [N, H, D]."""
     keys = _gather(cache.k, cache.k_scale, page_tables, q.dtype).transpose(1, 2)  # [N, K, T, D]
     values = _gather(cache.v, cache.v_scale, page_tables, q.dtype).transpose(1, 2)
     key = torch.arange(keys.shape[2], device=q.device)[None, :]
     mask = key <= positions[:, None]
-    if window:
-        mask &= key > positions[:, None] - window
+    if scoring.window:
+        mask &= key > positions[:, None] - scoring.window
     # What an earlier holder left in a page may be infinite, and weights of 0 would not hide that.
     for stale in (keys, values):
         stale.masked_fill_(~mask[:, None, :, None], 0.0)
-    heads = F.scaled_dot_product_attention(
-        q[:, :, None], keys, values, attn_mask=mask[:, None, None], enable_gqa=True
-    )  # [N, H, 1, D]
-    return heads[:, :, 0]
+    return _weigh(q[:, :, None], keys, values, mask[:, None, None], scoring)[:, :, 0]
 
 
 def paged_attention_static(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    page_table: Tensor,
-    write_slots: Tensor,
-    window: int,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring
 ) -> Tensor:
     """The seam in plain torch without reading lengths on the host: every shape fixed, so a CUDA graph can hold it.
 
     Each token gathers all pages its sequence may have; what lies outside its context is masked.
     """
-    cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
-    cache.write(k, v, write_slots)
-    num_tokens = q.shape[0]
-    token = torch.arange(num_tokens, device=q.device, dtype=query_start.dtype)
-    slot = (torch.searchsorted(query_start, token, right=True) - 1).clamp_(max=context_len.shape[0] - 1)
-    position = context_len[slot] - (query_start[slot + 1] - token)  # [N]; negative on rows that only pad
-    return _attend_masked(q, cache, page_table[slot], position.clamp(min=0), window)
+    cache.write(k, v, layout.write_slots)
+    start, context_len = layout.query_start, layout.context_len
+    token = torch.arange(q.shape[0], device=q.device, dtype=start.dtype)
+    slot = (torch.searchsorted(start, token, right=True) - 1).clamp_(max=context_len.shape[0] - 1)
+    position = context_len[slot] - (start[slot + 1] - token)  # [N]; negative on rows that only pad
+    return _attend_masked(q, cache, layout.page_table[slot], position.clamp(min=0), scoring)
 
 
-def _paged_attention_cuda(*arguments: Any) -> Tensor:
-    """Triton's kernel where it runs; its twin otherwise."""
-    if gpu.available():
+def _paged_attention(*arguments: Any) -> Tensor:
+    """The operation behind ``attend``: plain torch on a CPU, Triton's kernel on a GPU where it runs."""
+    q, k, v = arguments[:3]
+    cache, layout, scoring = LayerCache(*arguments[3:7]), StepLayout(*arguments[7:11]), Scoring(*arguments[11:])
+    if q.device.type == "cpu":
+        return paged_attention_eager(q, k, v, cache, layout, scoring)
+    if gpu.available() and scoring.plain:
         from gpt_fast.kernels.gpu.attention import paged_attention
 
-        return paged_attention(*arguments)
-    return paged_attention_static(*arguments)
+        return paged_attention(q, k, v, cache, layout, scoring.window, scoring.scale)
+    return paged_attention_static(q, k, v, cache, layout, scoring)
 
 
-_SCHEMA = (
-    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor query_start, "
-    "Tensor context_len, Tensor page_table, Tensor write_slots, int window, Tensor(c!)? k_scale=None, "
-    "Tensor(d!)? v_scale=None) -> Tensor"
-)
 # The low-level library API: its call costs a few microseconds, the decorator's some tens.
 _library = torch.library.Library("gpt_fast", "FRAGMENT")
-_library.define(_SCHEMA)
-_library.impl("paged_attention", paged_attention_eager, "CPU")
-_library.impl("paged_attention", _paged_attention_cuda, "CUDA")
+_library.define(
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, "
+    "Tensor(d!)? v_scale, Tensor query_start, Tensor context_len, Tensor page_table, Tensor write_slots, "
+    "int window, float scale, float cap, Tensor? slopes, Tensor? sinks) -> Tensor"
+)
+_library.impl("paged_attention", _paged_attention, "CPU")
+_library.impl("paged_attention", _paged_attention, "CUDA")
 
 
 @torch.library.register_fake("gpt_fast::paged_attention")

@@ -1,22 +1,16 @@
-"""A decoder-only transformer: mathematics only.
+"""A decoder-only transformer in plain torch: it runs the operations of its description, one after the other.
 
-What it is: embeddings, blocks of attention and a gated MLP (Llama and the families that share its shape,
-families.py), a head. What it is not: it does not know checkpoints, quantization, parallelism, pages or batches;
-those are applied from outside (quantize/, parallel.py, attention.py, engine/).
-
-The same blocks run in two layouts. ``forward`` takes whole sequences [B, T] without a cache: training, and the
-plain reference. ``step`` takes the new tokens [N] of one engine step with a cache (attention.py).
-
-Linear weights are stored fused, as they are read: ``wqkv`` is q, k and v stacked, ``w13`` gate and up. Rotary
-embeddings rotate the two halves of a head (Hugging Face's layout); importers permute interleaved weights.
+It knows no checkpoints, quantization, parallelism, pages or batches; those are applied from outside. ``forward`` takes
+whole sequences [B, T] without a cache: training, and the reference of everything else. ``step`` takes the new tokens
+[N] of one engine step with a cache (attention.py).
 
 Legend: B sequences, T tokens, N new tokens, H query heads, K key-value heads, D head dimension, E model dimension.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,169 +18,252 @@ from torch import Tensor, nn
 
 from gpt_fast.config import ModelConfig
 from gpt_fast.kernels.cache import LayerCache
-from gpt_fast.model.attention import StepLayout, attend, attend_plain
+from gpt_fast.model import description as d
+from gpt_fast.model.attention import Scoring, StepLayout, alibi_slopes, attend, attend_plain
+from gpt_fast.model.experts import run_experts
+from gpt_fast.model.rope import Angles, Rope, rotate
 
 KVCache = Sequence[LayerCache]  # one for each layer
+Values = dict[str, Tensor]  # the buffers of a block by name
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv 1910.07467), computed in float32."""
+class Context(NamedTuple):
+    """What operations need beside their buffers. ``cache`` and ``layout``: None for whole sequences."""
 
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight
-
-
-class Rope(nn.Module):
-    """Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) with the scalings of ``RopeScaling``.
-
-    ``forward(positions, lengths)`` gives cos and sin, float32, [..., D / 2]. ``lengths`` matters to ``dynamic``
-    scaling alone, whose frequencies depend on how long the sequence was when the token was computed.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.inv_freq: Tensor
-        self.register_buffer("inv_freq", inverse_frequencies(config), persistent=False)  # [D / 2] float32
-
-    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        inv_freq = self.inv_freq
-        scaling = self.config.rope_scaling
-        if scaling is not None and scaling.type == "dynamic" and lengths is not None:
-            inv_freq = self._dynamic(lengths)
-        angles = positions.float()[..., None] * inv_freq
-        return angles.cos(), angles.sin()
-
-    def _dynamic(self, lengths: Tensor) -> Tensor:
-        """NTK-aware frequencies per token, [..., D / 2]: the base grows with the sequence's length (bloc97 2023)."""
-        scaling = self.config.rope_scaling
-        assert scaling is not None
-        dim = self.config.head_dim
-        longest = lengths.clamp(min=scaling.original_max_seq_len).double()
-        growth = scaling.factor * longest / scaling.original_max_seq_len - (scaling.factor - 1)
-        base = self.config.rope_theta * growth ** (dim / (dim - 2))
-        exponents = torch.arange(0, dim, 2, device=lengths.device, dtype=torch.float64) / dim
-        return (base[..., None] ** -exponents).float()
-
-
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """[D / 2] float32: radians per position of each rotated pair, scaled as the checkpoint asks."""
-    dim, scaling = config.head_dim, config.rope_scaling
-    inv_freq = 1.0 / config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
-    if scaling is None or scaling.type == "dynamic":
-        return inv_freq
-    if scaling.type == "linear":
-        return inv_freq / scaling.factor
-    # Llama 3.1: low frequencies are interpolated, high ones kept, those between blended smoothly.
-    wavelength = 2 * math.pi / inv_freq
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    blend = ((scaling.original_max_seq_len / wavelength - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * inv_freq / scaling.factor + blend * inv_freq
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [..., H, D] by [..., D / 2] angles, first half of a head against the second."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, window: int) -> None:
-        super().__init__()
-        self.config, self.window = config, window
-        self.wqkv = nn.Linear(config.dim, config.q_dim + 2 * config.kv_dim, bias=config.qkv_bias)
-        self.wo = nn.Linear(config.q_dim, config.dim, bias=config.out_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: LayerCache | None,
-        layout: StepLayout | None,
-    ) -> Tensor:
-        c = self.config
-        q, k, v = self.wqkv(x).split((c.q_dim, c.kv_dim, c.kv_dim), dim=-1)
-        q = q.unflatten(-1, (-1, c.head_dim))  # [..., H, D]
-        k = k.unflatten(-1, (-1, c.head_dim))  # [..., K, D]
-        v = v.unflatten(-1, (-1, c.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if layout is None or cache is None:
-            out = attend_plain(q, k, v, self.window)
-        else:
-            out = attend(q, k, v, cache, layout, self.window)
-        result: Tensor = self.wo(out.flatten(-2))
-        return result
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.w13 = nn.Linear(config.dim, 2 * config.ffn_dim, bias=config.mlp_bias)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w13(x).chunk(2, dim=-1)
-        out: Tensor = self.w2(F.silu(gate) * up)
-        return out
+    tokens: Tensor
+    positions: Tensor
+    angles: Sequence[Angles]
+    cache: LayerCache | None = None
+    layout: StepLayout | None = None
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config, config.window(layer))
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+    """One block of a description: its weights as modules and parameters by their names, and its operations."""
 
-    def forward(
-        self,
-        x: Tensor,  # [..., E]
-        cos: Tensor,  # [..., D / 2]
-        sin: Tensor,
-        cache: LayerCache | None = None,
-        layout: StepLayout | None = None,
-    ) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), cos, sin, cache, layout)
-        out: Tensor = h + self.feed_forward(self.ffn_norm(h))
-        return out
+    def __init__(self, block: d.Block) -> None:
+        super().__init__()
+        self.block = block
+        for table in block.tables:
+            self.add_module(table.name, nn.Embedding(table.num_rows, table.dim))
+        for vector in block.vectors:
+            self.add_module(vector.name, _Vector(vector))
+        for matrix in block.matrices:
+            self.add_module(matrix.name, nn.Linear(matrix.inputs, matrix.outputs, bias=matrix.bias))
+        heads = [op.num_heads for op in block.ops if isinstance(op, d.Heads)]
+        alibi = any(isinstance(op, d.Attention) and op.alibi for op in block.ops)
+        self.slopes: Tensor | None
+        self.register_buffer("slopes", alibi_slopes(heads[0]) if alibi else None, persistent=False)
+
+    @property
+    def compiles_whole(self) -> bool:
+        """Whether torch.compile takes the block in one piece: which experts run is known only when they do."""
+        return not any(isinstance(op, d.Experts) for op in self.block.ops)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """``x`` [..., E] -> what the last operation makes. The first block takes no notice of ``x``."""
+        values = {"x": x}
+        self.run(values, context)
+        return values["logits" if "logits" in values else "x"]
+
+    def run(self, values: Values, context: Context, stop: int | None = None) -> None:
+        """Run the operations, or the first ``stop`` of them, on ``values``."""
+        for op in self.block.ops[:stop]:
+            RUN[type(op)](self, op, values, context)
+
+
+class _Vector(nn.Module):
+    """A parameter ``weight`` [n], and ``bias`` where the description has one."""
+
+    def __init__(self, vector: d.Vector) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(vector.size))
+        self.bias = nn.Parameter(torch.zeros(vector.size)) if vector.bias else None
+
+
+def _embed(block: Block, op: d.Embed, values: Values, context: Context) -> None:
+    out = block.get_submodule(op.table)(context.tokens)
+    values[op.out] = out if op.scale == 1.0 else out * torch.tensor(op.scale, dtype=out.dtype)
+
+
+def _add_positions(block: Block, op: d.AddPositions, values: Values, context: Context) -> None:
+    values[op.x] = values[op.x] + block.get_submodule(op.table)(context.positions + op.offset)
+
+
+def _norm(block: Block, op: d.Norm, values: Values, context: Context) -> None:
+    vector = _vector(block, op.weight)
+    if op.kind == "rms":
+        out = rms_norm(values[op.x], vector.weight, op.eps, op.offset)
+    else:
+        weight = vector.weight + op.offset if op.offset else vector.weight
+        out = F.layer_norm(values[op.x], weight.shape, weight, vector.bias, op.eps)
+    values[op.out] = values[op.add] + out if op.add else out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019, arXiv 1910.07467), in float32."""
+    x32 = x.float()
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    if offset:  # as the families do that have one: rounded once
+        return (normed * (weight.float() + offset)).to(x.dtype)
+    return normed.to(x.dtype) * weight
+
+
+def _vector(block: Block, name: str) -> _Vector:
+    found = block.get_submodule(name)
+    assert isinstance(found, _Vector)
+    return found
+
+
+def _product(block: Block, op: d.Product, values: Values, context: Context) -> None:
+    out = block.get_submodule(op.matrix)(values[op.x])
+    if op.scale != 1.0:
+        out = out * op.scale
+    values[op.out] = values[op.add] + out if op.add else out
+
+
+def _heads(block: Block, op: d.Heads, values: Values, context: Context) -> None:
+    sizes = (op.num_heads * op.head_dim, op.num_kv_heads * op.head_dim, op.num_kv_heads * op.head_dim)
+    q, k, v = values[op.x].split(sizes, dim=-1)
+    if op.norm == "row":
+        q, k = (_head_norm(block, op, name, x) for name, x in (("q_norm", q), ("k_norm", k)))
+    q, k, v = (x.unflatten(-1, (-1, op.head_dim)) for x in (q, k, v))  # [..., H or K, D]
+    if op.norm == "head":
+        q, k = (_head_norm(block, op, name, x) for name, x in (("q_norm", q), ("k_norm", k)))
+    if op.rotary:
+        q, k = rotate(q, *context.angles[op.rope]), rotate(k, *context.angles[op.rope])
+    values[op.q], values[op.k], values[op.v] = q, k, v
+
+
+def _head_norm(block: Block, op: d.Heads, name: str, x: Tensor) -> Tensor:
+    return rms_norm(x, _vector(block, name).weight, op.norm_eps, op.norm_offset)
+
+
+def _attention(block: Block, op: d.Attention, values: Values, context: Context) -> None:
+    sinks = _vector(block, op.sinks).weight if op.sinks else None
+    scoring = Scoring(op.window, op.scale, op.cap, block.slopes if op.alibi else None, sinks)
+    q, k, v = values[op.q], values[op.k], values[op.v]
+    if context.layout is None or context.cache is None:
+        out = attend_plain(q, k, v, scoring)
+    else:
+        out = attend(q, k, v, context.cache, context.layout, scoring)
+    values[op.out] = out.flatten(-2)
+
+
+def _activation(block: Block, op: d.Activation, values: Values, context: Context) -> None:
+    values[op.out] = activate(values[op.x], op.kind, op.gated)
+
+
+def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
+    """``kind(x)``, or of x [..., 2 F], gate and up side by side, ``kind(gate) * up`` (Shazeer 2020, arXiv 2002.05202).
+
+    ``clamped_swiglu``, always gated, is gpt-oss's: ``min(gate, 7) * sigmoid(1.702 min(gate, 7)) * (clip(up, 7) + 1)``.
+    """
+    if not gated:
+        return _ACTIVATIONS[kind](x)
+    gate, up = x.chunk(2, dim=-1)
+    if kind == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(gate * 1.702) * (up + 1)
+    return _ACTIVATIONS[kind](gate) * up
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
+
+
+def _route(block: Block, op: d.Route, values: Values, context: Context) -> None:
+    scores = values[op.x].float()
+    if op.renormalize:
+        top, chosen = scores.topk(op.top_k, dim=-1)
+        weights = top.softmax(-1)
+    else:
+        weights, chosen = scores.softmax(-1).topk(op.top_k, dim=-1)
+    values[op.out], values[op.out + " experts"] = weights, chosen
+
+
+def _experts(block: Block, op: d.Experts, values: Values, context: Context) -> None:
+    up, down = block.get_submodule(op.up), block.get_submodule(op.down)
+    count = block.block.matrix(op.up).num_experts
+    weights, chosen = values[op.routes], values[op.routes + " experts"]
+    out = run_experts(values[op.x], weights, chosen, up, down, count, lambda x: activate(x, op.kind, op.gated))
+    if op.scale != 1.0:
+        out = out * op.scale
+    values[op.out] = values[op.add] + out if op.add else out
+
+
+def _gate(block: Block, op: d.Gate, values: Values, context: Context) -> None:
+    values[op.out] = values[op.add] + torch.sigmoid(values[op.by]) * values[op.x]
+
+
+def _cap(block: Block, op: d.Cap, values: Values, context: Context) -> None:
+    values[op.out] = op.limit * torch.tanh(values[op.x] / op.limit)
+
+
+RUN: dict[type[d.Op], Callable[..., None]] = {
+    d.Embed: _embed,
+    d.AddPositions: _add_positions,
+    d.Norm: _norm,
+    d.Product: _product,
+    d.Heads: _heads,
+    d.Attention: _attention,
+    d.Activation: _activation,
+    d.Route: _route,
+    d.Experts: _experts,
+    d.Gate: _gate,
+    d.Cap: _cap,
+}
 
 
 class Transformer(nn.Module):
+    """The model of ``config`` (``description.describe``). Parameters: ``embed.*``, ``layers.<i>.*``, ``head.*``."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.rope = Rope(config)
-        if config.tie_embeddings:
-            self.output.weight = self.tok_embeddings.weight
+        self.config, self.description = config, d.describe(config)
+        self.embed = Block(self.description.embed)
+        self.layers = nn.ModuleList(map(Block, self.description.layers))
+        self.head = Block(self.description.head)
+        self.ropes = nn.ModuleList(map(Rope, self.description.ropes))
+        self.tie()
+
+    def tie(self) -> None:
+        """Make a tied head the embedding table."""
+        if self.config.tie_embeddings:
+            self.head.get_submodule("output").weight = self.table.weight
+
+    @property
+    def table(self) -> nn.Embedding:
+        """The embedding table [V, E]."""
+        found = self.embed.get_submodule("tokens")
+        assert isinstance(found, nn.Embedding)
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, and of weights that are not quantized."""
+        return _vector(self.head, "norm").weight.dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Whole sequences [B, T] int64 -> logits [B, T, vocab_size]; no cache, no pages. The plain reference."""
         num_tokens = tokens.shape[1]
         positions = torch.arange(num_tokens, device=tokens.device)
-        cos, sin = self.rope(positions, torch.full_like(positions, num_tokens))
-        x = self.tok_embeddings(tokens)
+        context = self.context(tokens, positions, torch.full_like(positions, num_tokens))
+        x = self.embed(tokens, context)
         for layer in self.layers:
-            x = layer(x, cos, sin)
-        logits: Tensor = self.output(self.norm(x))
+            x = layer(x, context)
+        logits: Tensor = self.head(x, context)
         return logits
 
     def step(
@@ -197,31 +274,31 @@ class Transformer(nn.Module):
         ``lengths`` [N]: tokens of the sequence when this one was computed (``Rope``). ``cache`` receives the new
         keys and values where ``layout`` says.
         """
-        cos, sin = self.rope(positions, lengths)
-        x = self.tok_embeddings(tokens)  # [N, E]
+        context = self.context(tokens, positions, lengths)
+        x = self.embed(tokens, context)  # [N, E]
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x = layer(x, cos, sin, layer_cache, layout)
-        return self.logits(x, rows)
+            x = layer(x, context._replace(cache=layer_cache, layout=layout))
+        logits: Tensor = self.head(x[rows], context)
+        return logits
 
-    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Hidden states [N, E] -> logits [R, vocab_size] of the chosen rows."""
-        out: Tensor = self.output(self.norm(x[rows]))
-        return out
+    def context(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Context:
+        """What every block's operations need; see :meth:`step`."""
+        return Context(tokens, positions, [rope(positions, lengths) for rope in self.ropes])
 
     def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
-        """Bytes read to decode one token at batch 1 with ``context_len`` tokens cached: all weights but the unused
-        rows of the embedding, and the keys and values."""
-        weights = weight_bytes(self)
-        if not self.config.tie_embeddings:
-            table = self.tok_embeddings.weight
-            weights -= (table.numel() - self.config.dim) * table.element_size()
-        return weights + context_len * self.config.kv_bytes_per_token(cache_itemsize)
+        """Bytes read to decode one token at batch 1 with ``context_len`` tokens cached: the weights that it meets, and
+        the keys and values."""
+        held = {
+            block.block.prefix + name: weight_bytes(module)
+            for block in (self.embed, *self.layers, self.head)
+            for name, module in block.named_children()
+        }
+        return self.description.bytes_per_token(held) + context_len * self.config.kv_bytes_per_token(cache_itemsize)
 
     def flops_per_token(self, context_len: int) -> int:
         """Multiply-adds, counted as two, to compute one token with ``context_len`` tokens cached."""
         c = self.config
-        matmul = c.num_parameters if c.tie_embeddings else c.num_parameters - c.vocab_size * c.dim
-        return 2 * matmul + 4 * c.num_layers * c.q_dim * context_len
+        return 2 * self.description.active_parameters + 4 * c.num_layers * c.q_dim * context_len
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -51,7 +51,11 @@ def swap_layers(model: nn.Module, choose: Choose, device: torch.device | str) ->
 
 def quantize_model(model: Transformer, config: QuantConfig) -> None:
     """Round the weights of ``model``, in memory, to nearest, in place; each is let go of as soon as it is done."""
-    choose = chooser(config, model.config)
+    quantize_layers(model, chooser(config, model.config))
+
+
+def quantize_layers(model: nn.Module, choose: Choose) -> None:
+    """Round those linear layers of ``model`` that ``choose`` has a scheme for, as :func:`quantize_model` does."""
     with torch.no_grad():
         for name, module in list(model.named_modules()):
             scheme = choose(name) if isinstance(module, nn.Linear) else None

@@ -15,18 +15,19 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gpt_fast.checkpoint.families import Part, parts
 from gpt_fast.checkpoint.loading import progress_bar
 from gpt_fast.checkpoint.safetensors_file import read_safetensors
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import ConfigError
-from gpt_fast.model.transformer import Block, Rope
-from gpt_fast.quantize.apply import swap_layers
+from gpt_fast.model.description import Block as DescribedBlock
+from gpt_fast.model.description import Part, Product, describe, parts
+from gpt_fast.model.rope import Rope
+from gpt_fast.model.transformer import Block, Context
+from gpt_fast.quantize.apply import quantize_layers, swap_layers
 from gpt_fast.quantize.checkpoint import (
     Source,
     begin_writing,
@@ -109,117 +110,94 @@ def _quantize_blocks(
     source: Source, writer: CheckpointWriter, tokens: Tensor, report: Callable[[int], object] | None
 ) -> None:
     config = source.config
-    x = _embed(source, tokens)
-    exact = x.clone()
+    description = describe(config)
     positions = torch.arange(tokens.shape[1])
-    cos, sin = Rope(config)(positions, torch.full_like(positions, tokens.shape[1]))
+    angles = [Rope(table)(positions, torch.full_like(positions, tokens.shape[1])) for table in description.ropes]
+    context = Context(tokens, positions, angles)
+    x = _embed(source, context)
+    exact = x.clone()
     for index in range(config.num_layers):
         prefix = f"layers.{index}."
         own = [part for part in parts(config) if part.target.startswith(prefix)]
-        block = _read_block(source, index, own)
+        block = _read_block(source, description.layers[index], own)
         if prefix in writer.done:
-            exact = torch.cat([block(b, cos, sin) for b in exact.split(_BATCH)])
+            exact = torch.cat([block(b, context) for b in exact.split(_BATCH)])
             _take_from_disk(block, source, writer, prefix)
         else:
-            exact = quantize_block(block, x, exact, cos, sin, _schemes(source, prefix))
+            exact = quantize_block(block, x, exact, context, _schemes(source, block))
             _write_block(block, source, writer, prefix)
+            quantized = {part.source for part in _quantized_parts(source, prefix)}
             for part in own:
-                if len(part.shape) == 1:
+                if part.source not in quantized:
                     write_part(source, writer, part)
             writer.complete(prefix)
         for begin in range(0, len(x), _BATCH):
-            x[begin : begin + _BATCH] = block(x[begin : begin + _BATCH], cos, sin)
+            x[begin : begin + _BATCH] = block(x[begin : begin + _BATCH], context)
         if report:
             report(sum(source.weights[part.source].num_bytes for part in own))
 
 
-def quantize_block(block: Block, x: Tensor, exact: Tensor, cos: Tensor, sin: Tensor, schemes: Schemes) -> Tensor:
-    """Replace the linear layers of ``block`` by quantized ones: int4 by GPTQ, others by rounding to nearest.
+def quantize_block(block: Block, x: Tensor, exact: Tensor, context: Context, schemes: Schemes) -> Tensor:
+    """Replace the linear layers of ``block`` by quantized ones: int4 by GPTQ, others and experts by rounding.
 
     ``x`` [S, T, E] are the inputs that quantized blocks before this one make, ``exact`` those of the unquantized model,
     which are returned as this block, unquantized, changes them.
     """
     reference = copy.deepcopy(block)
-    for stage in STAGES:
-        linear = block.get_submodule(stage.linear)
-        assert isinstance(linear, nn.Linear)
-        hessian = Hessian(linear.in_features)
-        for inputs, exact_inputs in zip(x.split(_BATCH), exact.split(_BATCH), strict=True):
-            hessian.add(stage.inputs(block, inputs, cos, sin), stage.inputs(reference, exact_inputs, cos, sin))
-        weight = hessian.corrected(linear.weight)
-        swap_layers(block, {stage.linear: schemes[stage.linear]}.get, "cpu")
-        layer = block.get_submodule(stage.linear)
-        assert isinstance(layer, QuantizedLinear | SplitLinear)
-        for piece in layer.pieces():
-            rows, weight = weight[: piece.out_features], weight[piece.out_features :]
-            if piece.scheme.kind == "int4":
-                quantized = gptq(rows, hessian.mean(), piece.scheme.group_size)
-            else:
-                quantized = quantize_rows(rows, piece.scheme)
-            for key, tensor in quantized.items():
-                piece.get_buffer(key).copy_(tensor)
-        if stage.linear.endswith("wo"):
-            x, exact = _after(block, x, cos, sin), _after(reference, exact, cos, sin)
-    return torch.cat([b + reference.feed_forward(reference.ffn_norm(b)) for b in exact.split(_BATCH)])
+    for index, op in enumerate(block.block.ops):
+        if isinstance(op, Product) and schemes[op.matrix] is not None:
+            hessian = Hessian(block.block.matrix(op.matrix).inputs)
+            for inputs, exact_inputs in zip(x.split(_BATCH), exact.split(_BATCH), strict=True):
+                seen, wanted = ({"x": inputs}, {"x": exact_inputs})
+                block.run(seen, context, index)
+                reference.run(wanted, context, index)
+                hessian.add(seen[op.x], wanted[op.x])
+            _fit(block, op.matrix, hessian, schemes)
+    if any(m.num_experts for m in block.block.matrices):
+        quantize_layers(block, {m.name: schemes[m.name] for m in block.block.matrices if m.num_experts}.get)
+    return torch.cat([reference(b, context) for b in exact.split(_BATCH)])
 
 
-class Stage(NamedTuple):
-    """A linear layer of a block and how to compute its inputs from those of the block, or of the half it is in."""
+def _fit(block: Block, name: str, hessian: Hessian, schemes: Schemes) -> None:
+    """Put a quantized layer in the place of ``name``, fitted to its inputs."""
+    linear = block.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    weight = hessian.corrected(linear.weight)
+    swap_layers(block, {name: schemes[name]}.get, "cpu")
+    layer = block.get_submodule(name)
+    assert isinstance(layer, QuantizedLinear | SplitLinear)
+    for piece in layer.pieces():
+        rows, weight = weight[: piece.out_features], weight[piece.out_features :]
+        if piece.scheme.kind == "int4":
+            quantized = gptq(rows, hessian.mean(), piece.scheme.group_size)
+        else:
+            quantized = quantize_rows(rows, piece.scheme)
+        for key, tensor in quantized.items():
+            piece.get_buffer(key).copy_(tensor)
 
-    linear: str
-    inputs: Callable[[Block, Tensor, Tensor, Tensor], Tensor]
 
-
-def _into_wo(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wo, block.attention.wo = block.attention.wo, nn.Identity()  # type: ignore[assignment]
-    out: Tensor = block.attention(block.attention_norm(x), cos, sin, None, None)
-    block.attention.wo = wo
+def _embed(source: Source, context: Context) -> Tensor:
+    """Hidden states before the first layer, float32 [S, T, E]."""
+    embed = describe(source.config).embed
+    block = _read_block(source, embed, [p for p in parts(source.config) if p.target.startswith(embed.prefix)])
+    out: Tensor = block(torch.empty(0), context)
     return out
 
 
-def _into_w2(block: Block, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    w2, block.feed_forward.w2 = block.feed_forward.w2, nn.Identity()  # type: ignore[assignment]
-    out: Tensor = block.feed_forward(block.ffn_norm(h))
-    block.feed_forward.w2 = w2
-    return out
-
-
-def _after(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.cat([b + block.attention(block.attention_norm(b), cos, sin, None, None) for b in x.split(_BATCH)])
-
-
-STAGES = (
-    Stage("attention.wqkv", lambda block, x, cos, sin: block.attention_norm(x)),
-    Stage("attention.wo", _into_wo),
-    Stage("feed_forward.w13", lambda block, h, cos, sin: block.ffn_norm(h)),
-    Stage("feed_forward.w2", _into_w2),
-)
-
-
-def _embed(source: Source, tokens: Tensor) -> Tensor:
-    """Hidden states before the first block, float32 [S, T, E]."""
-    part = parts(source.config)[0]
-    assert part.target == "tok_embeddings.weight"
-    table = source.weights[part.source]
-    out = table.rows(0, table.num_rows)[tokens].float()
-    table.release(0, table.num_rows)
-    return out
-
-
-def _read_block(source: Source, index: int, own: Sequence[Part]) -> Block:
-    """Block ``index`` of the unquantized model in float32."""
+def _read_block(source: Source, described: DescribedBlock, own: Sequence[Part]) -> Block:
+    """A block of the unquantized model in float32."""
     with torch.device("meta"):
-        block = Block(source.config, index)
+        block = Block(described)
     block.to_empty(device="cpu")
     parameters = dict(block.named_parameters())
     for part in own:
-        target = parameters[part.target.removeprefix(f"layers.{index}.")]
+        target = parameters[part.target.removeprefix(described.prefix)]
         source.weights[part.source].copy_to(target[part.start : part.start + part.shape[0]])
     return block.float()
 
 
-def _schemes(source: Source, prefix: str) -> Schemes:
-    return {stage.linear: source.choose(prefix + stage.linear) for stage in STAGES}
+def _schemes(source: Source, block: Block) -> Schemes:
+    return {m.name: source.choose(block.block.prefix + m.name) for m in block.block.matrices}
 
 
 def _quantized_parts(source: Source, prefix: str) -> list[Part]:
@@ -236,7 +214,7 @@ def _write_block(block: Block, source: Source, writer: CheckpointWriter, prefix:
 def _take_from_disk(block: Block, source: Source, writer: CheckpointWriter, prefix: str) -> None:
     """Replace the linear layers of ``block`` by what an earlier run has made of them."""
     stored = read_safetensors(writer.path)
-    swap_layers(block, _schemes(source, prefix).get, "cpu")
+    swap_layers(block, _schemes(source, block).get, "cpu")
     buffers = dict(block.named_buffers())
     for part in _quantized_parts(source, prefix):
         target = buffers[part.target.removeprefix(prefix)][part.start : part.start + part.shape[0]]

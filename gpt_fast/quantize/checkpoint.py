@@ -125,7 +125,7 @@ def quantize_checkpoint(
         with progress_bar(total, progress, "quantizing") as report, torch.no_grad():
             for part in wanted:
                 write_part(source, writer, part, report)
-                if part.target.endswith("feed_forward.w2.weight"):
+                if part.target.endswith(".w2.weight"):
                     writer.complete(part.source)
     except BaseException:
         writer.leave()

@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpt_fast.quantize.reference import dequantize_int4, pack_int4
+from gpt_fast.kernels.cpu.packing import nibbles
+from gpt_fast.kernels.reference import dequantize_int4
 from gpt_fast.quantize.refine import refine
 from gpt_fast.quantize.rtn import LEVELS, Grid, encode, find_grid, pad_groups
 
@@ -67,7 +68,7 @@ def gptq(
     rounded = _round_columns(weight, hessian, grid, group_size, damping)
     damped = hessian + damping * diagonal.mean() * torch.eye(num_columns)
     codes[:, :num_columns], grid = refine(weight, damped, rounded, grid, group_size, num_sweeps)
-    return {"weight": pack_int4(codes), **grid._asdict()}
+    return {"weight": nibbles(codes), **grid._asdict()}
 
 
 def _round_columns(weight: Tensor, hessian: Tensor, grid: Grid, group_size: int, damping: float) -> Tensor:

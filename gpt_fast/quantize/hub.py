@@ -30,10 +30,10 @@ from gpt_fast.checkpoint.loading import build, check_weights, open_weights, prog
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
+from gpt_fast.kernels.cpu.packing import nibbles
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.quantize.apply import Choose, swap_layers
 from gpt_fast.quantize.linear import Int4Linear
-from gpt_fast.quantize.reference import pack_int4
 from gpt_fast.quantize.rtn import LARGEST, ZERO_STEPS
 from gpt_fast.quantize.scheme import GROUP_SIZES, Scheme
 
@@ -176,7 +176,7 @@ def _store(layer: Int4Linear, part: Part, found: _Layer, where: str) -> None:
         raise CheckpointError(f"{where}: {_prefix(part)}scales has negative values")
     row_scale = (scale.amax(1) / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
     rows = slice(part.start, part.start + n)
-    layer.weight[rows].copy_(pack_int4(codes.contiguous()))
+    layer.weight[rows].copy_(nibbles(codes.contiguous()))
     layer.scale[rows].copy_((scale / row_scale[:, None]).round_())
     layer.zero[rows].copy_(ZERO_STEPS * zero)
     layer.row_scale[rows].copy_(row_scale)

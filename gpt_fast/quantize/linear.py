@@ -1,7 +1,8 @@
 """Linear layers with quantized weights, in the place of ``nn.Linear``.
 
-Their weights are buffers in the format of scheme.py. The products come from one place, so that a fast kernel replaces
-the plain one by an import.
+Their weights are buffers in the format of scheme.py. A product has one of two semantics. Exact: the stored weights
+times the activations as they are. Rounded: times the activations rounded to 8 bits in blocks of 32
+(``reference.rounded_activations``), which is what the C++ kernels compute; ``rounded`` makes a layer their twin.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt_fast.kernels import gpu
-from gpt_fast.quantize.reference import dequantize_int4, linear_fp8, linear_int4, linear_int8
+from gpt_fast.kernels.reference import dequantize_int4, rounded_activations
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import Scheme, Split
+
+ALL = slice(None)  # rows
 
 
 class QuantizedLinear(nn.Module):
@@ -27,6 +30,7 @@ class QuantizedLinear(nn.Module):
     weight: Tensor
     scale: Tensor
     bias: nn.Parameter | None
+    rounded = False  # which of the two semantics; a test or a twin sets it
 
     def __init__(
         self, in_features: int, out_features: int, scheme: Scheme, bias: nn.Parameter | None, device: torch.device | str
@@ -47,14 +51,16 @@ class QuantizedLinear(nn.Module):
         for name, tensor in quantize_rows(rows, self.scheme).items():
             self.get_buffer(name)[start : start + rows.shape[0]].copy_(tensor)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N] in the dtype of ``x``."""
-        out = self.product(x) if x.device.type != "cuda" or not gpu.available() else self._gpu_product(x)
-        return out if self.bias is None else out + self.bias
+    def forward(self, x: Tensor, rows: slice = ALL) -> Tensor:
+        """[..., K] -> [..., N] in the dtype of ``x``; ``rows``: some of the N outputs alone."""
+        on_gpu = x.device.type == "cuda" and gpu.available() and rows is ALL
+        out = self._gpu_product(x) if on_gpu else self.product(x, rows)
+        return out if self.bias is None else out + self.bias[rows]
 
-    def product(self, x: Tensor) -> Tensor:
-        """The output without the bias."""
-        raise NotImplementedError
+    def product(self, x: Tensor, rows: slice = ALL) -> Tensor:
+        """The output without the bias, in plain torch, float32 until it is whole."""
+        given = rounded_activations(x) if self.rounded else x.float()
+        return F.linear(given, self.dequantized(rows)).to(x.dtype)
 
     def _gpu_product(self, x: Tensor) -> Tensor:
         """:meth:`product` by Triton's kernels, for many rows by torch on weights widened for the moment."""
@@ -67,9 +73,9 @@ class QuantizedLinear(nn.Module):
             self._on_gpu[x.dtype] = linear_weights(self, x.dtype)._replace(bias=None)
         return product(x, self._on_gpu[x.dtype])
 
-    def dequantized(self) -> Tensor:
+    def dequantized(self, rows: slice = ALL) -> Tensor:
         """The weight that this layer multiplies with, float32 [N, K]."""
-        return self.weight.float() * self.scale[:, None]
+        return self.weight[rows].float() * self.scale[rows, None]
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.scheme}"
@@ -78,15 +84,9 @@ class QuantizedLinear(nn.Module):
 class Int8Linear(QuantizedLinear):
     """int8 with a scale per output channel."""
 
-    def product(self, x: Tensor) -> Tensor:
-        return linear_int8(x, self.weight, self.scale)
-
 
 class Fp8Linear(QuantizedLinear):
     """float8_e4m3fn with a scale per output channel."""
-
-    def product(self, x: Tensor) -> Tensor:
-        return linear_fp8(x, self.weight, self.scale)
 
 
 class Int4Linear(QuantizedLinear):
@@ -107,16 +107,20 @@ class Int4Linear(QuantizedLinear):
         self.register_buffer("order", None)
         self.padding = scheme.padded(in_features) - in_features
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, rows: slice = ALL) -> Tensor:
         if self.order is not None:
             x = x.index_select(-1, self.order)
-        if self.padding:
-            x = F.pad(x, (0, self.padding))  # zeros: what the padded columns hold does not count
-        return linear_int4(x, self.weight, self.scale, self.zero, self.row_scale)
+        given = rounded_activations(x) if self.rounded else x.float()
+        return F.linear(given, self._columns(rows)).to(x.dtype)
 
-    def dequantized(self) -> Tensor:
-        columns = dequantize_int4(self.weight, self.scale, self.zero, self.row_scale)[:, : self.in_features]
+    def dequantized(self, rows: slice = ALL) -> Tensor:
+        columns = self._columns(rows)
         return columns if self.order is None else columns[:, self.order.argsort()]
+
+    def _columns(self, rows: slice) -> Tensor:
+        """The weight in the order of its columns, without padding."""
+        stored = (self.weight[rows], self.scale[rows], self.zero[rows], self.row_scale[rows])
+        return dequantize_int4(*stored)[:, : self.in_features]
 
 
 class SplitLinear(nn.Module):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.quantize.reference import pack_int4
+from gpt_fast.kernels.cpu.packing import nibbles
 from gpt_fast.quantize.scheme import Scheme
 
 LEVELS = 15  # the largest code of int4
@@ -54,7 +54,7 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     if scheme.kind == "int4":
         padded = pad_groups(rows, scheme.group_size)
         grid = find_grid(padded, scheme.group_size)
-        return {"weight": pack_int4(encode(padded, grid)), **grid._asdict()}
+        return {"weight": nibbles(encode(padded, grid)), **grid._asdict()}
     scale = rows.abs().amax(1) / (127.0 if scheme.kind == "int8" else _FP8_MAX)
     scale = torch.where(scale == 0, 1.0, scale)  # NaN stays, so that it is seen
     scaled = rows / scale[:, None]

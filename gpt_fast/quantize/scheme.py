@@ -2,7 +2,8 @@
 
 The rule. Linear layers of the blocks take the mode's scheme. The head takes int8 in the modes int8 and int4 (it is
 where errors cost most, and int4 there would save 5 % of the bytes of a 1.1-billion model), fp8 in fp8. The embedding
-table stays as it is, since one row of it is read per token, and so do a head that is tied to it, norms and biases.
+table stays as it is, since one row of it is read per token, and so do a head that is tied to it, routers of experts,
+norms and biases.
 
 Two exceptions of int4 take int8 as well. Keys and values where several query heads share them (and the family stores
 them apart): what is lost there is lost for all of these heads and every later token; they are 2 % of a 1.1-billion
@@ -33,9 +34,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.model.description import describe
 
 METHOD = "gpt_fast"  # quant_method of the checkpoints written here
 MODES = ("int8", "int4", "fp8")
@@ -97,18 +98,17 @@ class QuantConfig:
     exceptions: Scheme | None = None
 
     def scheme(self, module: str, config: ModelConfig) -> Scheme | Split | None:
-        """For the linear layer ``module`` of a Transformer of ``config``, named as there."""
-        if module == "output":
-            return None if config.tie_embeddings else self.head
-        if not module.startswith("layers."):
+        """For the linear layer ``module`` of a Transformer of ``config``, named as there; None: it stays as it is."""
+        matrix = describe(config).matrix(module)
+        if matrix.name == "output":
+            return None if matrix.tied else self.head
+        if matrix.split == "whole":  # a router: few weights, and every one of them decides
             return None
         if self.blocks is None or self.exceptions is None:
             return self.blocks
-        name = module.rpartition(".")[2]
-        if self.blocks.padded(inputs := _in_features(name, config)) != inputs:
+        if self.blocks.padded(matrix.inputs) != matrix.inputs:
             return self.exceptions
-        apart = " " in FAMILIES[config.family].names["layers.{}.attention.wqkv"]
-        if name == "wqkv" and config.kv_dim < config.q_dim and apart:
+        if matrix.name == "wqkv" and config.kv_dim < config.q_dim and len(matrix.rows) > 1:
             return Split(self.blocks, self.exceptions, config.q_dim)
         return self.blocks
 
@@ -147,10 +147,6 @@ def parse_quant_config(raw: Mapping[str, Any], where: str) -> QuantConfig:
         )
     schemes = {name: _parse(spelling, where) for name, spelling in modules.items()}
     return QuantConfig(schemes.get("layers"), schemes.get("output"), schemes.get("exceptions"))
-
-
-def _in_features(name: str, config: ModelConfig) -> int:
-    return {"wo": config.q_dim, "w2": config.ffn_dim}.get(name, config.dim)
 
 
 def _parse(spelling: object, where: str) -> Scheme:

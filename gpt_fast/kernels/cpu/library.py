@@ -179,14 +179,9 @@ def library() -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         raise UnavailableError(f"{path} cannot be loaded: {error}") from error
-    lib.gpt_fast_linear.argtypes = [_I, _P, *[_I] * 4, *[_P] * 4, ctypes.c_int]
-    lib.gpt_fast_paged_attention.argtypes = [*[_P] * 12, *[_I] * 9, ctypes.c_int]
-    lib.gpt_fast_rms_norm.argtypes = [_P, _P, _I, _I, ctypes.c_double, _P, ctypes.c_int]
-    lib.gpt_fast_silu_mul.argtypes = [_P, _I, _I, _P, ctypes.c_int]
-    lib.gpt_fast_decoder_step.argtypes = [_P, _P, ctypes.c_int]
+    lib.gpt_fast_run.argtypes = [_P, _P, ctypes.c_int]
     lib.gpt_fast_pack.argtypes = [_I, _P, _P, _I, _I, _I, _I, ctypes.c_int]
-    for name in ("linear", "paged_attention", "rms_norm", "silu_mul", "decoder_step", "pack"):
-        getattr(lib, f"gpt_fast_{name}").restype = None
+    lib.gpt_fast_run.restype = lib.gpt_fast_pack.restype = None
     lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
     return lib
@@ -208,34 +203,6 @@ def available() -> bool:
     return True
 
 
-def linear(
-    x: Tensor,
-    kind: str,
-    data: Tensor,
-    out_features: int,
-    scale: Tensor | None = None,
-    group_size: int = 0,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """x [..., K] -> [..., out_features] float32 with packed weights ``data`` of the format ``kind``."""
-    rows = x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
-    out = torch.empty(rows.shape[0], out_features)
-    library().gpt_fast_linear(
-        FORMATS[kind],
-        rows.data_ptr(),
-        rows.shape[0],
-        rows.shape[1],
-        out_features,
-        group_size,
-        data.data_ptr(),
-        None if scale is None else scale.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return out.view(*x.shape[:-1], out_features)
-
-
 def read(data: Tensor) -> None:
     """Read all of ``data``, contiguous, a multiple of 128 kB long, as fast as memory allows."""
     library().gpt_fast_read(data.data_ptr(), data.numel() * data.element_size(), torch.get_num_threads())
@@ -255,63 +222,6 @@ def pack(kind: str, rows: Tensor, packed: Tensor, units: int, group: int, header
     )
 
 
-def takes_attention(q: Tensor, k_cache: Tensor) -> bool:
-    """Whether :func:`paged_attention` handles these: float32 queries, a cache of CACHE_FORMATS, D in eights."""
-    return (
-        q.dtype == torch.float32 and k_cache.dtype in CACHE_FORMATS and q.shape[-1] % 8 == 0 and k_cache.is_contiguous()
-    )
-
-
-def paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    page_table: Tensor,
-    write_slots: Tensor,
-    window: int,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
-    """attention.py's ``paged_attention`` for what :func:`takes_attention` accepts."""
-    q, k, v = q.contiguous(), k.float().contiguous(), v.float().contiguous()
-    out = torch.empty_like(q)
-    tokens, heads, head_dim = q.shape
-    page_table = page_table.contiguous()
-    library().gpt_fast_paged_attention(
-        *(t.data_ptr() for t in (q, k, v, k_cache, v_cache)),
-        *(None if t is None else t.data_ptr() for t in (k_scale, v_scale)),
-        *(t.data_ptr() for t in (query_start, context_len, page_table, write_slots, out)),
-        tokens,
-        *page_table.shape,
-        k_cache.shape[1],
-        heads,
-        k_cache.shape[2],
-        head_dim,
-        window,
-        CACHE_FORMATS[k_cache.dtype],
-        torch.get_num_threads(),
-    )
-    return out
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., E] float32 contiguous, weight [E] float32."""
-    out = torch.empty_like(x)
-    rows = x.numel() // x.shape[-1]
-    threads = torch.get_num_threads() if rows > 8 else 1
-    library().gpt_fast_rms_norm(x.data_ptr(), weight.data_ptr(), rows, x.shape[-1], eps, out.data_ptr(), threads)
-    return out
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2 F] float32 contiguous -> [..., F]."""
-    width = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    rows = gate_up.numel() // (2 * width)
-    threads = torch.get_num_threads() if rows > 8 else 1
-    library().gpt_fast_silu_mul(gate_up.data_ptr(), rows, width, out.data_ptr(), threads)
-    return out
+def runs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the C++ kernels run models on ``device`` whose weights that are not quantized are of ``dtype``."""
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and available()

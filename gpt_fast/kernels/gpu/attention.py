@@ -65,6 +65,7 @@ def attend(
     context_len: Tensor,
     page_table: Tensor,
     window: int,
+    scale: float,
     room: Scratch | None = None,
     one_launch: bool = True,
 ) -> Tensor:
@@ -110,7 +111,7 @@ def attend(
         *(room if few and room is not None else (None, None, None)),
         num_slots,
         page_table.shape[1],
-        _LOG2E.value / dim**0.5,
+        _LOG2E.value * scale,
         window,
         page_size=page_size,
         compute=launching.compute_dtype(q.dtype),
@@ -135,20 +136,8 @@ def attend(
 
 
 def paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    page_table: Tensor,
-    write_slots: Tensor,
-    window: int,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layout: StepLayout, window: int, scale: float
 ) -> Tensor:
-    """gpt_fast/model/attention.py's operation: write ``k`` and ``v`` [N, K, D], then attend. Its twins are there."""
-    cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
-    cache.write(k, v, write_slots)
-    return attend(q, cache, query_start, context_len, page_table, window)
+    """model/attention.py's operation: write ``k`` and ``v`` [N, K, D], then attend. Its twins are there."""
+    cache.write(k, v, layout.write_slots)
+    return attend(q, cache, layout.query_start, layout.context_len, layout.page_table, window, scale)

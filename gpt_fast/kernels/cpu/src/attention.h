@@ -14,7 +14,7 @@
 
 #include <algorithm>
 
-#include "common.h"
+#include "elementwise.h"
 
 namespace gpt_fast {
 
@@ -28,7 +28,7 @@ template <class Cached>
 struct Paged {
     const float* q;
     int64_t q_stride;  // floats from one token's heads to the next one's
-    float* out;        // [N, H, D], contiguous
+    float* out;        // [N, H, out_dim], contiguous
     const Cached* k_cache;
     const Cached* v_cache;
     const float* k_scale;  // [pages, page_size, K], int8_t only
@@ -37,9 +37,13 @@ struct Paged {
     const int32_t* context_len;
     const int32_t* page_table;
     int64_t slots, pages_per_slot, page_size;
-    int64_t heads, kv_heads, head_dim;
+    int64_t heads, kv_heads, head_dim;  // of q and of the cache: a multiple of 8
+    int64_t out_dim;                    // columns of a head that count
     int64_t window;
     float scale;
+    float cap;            // scores become cap * tanh(score / cap); 0: they stay
+    const float* slopes;  // [H] or null: a score falls by so much with each position of distance
+    const float* sinks;   // [H] or null: scores without a key
 
     // The first head of positions [begin, end) of a slot, in heads of a cache; page by page, as divisions are slow.
     void locate(int64_t slot, int64_t begin, int64_t end, int64_t* places) const {
@@ -179,11 +183,33 @@ inline float softmax_block(float* weights, const Partial& state) {
     return keep;
 }
 
+// What is done to scores beside scaling. `slopes`: of the heads in turn, or null; `distance`: from the query to the first
+// key of the block, negative for keys before it.
+struct Adjust {
+    float cap;
+    const float* slopes;
+    int64_t distance;
+};
+
+inline void adjust_scores(float* scores, const Adjust& a, float slope) {
+    for (int64_t i = 0; i < kKeys; i += 8) {
+        F8 v = load8(scores + i);
+        const F8 hidden = less(v, splat(-3e38f));
+        if (a.cap != 0.0f) v = choose(hidden, v, splat(a.cap) * tanh8(v * splat(1.0f / a.cap)));
+        if (a.slopes) {
+            alignas(32) float fall[8];
+            for (int64_t j = 0; j < 8; ++j) fall[j] = slope * static_cast<float>(a.distance + i + j);
+            v = choose(hidden, v, v + load8(fall));
+        }
+        store8(scores + i, v);
+    }
+}
+
 // One block of keys for R query heads: scores, weights, and the values into the states. q [R, D], states [R, D + 2]:
 // [D] and then sum and max each. Keys [begin, end) of the block.
 template <int R>
 inline void attend_block(const float* q, float* states, const float* const* keys, const float* const* values,
-                         int64_t begin, int64_t end, int64_t dim, float scale) {
+                         int64_t begin, int64_t end, int64_t dim, float scale, const Adjust* adjust) {
     alignas(32) float weights[R][kKeys];
     const float* heads[R];
     float *into[R], kept[R];
@@ -193,6 +219,8 @@ inline void attend_block(const float* q, float* states, const float* const* keys
         for (float& weight : weights[r]) weight = -__builtin_inff();
     }
     scores_of<R>(heads, keys, begin, end, dim, scale, weights);
+    if (adjust)
+        for (int r = 0; r < R; ++r) adjust_scores(weights[r], *adjust, adjust->slopes ? adjust->slopes[r] : 0.0f);
     for (int r = 0; r < R; ++r) kept[r] = softmax_block(weights[r], {into[r], into[r] + dim, into[r] + dim + 1});
     constexpr int W = 8 / R;  // eight sums at once hide each other's latency
     int64_t d = 0;
@@ -202,16 +230,20 @@ inline void attend_block(const float* q, float* states, const float* const* keys
 
 // The same for all query heads of a key-value head.
 inline void attend_heads(const float* q, float* states, int64_t group, const float* const* keys,
-                         const float* const* values, int64_t begin, int64_t end, int64_t dim, float scale) {
+                         const float* const* values, int64_t begin, int64_t end, int64_t dim, float scale,
+                         const Adjust* adjust) {
+    Adjust own{};
+    if (adjust) own = *adjust, adjust = &own;
     while (group > 0) {
         const int64_t now = group >= 4 ? 4 : group >= 2 ? 2 : 1;
         if (now == 4)
-            attend_block<4>(q, states, keys, values, begin, end, dim, scale);
+            attend_block<4>(q, states, keys, values, begin, end, dim, scale, adjust);
         else if (now == 2)
-            attend_block<2>(q, states, keys, values, begin, end, dim, scale);
+            attend_block<2>(q, states, keys, values, begin, end, dim, scale, adjust);
         else
-            attend_block<1>(q, states, keys, values, begin, end, dim, scale);
+            attend_block<1>(q, states, keys, values, begin, end, dim, scale, adjust);
         group -= now, q += now * dim, states += now * (dim + 2);
+        if (own.slopes) own.slopes += now;
     }
 }
 
@@ -274,10 +306,12 @@ void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t l
                 const int64_t position = length - end + token;
                 const int64_t begin = p.window && position + 1 - p.window > base ? position + 1 - p.window - base : 0;
                 const int64_t stop = position + 1 - base < count ? position + 1 - base : count;
+                const Adjust adjust{p.cap, p.slopes ? p.slopes + kv_head * group : nullptr, base - position};
                 if (begin < stop)
                     attend_heads(p.q + token * p.q_stride + kv_head * group * p.head_dim,
                                  state + ((kv_head - kv_begin) * states + (token - first) * group) * record, group,
-                                 keys, values, begin, stop, p.head_dim, p.scale);
+                                 keys, values, begin, stop, p.head_dim, p.scale,
+                                 p.cap != 0.0f || p.slopes ? &adjust : nullptr);
             }
         }
     }
@@ -289,8 +323,14 @@ void finish(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_head
     for (int64_t token = first; token < last; ++token)
         for (int64_t h = 0; h < group; ++h) {
             const float* s = state + ((token - first) * group + h) * record;
-            float* to = p.out + (token * p.heads + kv_head * group + h) * p.head_dim;
-            for (int64_t d = 0; d < p.head_dim; ++d) to[d] = s[d] / s[p.head_dim];
+            const int64_t head = kv_head * group + h;
+            float* to = p.out + (token * p.heads + head) * p.out_dim;
+            float sum = s[p.head_dim];
+            if (p.sinks) {
+                const float most = s[p.head_dim + 1];
+                sum += exp_one(p.sinks[head] - most);
+            }
+            for (int64_t d = 0; d < p.out_dim; ++d) to[d] = s[d] / sum;
         }
 }
 

@@ -86,4 +86,10 @@ void linear_dense(Team& team, const float* x, int64_t rows, const Linear& layer,
     linear_packed<Dense<Weight>>(team, DenseRows{x, layer.k}, rows, w, layer, out, residual);
 }
 
+template <class Weight>
+void dense_tiles(const float* x, int64_t rows, const Linear& layer, float* out, int64_t tile, int64_t tile_end) {
+    const Dense<Weight> w{reinterpret_cast<const Weight*>(layer.data), layer.k};
+    linear_tiles<Dense<Weight>>(DenseRows{x, layer.k}, rows, w, layer, out, nullptr, tile, tile_end);
+}
+
 }  // namespace gpt_fast

@@ -1,4 +1,4 @@
-// The small operations between the products: norms, rotary embeddings, activation, embedding rows. All float32.
+// The small operations between the products: norms, rotary embeddings, embedding rows. All float32.
 #pragma once
 
 #include "common.h"
@@ -6,15 +6,33 @@
 
 namespace gpt_fast {
 
-// out = x * rsqrt(mean(x^2) + eps) * weight, one row. out may be x.
-inline void rms_norm(const float* x, const float* weight, int64_t dim, float eps, float* out) {
+// out = x * rsqrt(mean(x^2) + eps) * weight, one row, plus `add` unless that is null. out may be x or add.
+inline void rms_norm(const float* x, const float* weight, int64_t dim, float eps, float* out, const float* add) {
     F8 squares = splat(0.0f);
     float rest = 0.0f;
     int64_t d = 0;
     for (; d + 8 <= dim; d += 8) squares = plus_product(squares, load8(x + d), load8(x + d));
     for (; d < dim; ++d) rest += x[d] * x[d];
     const float factor = 1.0f / __builtin_sqrtf((lane_sum(squares) + rest) / static_cast<float>(dim) + eps);
-    for (d = 0; d < dim; ++d) out[d] = x[d] * factor * weight[d];
+    if (add)
+        for (d = 0; d < dim; ++d) out[d] = add[d] + x[d] * factor * weight[d];
+    else
+        for (d = 0; d < dim; ++d) out[d] = x[d] * factor * weight[d];
+}
+
+// out = (x - mean(x)) * rsqrt(variance(x) + eps) * weight + bias, one row, plus `add`. bias may be null.
+inline void layer_norm(const float* x, const float* weight, const float* bias, int64_t dim, float eps, float* out,
+                       const float* add) {
+    double sum = 0.0, squares = 0.0;
+    for (int64_t d = 0; d < dim; ++d) sum += static_cast<double>(x[d]);
+    const float mean = static_cast<float>(sum / static_cast<double>(dim));
+    for (int64_t d = 0; d < dim; ++d) squares += static_cast<double>((x[d] - mean) * (x[d] - mean));
+    const float variance = static_cast<float>(squares / static_cast<double>(dim));
+    const float factor = 1.0f / __builtin_sqrtf(variance + eps);
+    for (int64_t d = 0; d < dim; ++d) {
+        const float value = (x[d] - mean) * factor * weight[d] + (bias ? bias[d] : 0.0f);
+        out[d] = add ? add[d] + value : value;
+    }
 }
 
 // Rotates the first half of a head against the second (Hugging Face's layout); cos and sin [D / 2].
@@ -26,24 +44,11 @@ inline void rope_head(float* x, const float* cos, const float* sin, int64_t half
     }
 }
 
-// out = silu(gate) * up, silu(g) = g / (1 + e^-g).
-inline void silu_mul(const float* gate, const float* up, int64_t count, float* out) {
-    for (int64_t i = 0; i < count; i += 8) {
-        alignas(32) float g[8] = {}, u[8] = {};
-        const int64_t n = count - i < 8 ? count - i : 8;
-        if (n < 8) {
-            std::memcpy(g, gate + i, static_cast<size_t>(n) * sizeof(float));
-            std::memcpy(u, up + i, static_cast<size_t>(n) * sizeof(float));
-        }
-        const F8 gv = n < 8 ? load8(g) : load8(gate + i), uv = n < 8 ? load8(u) : load8(up + i);
-        const F8 result = gv / (splat(1.0f) + exp8(negative(gv))) * uv;
-        if (n < 8) {
-            store8(g, result);
-            std::memcpy(out + i, g, static_cast<size_t>(n) * sizeof(float));
-        } else {
-            store8(out + i, result);
-        }
-    }
+// Heads of `dim` columns to heads of `padded`, filled up with zeros.
+inline float* pad_heads(const float* x, int64_t heads, int64_t dim, int64_t padded, float* out) {
+    for (int64_t h = 0; h < heads; ++h)
+        for (int64_t d = 0; d < padded; ++d) out[h * padded + d] = d < dim ? x[h * dim + d] : 0.0f;
+    return out;
 }
 
 // The embedding table: plain rows [V, E], or the packed tiles of a head that shares it.
@@ -61,6 +66,12 @@ inline void embedding_row(const Embedding& table, int64_t token, int64_t dim, fl
     for (int64_t d = 0; d < dim; ++d)
         out[d] = table.bfloat16 ? to_float(static_cast<const uint16_t*>(table.data)[begin + d * step])
                                 : static_cast<const float*>(table.data)[begin + d * step];
+}
+
+inline void add_embedding_row(const Embedding& table, int64_t row, int64_t dim, float* out) {
+    for (int64_t d = 0; d < dim; ++d)
+        out[d] += table.bfloat16 ? to_float(static_cast<const uint16_t*>(table.data)[row * dim + d])
+                                 : static_cast<const float*>(table.data)[row * dim + d];
 }
 
 }  // namespace gpt_fast

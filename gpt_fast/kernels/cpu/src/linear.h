@@ -27,6 +27,7 @@ struct Linear {
     const uint8_t* data;  // packed
     const float* scale;   // integers: [n]
     const float* bias;    // [n] or null
+    double factor;        // of the output, the bias included
 };
 
 constexpr int64_t kFewRows = 16;
@@ -65,49 +66,60 @@ inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, 
     }
 }
 
-// out [rows, n]; residual null or as out, which it may be itself. Called by the whole team.
+// Some tiles of out [rows, n] for all rows, by one thread; residual null or as out, which it may be itself.
+template <class Format>
+void linear_tiles(const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer, float* out,
+                  const float* residual, int64_t tile, int64_t tile_end) {
+    static thread_local Scratch sums;
+    const int64_t n = layer.n, k = w.depth(), width = tile_end - tile, stride = width * Format::kTile;
+    float* acc = sums.get<float>((rows < kRowsAtOnce ? rows : kRowsAtOnce) * stride);
+    for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
+        const int64_t count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
+        std::memset(acc, 0, static_cast<size_t>(count * stride) * sizeof(float));
+        if (rows <= kFewRows) {
+            constexpr int64_t at_once = Format::tiles_at_once(1);
+            for (int64_t t = 0; t < width; t += at_once)
+                for (int64_t d = 0; d < k; d += kDepth)
+                    all_rows<Format>(x, row, count, w, tile + t, t + at_once < width ? at_once : width - t, d,
+                                     d + kDepth < k ? d + kDepth : k, acc + t * Format::kTile, stride);
+        } else {
+            for (int64_t d = 0; d < k; d += kDepth)
+                all_rows<Format>(x, row, count, w, tile, width, d, d + kDepth < k ? d + kDepth : k, acc, stride);
+        }
+        const int64_t first = tile * Format::kTile, columns = n - first < stride ? n - first : stride;
+        const float factor = static_cast<float>(layer.factor);
+        for (int64_t m = 0; m < count; ++m) {
+            const float* from = acc + m * stride;
+            const int64_t at = (row + m) * layer.out_stride + first;
+            float* to = out + at;
+            const float* add = residual ? residual + at : nullptr;
+            for (int64_t j = 0; j < columns; ++j) {
+                float value = from[j];
+                if constexpr (Format::kOutputScale) value *= layer.scale[first + j];
+                if (layer.bias) value += layer.bias[first + j];
+                value *= factor;
+                to[j] = add ? add[j] + value : value;
+            }
+        }
+    }
+}
+
+// How many tiles a thread takes at a time: few enough that threads end together, enough that each reads long runs of
+// memory.
+template <class Format>
+int64_t tiles_at_a_time(int64_t rows, int64_t tiles, int threads) {
+    const int64_t at_most = rows <= kFewRows ? 64 / Format::kTile : Format::kManyRowsTiles;
+    const int64_t step = tiles / (4 * threads);
+    return step < 1 ? 1 : step > at_most ? at_most : step;
+}
+
+// out [rows, n], by the whole team. Ends without a barrier.
 template <class Format>
 void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                    float* out, const float* residual) {
-    static thread_local Scratch sums;
-    const int64_t n = layer.n, k = w.depth(), tiles = ceil_div(n, Format::kTile);
-    const bool few = rows <= kFewRows;
-    // Small enough that threads end together, large enough that each reads long runs of memory.
-    const int64_t at_most = few ? 64 / Format::kTile : Format::kManyRowsTiles;
-    int64_t step = tiles / (4 * team.size);
-    step = step < 1 ? 1 : step > at_most ? at_most : step;
-    const int64_t stride = step * Format::kTile;
-    float* acc = sums.get<float>((rows < kRowsAtOnce ? rows : kRowsAtOnce) * stride);
-    team.share(tiles, step, [&](int64_t tile, int64_t tile_end) {
-        const int64_t width = tile_end - tile;
-        for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
-            const int64_t count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
-            std::memset(acc, 0, static_cast<size_t>(count * stride) * sizeof(float));
-            if (few) {
-                constexpr int64_t at_once = Format::tiles_at_once(1);
-                for (int64_t t = 0; t < width; t += at_once)
-                    for (int64_t d = 0; d < k; d += kDepth)
-                        all_rows<Format>(x, row, count, w, tile + t, t + at_once < width ? at_once : width - t, d,
-                                         d + kDepth < k ? d + kDepth : k, acc + t * Format::kTile, stride);
-            } else {
-                for (int64_t d = 0; d < k; d += kDepth)
-                    all_rows<Format>(x, row, count, w, tile, width, d, d + kDepth < k ? d + kDepth : k, acc, stride);
-            }
-            const int64_t first = tile * Format::kTile;
-            const int64_t columns = (n - first < width * Format::kTile) ? n - first : width * Format::kTile;
-            for (int64_t m = 0; m < count; ++m) {
-                const float* from = acc + m * stride;
-                const int64_t at = (row + m) * layer.out_stride + first;
-                float* to = out + at;
-                const float* add = residual ? residual + at : nullptr;
-                for (int64_t j = 0; j < columns; ++j) {
-                    float value = from[j];
-                    if constexpr (Format::kOutputScale) value *= layer.scale[first + j];
-                    if (layer.bias) value += layer.bias[first + j];
-                    to[j] = add ? add[j] + value : value;
-                }
-            }
-        }
+    const int64_t tiles = ceil_div(layer.n, Format::kTile);
+    team.share(tiles, tiles_at_a_time<Format>(rows, tiles, team.size), [&](int64_t tile, int64_t tile_end) {
+        linear_tiles<Format>(x, rows, w, layer, out, residual, tile, tile_end);
     });
 }
 

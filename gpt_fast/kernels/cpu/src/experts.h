@@ -1,0 +1,148 @@
+// A mixture of experts: pairs of token and expert, sorted by expert; each expert's rows are one product, so that its
+// weights are read once. What a token gets does not depend on the other tokens: its products are the same chains of
+// additions for any number of rows, and its experts are added in the order of their weights.
+#pragma once
+
+#include <cmath>
+
+#include "elementwise.h"
+#include "product.h"
+
+namespace gpt_fast {
+
+// The top_k greatest of scores [count], equal ones in ascending order, to routes: weights [top_k], then numbers.
+inline void choose_experts(const float* scores, int64_t count, int64_t top_k, int64_t renormalize, float* routes) {
+    float* ids = routes + top_k;
+    for (int64_t j = 0; j < top_k; ++j) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < count; ++e) {
+            bool taken = false;
+            for (int64_t i = 0; i < j; ++i) taken |= ids[i] == static_cast<float>(e);
+            if (!taken && (best < 0 || scores[e] > scores[best])) best = e;
+        }
+        ids[j] = static_cast<float>(best);
+        routes[j] = scores[best];
+    }
+    const float most = routes[0];
+    float sum = 0.0f;
+    if (renormalize)
+        for (int64_t j = 0; j < top_k; ++j) sum += std::exp(routes[j] - most);
+    else
+        for (int64_t e = 0; e < count; ++e) sum += std::exp(scores[e] - most);
+    for (int64_t j = 0; j < top_k; ++j) routes[j] = std::exp(routes[j] - most) / sum;
+}
+
+struct ExpertsJob {
+    const Linear* up;  // one for each expert
+    const Linear* down;
+    int64_t dim;  // columns of the inputs
+    int64_t num_experts, top_k, kind, gated;
+    float scale;
+
+    int64_t hidden() const { return gated ? up[0].n / 2 : up[0].n; }
+
+    // Of the places below, for n tokens.
+    int64_t num_bytes(int64_t n) const {
+        const int64_t pairs = n * top_k;
+        return 8 * (pairs + 2 * num_experts + 2) + 4 * pairs * (dim + up[0].n + hidden() + down[0].n) +
+               QuantizedRows::num_bytes(pairs, dim) + QuantizedRows::num_bytes(pairs, hidden()) + 8 * 64;
+    }
+};
+
+// Rows [first, ...) of all.
+inline QuantizedRows rows_from(const QuantizedRows& all, int64_t first) {
+    return {all.values + first * all.blocks * kBlock, all.scales + first * all.blocks, all.eighths + first * all.blocks,
+            all.blocks};
+}
+
+class ExpertsRun {
+public:
+    ExpertsRun(const ExpertsJob& job, int64_t n, uint8_t* memory) : j(job), pairs(n * job.top_k) {
+        auto take = [&](int64_t bytes) {
+            uint8_t* at = memory;
+            memory += ceil_div(bytes, 64) * 64;
+            return at;
+        };
+        place = reinterpret_cast<int64_t*>(take(8 * pairs));
+        start = reinterpret_cast<int64_t*>(take(8 * (j.num_experts + 1)));
+        active = reinterpret_cast<int64_t*>(take(8 * (j.num_experts + 1)));
+        given = reinterpret_cast<float*>(take(4 * pairs * j.dim));
+        inner = reinterpret_cast<float*>(take(4 * pairs * j.up[0].n));
+        hidden = reinterpret_cast<float*>(take(4 * pairs * j.hidden()));
+        parts = reinterpret_cast<float*>(take(4 * pairs * j.down[0].n));
+        q_given = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.dim)), pairs, j.dim);
+        q_hidden = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.hidden())), pairs, j.hidden());
+    }
+
+    // Where each pair's row stands: pairs of an expert side by side, its first at start[expert].
+    void sort(const float* routes, int64_t width) {
+        for (int64_t e = 0; e <= j.num_experts; ++e) start[e] = 0;
+        auto expert = [&](int64_t pair) {
+            return static_cast<int64_t>(routes[pair / j.top_k * width + j.top_k + pair % j.top_k]);
+        };
+        for (int64_t pair = 0; pair < pairs; ++pair) ++start[expert(pair) + 1];
+        active[0] = 0;
+        for (int64_t e = 0; e < j.num_experts; ++e) {
+            if (start[e + 1]) active[++active[0]] = e;
+            start[e + 1] += start[e];
+        }
+        for (int64_t pair = 0; pair < pairs; ++pair) place[pair] = start[expert(pair)]++;
+        for (int64_t e = j.num_experts; e > 0; --e) start[e] = start[e - 1];
+        start[0] = 0;
+    }
+
+    // out[start[e] ...] = w[e] (in[start[e] ...]) for all active experts, by the whole team.
+    void products(Team& team, const Linear* w, const float* in, int64_t k, const QuantizedRows& q, float* out) const {
+        const int64_t tiles = ceil_div(w[0].n, tile_size(w[0].format)), step = std::max<int64_t>(1, 64 / tile_size(w[0].format));
+        const int64_t pieces = ceil_div(tiles, step);
+        team.share(active[0] * pieces, 1, [&](int64_t index, int64_t) {
+            const int64_t e = active[1 + index / pieces], tile = index % pieces * step, first = start[e];
+            product_tiles(in + first * k, start[e + 1] - first, w[e], rows_from(q, first), out + first * w[0].n, tile,
+                          std::min(tile + step, tiles));
+        });
+        team.barrier();
+    }
+
+    const ExpertsJob& j;
+    int64_t pairs;
+    int64_t *place, *start, *active;
+    float *given, *inner, *hidden, *parts;
+    QuantizedRows q_given, q_hidden;
+};
+
+// out = add + scale * weighted sum of each row's experts; x [n, dim], routes [n, 2 top_k]. Ends with a barrier.
+inline void run_experts(Team& team, const ExpertsJob& job, const float* x, const float* routes, int64_t n,
+                        const float* add, float* out, uint8_t* memory) {
+    ExpertsRun r(job, n, memory);
+    const int64_t dim = job.dim, width = job.hidden(), k = job.top_k;
+    const bool round_x = job.up[0].format >= kInt8, round_hidden = job.down[0].format >= kInt8;
+    team.share(1, 1, [&](int64_t, int64_t) { r.sort(routes, 2 * k); });
+    team.barrier();
+    team.share(r.pairs, 1, [&](int64_t pair, int64_t) {
+        const float* from = x + pair / k * dim;
+        if (round_x)
+            quantize_row(from, dim, r.q_given, r.place[pair]);
+        else
+            std::memcpy(r.given + r.place[pair] * dim, from, static_cast<size_t>(dim) * sizeof(float));
+    });
+    team.barrier();
+    r.products(team, job.up, r.given, dim, r.q_given, r.inner);
+    team.share(r.pairs, 1, [&](int64_t i, int64_t) {
+        const float* inner = r.inner + i * job.up[0].n;
+        activate(job.kind, inner, job.gated ? inner + width : nullptr, width, r.hidden + i * width);
+        if (round_hidden) quantize_row(r.hidden + i * width, width, r.q_hidden, i);
+    });
+    team.barrier();
+    r.products(team, job.down, r.hidden, width, r.q_hidden, r.parts);
+    const int64_t outputs = job.down[0].n;
+    team.share(n, 1, [&](int64_t i, int64_t) {
+        for (int64_t d = 0; d < outputs; ++d) {
+            float sum = 0.0f;
+            for (int64_t e = 0; e < k; ++e) sum += routes[i * 2 * k + e] * r.parts[r.place[i * k + e] * outputs + d];
+            out[i * outputs + d] = (add ? add[i * outputs + d] : 0.0f) + job.scale * sum;
+        }
+    });
+    team.barrier();
+}
+
+}  // namespace gpt_fast

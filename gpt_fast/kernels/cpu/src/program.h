@@ -1,0 +1,334 @@
+// A step of a model: a short program over buffers, in one parallel region: no allocation, no dispatch, no thread asleep
+// between two operations. program.py builds it from the model's description (model/description.py says what each
+// operation means); the mathematics is that of model/transformer.py.
+//
+// A buffer holds one row of float32 for each token. Integer products take their rows rounded to 8 bits, from one place
+// that all of them share; `quantize` says which operation fills it.
+#pragma once
+
+#include <algorithm>
+
+#include "attention.h"
+#include "experts.h"
+#include "glue.h"
+#include "product.h"
+
+namespace gpt_fast {
+
+enum OpCode : int64_t {
+    kEmbed,
+    kAddPositions,
+    kNorm,
+    kProduct,
+    kHeads,
+    kAttention,
+    kActivation,
+    kRoute,
+    kExperts,
+    kGate,
+    kCap,
+    kRows
+};
+
+// Built by Python (program.py): 8 bytes a field, in this order. What an operation does not name is zero.
+struct Op {
+    int64_t code;
+    int64_t x, out, add;  // buffers; add: -1 for none
+    int64_t width;        // columns of x that count: of a norm, a gated activation's inner width, inputs of a product
+    int64_t column;       // product: first column of out
+    int64_t quantize;     // also round the rows that this makes (norm, activation), or first those it takes (product)
+    int64_t kind;         // norm: 0 rms, 1 layer; activation: Activation
+    int64_t gated;
+    const float* weight;  // norms
+    const float* bias;
+    double eps, scale, cap;
+    Linear linear;
+    Embedding table;
+    int64_t position_offset;
+    int64_t heads, kv_heads, head_dim, padded_dim, rotary, rope, window;
+    int64_t norm_rows;  // the norm of queries and keys: 0 of each head, 1 of all heads together
+    const float* q_norm;
+    const float* k_norm;
+    const float* slopes;
+    const float* sinks;
+    void* k_cache;  // [pages, page_size, K, padded_dim]
+    void* v_cache;
+    float* k_scale;  // for a cache of int8
+    float* v_scale;
+    int64_t top_k, renormalize, num_experts;
+    const Linear* up;  // one for each expert
+    const Linear* down;
+    int64_t routes;  // buffer
+};
+
+struct Program {
+    const Op* ops;
+    int64_t num_ops;
+    const int64_t* widths;  // columns of each buffer
+    const int64_t* slots;   // the memory that each buffer has; buffers that are not in use together share one
+    int64_t num_buffers;
+    const int64_t* slot_widths;
+    int64_t num_slots;
+    int64_t widest;          // columns of the rows that are rounded to 8 bits
+    int64_t input, output;   // buffers that come from outside and go there; input: -1 for none
+    int64_t cache_format;    // kFloat32, kBfloat16 or kInt8
+    int64_t page_size;
+};
+
+struct Step {
+    const int64_t* tokens;     // [N]
+    const int64_t* positions;  // [N]
+    int64_t num_tokens;
+    const float* const* angles;  // for each rope cosines and sines, [N, rotary / 2] each
+    const int32_t* query_start;
+    const int32_t* context_len;
+    const int32_t* page_table;
+    const int64_t* write_slots;
+    int64_t slots, pages_per_slot, longest;  // longest context of the step
+    const int64_t* rows;                     // [R] tokens whose logits are wanted
+    int64_t num_rows;
+    float* input;   // [N, width of the input buffer] or null
+    float* output;  // [N or R, width of the output buffer]
+};
+
+constexpr int64_t kPiece = 1024;  // columns of one row that a thread takes of elementwise work; whole blocks
+
+class Run {
+public:
+    Run(const Program& program, const Step& step, int threads, uint8_t* memory) : p(program), s(step) {
+        const int64_t n = std::max(s.num_tokens, s.num_rows);
+        int64_t scratch = 0;
+        auto take = [&](int64_t bytes) {
+            uint8_t* at = memory ? memory + used : nullptr;
+            used += ceil_div(bytes, 64) * 64;
+            return at;
+        };
+        float* places[kMaxBuffers];
+        for (int64_t i = 0; i < p.num_slots; ++i) places[i] = reinterpret_cast<float*>(take(n * p.slot_widths[i] * 4));
+        for (int64_t b = 0; b < p.num_buffers; ++b)
+            buffers[b] = b == p.input ? s.input : b == p.output ? s.output : places[p.slots[b]];
+        for (int64_t i = 0; i < p.num_ops; ++i) {
+            const Op& op = p.ops[i];
+            if (op.code == kAttention)
+                scratch = std::max(scratch, 4 * attention_scratch(threads, s.slots, s.longest, op.heads, op.kv_heads,
+                                                                  op.padded_dim));
+            if (op.code == kExperts) scratch = std::max(scratch, experts_of(op).num_bytes(n));
+        }
+        shared = take(scratch);
+        q_memory = take(QuantizedRows::num_bytes(n, p.widest));
+    }
+
+    static constexpr int64_t kMaxBuffers = 64;
+
+    int64_t num_bytes() const { return used; }
+
+    // Calls of share(), at most.
+    static int64_t phases(const Program& program) { return 6 * program.num_ops; }
+
+    void run(Team& team) {
+        n = s.num_tokens;
+        for (int64_t i = 0; i < p.num_ops; ++i) {
+            const Op& op = p.ops[i];
+            switch (op.code) {
+                case kEmbed: embed(team, op); break;
+                case kAddPositions: add_positions(team, op); break;
+                case kNorm: norm(team, op); break;
+                case kProduct: run_product(team, op); break;
+                case kHeads: by_cache([&](auto* cached) { heads(team, op, cached); }); break;
+                case kAttention: by_cache([&](auto* cached) { attend(team, op, cached); }); break;
+                case kActivation: activation(team, op); break;
+                case kRoute: route(team, op); break;
+                case kExperts: experts(team, op); break;
+                case kGate: gate(team, op); break;
+                case kCap: cap(team, op); break;
+                case kRows: rows(team, op); break;
+            }
+        }
+    }
+
+private:
+    float* row(int64_t buffer, int64_t i) const { return buffers[buffer] + i * p.widths[buffer]; }
+
+    template <class Body>
+    void by_cache(Body body) const {
+        switch (p.cache_format) {
+            case kBfloat16: return body(static_cast<uint16_t*>(nullptr));
+            case kInt8: return body(static_cast<int8_t*>(nullptr));
+            default: return body(static_cast<float*>(nullptr));
+        }
+    }
+
+    void embed(Team& team, const Op& op) const {
+        team.share(n, 1, [&](int64_t i, int64_t) {
+            float* out = row(op.out, i);
+            embedding_row(op.table, s.tokens[i], op.width, out);
+            if (op.scale != 1.0)
+                for (int64_t d = 0; d < op.width; ++d) out[d] *= static_cast<float>(op.scale);
+        });
+        team.barrier();
+    }
+
+    void add_positions(Team& team, const Op& op) const {
+        team.share(n, 1, [&](int64_t i, int64_t) {
+            float* out = row(op.x, i);
+            add_embedding_row(op.table, s.positions[i] + op.position_offset, op.width, out);
+        });
+        team.barrier();
+    }
+
+    void norm(Team& team, const Op& op) const {
+        const QuantizedRows q = QuantizedRows::in(q_memory, n, op.width);
+        team.share(n, 1, [&](int64_t i, int64_t) {
+            float* out = row(op.out, i);
+            const float* add = op.add >= 0 ? row(op.add, i) : nullptr;
+            const float eps = static_cast<float>(op.eps);
+            if (op.kind == 0)
+                rms_norm(row(op.x, i), op.weight, op.width, eps, out, add);
+            else
+                layer_norm(row(op.x, i), op.weight, op.bias, op.width, eps, out, add);
+            if (op.quantize) quantize_row(out, op.width, q, i);
+        });
+        team.barrier();
+    }
+
+    void run_product(Team& team, const Op& op) const {
+        const QuantizedRows q = QuantizedRows::in(q_memory, n, op.width);
+        if (op.quantize) quantize_rows(team, buffers[op.x], n, op.width, q);
+        product(team, buffers[op.x], n, op.linear, q, buffers[op.out] + op.column,
+                op.add >= 0 ? buffers[op.add] + op.column : nullptr);
+        team.barrier();
+    }
+
+    // Queries and keys normed and rotated in place, keys and values to the cache. Heads whose size is no multiple of 8
+    // are filled up with zeros, into `out`.
+    template <class Cached>
+    void heads(Team& team, const Op& op, Cached*) const {
+        const int64_t d = op.head_dim, padded = op.padded_dim, all = op.heads + op.kv_heads;
+        auto* k_cache = static_cast<Cached*>(op.k_cache);
+        auto* v_cache = static_cast<Cached*>(op.v_cache);
+        const float* cos = op.rotary ? s.angles[2 * op.rope] : nullptr;
+        const float* sin = op.rotary ? s.angles[2 * op.rope + 1] : nullptr;
+        const int64_t half = op.rotary / 2;
+        const float eps = static_cast<float>(op.eps);
+        team.share(n, 1, [&](int64_t i, int64_t) {
+            float* x = row(op.x, i);
+            if (op.q_norm && op.norm_rows) {
+                rms_norm(x, op.q_norm, op.heads * d, eps, x, nullptr);
+                rms_norm(x + op.heads * d, op.k_norm, op.kv_heads * d, eps, x + op.heads * d, nullptr);
+            }
+            for (int64_t head = 0; head < all; ++head) {
+                if (op.q_norm && !op.norm_rows)
+                    rms_norm(x + head * d, head < op.heads ? op.q_norm : op.k_norm, d, eps, x + head * d, nullptr);
+                if (half) rope_head(x + head * d, cos + i * half, sin + i * half, half);
+            }
+            if (padded != d) x = pad_heads(x, all + op.kv_heads, d, padded, row(op.out, i));
+            const float* keys = x + op.heads * padded;
+            write_row(keys, op.kv_heads, padded, s.write_slots[i], k_cache, op.k_scale);
+            write_row(keys + op.kv_heads * padded, op.kv_heads, padded, s.write_slots[i], v_cache, op.v_scale);
+        });
+        team.barrier();
+    }
+
+    template <class Cached>
+    void attend(Team& team, const Op& op, Cached*) const {
+        const int64_t past = s.query_start[s.slots];  // tokens from here on only pad the step and belong to nobody
+        if (past < n) {
+            const int64_t width = op.heads * op.head_dim;
+            team.share(n - past, 1, [&](int64_t i, int64_t) {
+                std::memset(row(op.out, past + i), 0, static_cast<size_t>(width) * sizeof(float));
+            });
+        }
+        const Paged<Cached> paged{buffers[op.x],
+                                  p.widths[op.x],
+                                  buffers[op.out],
+                                  static_cast<Cached*>(op.k_cache),
+                                  static_cast<Cached*>(op.v_cache),
+                                  op.k_scale,
+                                  op.v_scale,
+                                  s.query_start,
+                                  s.context_len,
+                                  s.page_table,
+                                  s.slots,
+                                  s.pages_per_slot,
+                                  p.page_size,
+                                  op.heads,
+                                  op.kv_heads,
+                                  op.padded_dim,
+                                  op.head_dim,
+                                  op.window,
+                                  static_cast<float>(op.scale),
+                                  static_cast<float>(op.cap),
+                                  op.slopes,
+                                  op.sinks};
+        paged_attention(team, paged, reinterpret_cast<float*>(shared));
+        team.barrier();
+    }
+
+    void activation(Team& team, const Op& op) const {
+        const int64_t f = op.width, pieces = ceil_div(f, kPiece);
+        const QuantizedRows q = QuantizedRows::in(q_memory, n, f);
+        team.share(n * pieces, 1, [&](int64_t index, int64_t) {
+            const int64_t i = index / pieces, begin = index % pieces * kPiece;
+            const int64_t count = f - begin < kPiece ? f - begin : kPiece;
+            const float* x = row(op.x, i) + begin;
+            float* out = row(op.out, i);
+            activate(op.kind, x, op.gated ? x + f : nullptr, count, out + begin);
+            if (op.quantize) quantize_part(out, begin, begin + count, f, q, i);
+        });
+        team.barrier();
+    }
+
+    void route(Team& team, const Op& op) const {
+        team.share(n, 1, [&](int64_t i, int64_t) {
+            choose_experts(row(op.x, i), op.num_experts, op.top_k, op.renormalize, row(op.out, i));
+        });
+        team.barrier();
+    }
+
+    ExpertsJob experts_of(const Op& op) const {
+        return {op.up, op.down, op.width, op.num_experts, op.top_k, op.kind, op.gated, static_cast<float>(op.scale)};
+    }
+
+    void experts(Team& team, const Op& op) const {
+        run_experts(team, experts_of(op), buffers[op.x], buffers[op.routes], n, op.add >= 0 ? buffers[op.add] : nullptr,
+                    buffers[op.out], shared);
+    }
+
+    void gate(Team& team, const Op& op) const {
+        team.share(n, 1, [&](int64_t i, int64_t) {
+            const float by = 1.0f / (1.0f + exp_one(-row(op.routes, i)[0]));
+            const float *x = row(op.x, i), *add = row(op.add, i);
+            float* out = row(op.out, i);
+            for (int64_t d = 0; d < op.width; ++d) out[d] = add[d] + by * x[d];
+        });
+        team.barrier();
+    }
+
+    void cap(Team& team, const Op& op) const {
+        const float limit = static_cast<float>(op.cap), inverse = 1.0f / limit;
+        const int64_t pieces = ceil_div(op.width, kPiece);
+        team.share(n * pieces, 1, [&](int64_t index, int64_t) {
+            const int64_t i = index / pieces, begin = index % pieces * kPiece;
+            const int64_t count = op.width - begin < kPiece ? op.width - begin : kPiece;
+            cap_row(row(op.x, i) + begin, limit, inverse, count, row(op.out, i) + begin);
+        });
+        team.barrier();
+    }
+
+    // From here on only the wanted tokens: their rows of x, side by side in out.
+    void rows(Team& team, const Op& op) {
+        team.share(s.num_rows, 1, [&](int64_t i, int64_t) {
+            std::memcpy(row(op.out, i), row(op.x, s.rows[i]), static_cast<size_t>(op.width) * sizeof(float));
+        });
+        team.barrier();
+        n = s.num_rows;
+    }
+
+    const Program& p;
+    const Step& s;
+    int64_t used = 0, n = 0;  // bytes; rows that are computed
+    float* buffers[kMaxBuffers];
+    uint8_t *shared, *q_memory;
+};
+
+}  // namespace gpt_fast

@@ -1,0 +1,173 @@
+"""A model on the C++ kernels: its weights packed, its operations one program for each cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gpt_fast.errors import UnsupportedError
+from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.kernels.cpu import packing
+from gpt_fast.kernels.cpu.library import available
+from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, check, padded
+from gpt_fast.model import description as d
+from gpt_fast.model.attention import StepLayout
+from gpt_fast.model.transformer import Block, KVCache, Transformer
+from gpt_fast.quantize.linear import Int4Linear, Int8Linear, SplitLinear
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def pack_model(model: Transformer) -> CpuModel | None:
+    """``model`` for the C++ kernels, which takes its weights away; None, with a line in the log, where they cannot."""
+    try:
+        return CpuModel(model)
+    except UnsupportedError as why:
+        if model.device.type == "cpu":
+            log.warning("the C++ kernels do not run %s: plain torch runs this model, and slower", why)
+        return None
+
+
+class CpuModel:
+    """What the engine needs of a model (``Transformer`` has the same), by the C++ kernels.
+
+    Takes the weights of ``model``, each let go of as soon as it is packed, so that none is held twice. Raises
+    UnsupportedError, before anything is taken, for a device, an operation or weights that the kernels do not run.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        self.config, self.description = model.config, model.description
+        self.device, self.dtype, self.ropes = model.device, model.dtype, model.ropes
+        modules = (model.embed, *model.layers, model.head)
+        _check(model, modules)
+        tables: dict[str, Tensor | PackedWeights] = {}
+        if self.config.tie_embeddings:
+            tables["tokens"] = _take(model.head, self.description.head.matrix("output"))[0]
+        self._blocks = [(module.block.ops, _take_all(module, tables)) for module in modules]
+
+    def program(self, cache: KVCache) -> Program:
+        """The steps of this model over ``cache``, which are written in place."""
+        caches: Sequence[LayerCache | None] = (None, *cache, None)
+        blocks = [(ops, w._replace(cache=c)) for (ops, w), c in zip(self._blocks, caches, strict=True)]
+        return Program(blocks, "logits", rows_before=len(blocks) - 1)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Whole sequences [B, T] int64 -> logits [B, T, vocab_size] float32; the cache is of this call alone."""
+        batch, length = tokens.shape
+        c = self.config
+        shape = (batch, length, c.num_kv_heads, padded(c.head_dim))  # a page for each sequence
+        program = self.program([LayerCache.zeros(shape, torch.float32, self.device) for _ in range(c.num_layers)])
+        ends = torch.arange(1, batch + 1, dtype=torch.int32) * length
+        starts = torch.cat((torch.zeros(1, dtype=torch.int32), ends))
+        pages = torch.arange(batch, dtype=torch.int32)[:, None]
+        every = torch.arange(batch * length)
+        layout = StepLayout(starts, torch.full((batch,), length, dtype=torch.int32), pages, every)
+        positions = every % length
+        angles = [rope(positions, torch.full_like(positions, length)) for rope in self.ropes]
+        return program.run(tokens.flatten(), positions, angles, layout, every).view(batch, length, -1)
+
+    def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
+        """As ``Transformer.bytes_per_token``."""
+        held = {
+            block.prefix + name: sum(piece.num_bytes for piece in pieces)
+            for block, (_, weights) in zip(self.description.blocks, self._blocks, strict=True)
+            for name, pieces in weights.matrices.items()
+        }
+        for name, table in self._blocks[0][1].tables.items():
+            held["embed." + name] = table.num_bytes if isinstance(table, PackedWeights) else table.nbytes
+        return self.description.bytes_per_token(held) + context_len * self.config.kv_bytes_per_token(cache_itemsize)
+
+
+class CpuStep:
+    """``Transformer.step`` in C++, for one cache."""
+
+    path = "kernels"
+
+    def __init__(self, model: CpuModel, cache: KVCache) -> None:
+        self._ropes, self._cache, self._program = model.ropes, cache, model.program(cache)
+
+    def warm_up(self, report: Callable[[str], None]) -> None:
+        """Nothing: the library is built."""
+
+    def takes(self, num_tokens: int) -> bool:
+        """Always."""
+        return True
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, lengths: Tensor, cache: KVCache, layout: StepLayout, rows: Tensor
+    ) -> Tensor:
+        """Logits [R, V] float32. See ``Transformer.step``."""
+        assert cache is self._cache
+        angles = [rope(positions, lengths) for rope in self._ropes]
+        with torch.profiler.record_function("gpt_fast::cpu_step"):
+            return self._program.run(tokens, positions, angles, layout, rows)
+
+
+def _check(model: Transformer, modules: Sequence[Block]) -> None:
+    if model.device.type != "cpu" or not available():
+        raise UnsupportedError(f"on {model.device}")
+    if model.dtype not in _DTYPES:
+        raise UnsupportedError(f"activations of {model.dtype}")
+    for module in modules:
+        check(module.block.ops)
+        for matrix in module.block.matrices:
+            for part in _parts(module.get_submodule(matrix.name)):
+                if not _known(part):
+                    raise UnsupportedError(f"{type(part).__name__} ({module.block.prefix}{matrix.name})")
+
+
+def _parts(module: nn.Module) -> Sequence[nn.Module]:
+    return module.pieces() if isinstance(module, SplitLinear) else (module,)
+
+
+def _known(module: nn.Module) -> bool:
+    if isinstance(module, Int4Linear):
+        # Columns that only fill up a group must end with the block that they are in: activations come in whole blocks.
+        return module.order is None and module.padding < packing.BLOCK
+    if isinstance(module, nn.Linear):
+        return module.weight.dtype in _DTYPES
+    return isinstance(module, Int8Linear)
+
+
+def _take_all(module: Block, tables: dict[str, Tensor | PackedWeights]) -> Weights:
+    """The weights of one block, packed; ``tables``: those of a tied head are there already."""
+    block: d.Block = module.block
+    matrices = {m.name: [tables["tokens"]] if m.tied else _take(module, m) for m in block.matrices}
+    found = {t.name: module.get_submodule(t.name).get_parameter("weight").detach() for t in block.tables}
+    vectors = {v.name: _vector(module.get_submodule(v.name)) for v in block.vectors}
+    return Weights(matrices, vectors, found | {n: t for n, t in tables.items() if n in found})  # type: ignore[arg-type]
+
+
+def _take(module: Block, matrix: d.Matrix) -> list[PackedWeights]:
+    """The pieces of one matrix, in the order of its rows, for each expert its own; the module is let go of."""
+    found = []
+    with torch.no_grad():
+        for part in _parts(module.get_submodule(matrix.name)):
+            assert isinstance(part, (nn.Linear, Int8Linear, Int4Linear))
+            n = part.out_features // max(1, matrix.num_experts)
+            found += [_pack_rows(part, slice(i, i + n)) for i in range(0, part.out_features, n)]
+    setattr(module, matrix.name, nn.Identity())
+    return found
+
+
+def _pack_rows(module: nn.Linear | Int8Linear | Int4Linear, rows: slice) -> PackedWeights:
+    n, k = rows.stop - rows.start, module.in_features
+    bias = None if module.bias is None else module.bias.detach()[rows].float()
+    weight = module.weight.detach()[rows]
+    if isinstance(module, Int8Linear):
+        return PackedWeights("int8", packing.pack_int8(weight), n, k, module.scale[rows], 0, bias)
+    if isinstance(module, Int4Linear):
+        data = packing.pack_int4_plain(weight, module.scale[rows], module.zero[rows])
+        k += module.padding
+        return PackedWeights("int4", data, n, k, module.row_scale[rows], module.scheme.group_size, bias)
+    return PackedWeights(_DTYPES[weight.dtype], packing.pack_dense(weight), n, k, bias=bias)
+
+
+def _vector(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    found = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return found["weight"], found.get("bias")
