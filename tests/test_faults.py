@@ -225,13 +225,13 @@ class BrokenGrammar:
 
 STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "admit": (Scheduler, "_admit", lambda self, request: is_bad(request)),
-    "schedule": (Scheduler, "_sequence_plan", lambda self, request, count: is_bad(request)),
+    "schedule": (Scheduler, "_sequence_plan", lambda self, request, count, drafts: is_bad(request)),
     "execute": (Runner, "execute", lambda self, plan: any(s.prompt_len == BAD_LENGTH for s in plan.sequences)),
     "sample": (compute, "sample", lambda logits, rows: any(row.num_prompt == BAD_LENGTH for row in rows)),
     "logprobs": (compute, "logprobs", lambda logits, tokens, num_top: NUM_TOP in num_top),
-    "computed": (Scheduler, "computed", lambda self, request, count: is_bad(request)),
-    "append": (Request, "append", lambda self, token, now: is_bad(self)),
-    "emit": (Handle, "put", lambda self, text, token: is_bad(self.request)),
+    "advance": (Scheduler, "advance", lambda self, request, kept: is_bad(request)),
+    "append": (Request, "append", lambda self, tokens, now: is_bad(self)),
+    "emit": (Handle, "put", lambda self, text, tokens: is_bad(self.request)),
     "end": (Request, "completion", is_bad),
 }
 

@@ -50,6 +50,19 @@ class LayerCache(NamedTuple):
             target.view(-1, *target.shape[2:]).index_copy_(0, write_slots, new.to(target.dtype))
 
 
+class PagedLayer(NamedTuple):
+    """A layer that caches the keys and values of every token, in pages."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    def allocate(
+        self, *, num_slots: int, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache:
+        """Empty pages that all slots share."""
+        return LayerCache.zeros((num_pages, page_size, self.num_kv_heads, self.head_dim), dtype, device)
+
+
 def check_cache(cache: Sequence[Sequence[Tensor | None]], num_layers: int) -> Tensor:
     """Whether a ``LayerCache`` for each of ``num_layers`` layers is what kernels read. Raises ValueError.
 

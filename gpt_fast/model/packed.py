@@ -122,13 +122,13 @@ class Step(Protocol):
         """Compile and record what steps need; before the first one."""
 
     def takes(self, num_tokens: int) -> bool:
-        """Whether steps of so many new tokens take everything but ``rows`` from the CPU."""
+        """Whether a step of ``num_tokens`` new tokens reads the host's tensors: all but the page table and ``rows``."""
 
 
-def fast_step(model: Transformer, cache: KVCache, num_slots: int, pages_per_slot: int) -> Step | None:
+def fast_step(model: Transformer, cache: KVCache, page_table: Tensor) -> Step | None:
     """``Transformer.step`` by own kernels, for a packed model or one on a GPU; None where they do not run it.
 
-    A step has at most ``num_slots`` sequences of ``pages_per_slot`` pages.
+    ``page_table`` [S, P] int32, updated in place, is that of every step's layout.
     """
     if isinstance(model.output, PackedLinear) and cache[0].k.dtype in CACHE_FORMATS:
         return FastStep(model, cache)
@@ -136,7 +136,7 @@ def fast_step(model: Transformer, cache: KVCache, num_slots: int, pages_per_slot
         from gpt_fast.kernels.gpu.step import GpuStep
 
         try:
-            return GpuStep(model, cache, num_slots, pages_per_slot)
+            return GpuStep(model, cache, page_table)
         except ValueError as why:
             log.warning("the GPU kernels do not take this model, plain torch runs it and slower: %s", why)
     return None
