@@ -202,8 +202,8 @@ class LLM:
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
-        given = params or SamplingParams()
-        each = [given] * len(several) if isinstance(given, SamplingParams) else list(given)
+        params = SamplingParams() if params is None else params
+        each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(several):
             message = f"{len(each)} sampling parameters for {len(several)} prompts: give one for all, or one for each"
             raise RequestError(message, "params")
