@@ -18,7 +18,6 @@ from gpt_fast import memory
 from gpt_fast.checkpoint.families import GenerationDefaults, read_config, read_generation_defaults
 from gpt_fast.checkpoint.loading import stored_dtype
 from gpt_fast.config import EngineConfig, ModelConfig, from_mapping
-from gpt_fast.engine.compile_cache import default_file, kept
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.handle import Handle
@@ -29,7 +28,9 @@ from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import ConfigError, RequestError, TokenizerMissing
 from gpt_fast.kernels.roofline import Roofline, read_bandwidth
-from gpt_fast.model.cpu_model import pack_model
+from gpt_fast.model.compile_cache import default_file, kept
+from gpt_fast.model.description import describe
+from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import SamplingParams, show
@@ -67,7 +68,7 @@ class LLM:
         check_device(self.checkpoint, o.quantize, self.device)
         weight_bytes = check_memory(self.checkpoint, self.dtype, self.device, o.quantize)
         self._plan_cache(memory.free_bytes(self.device) - weight_bytes)  # refuses what cannot fit before it is read
-        self.model = load_model(
+        self._loaded = load_model(
             self.checkpoint,
             dtype=self.dtype,
             device=self.device,
@@ -81,7 +82,7 @@ class LLM:
     @classmethod
     def from_model(
         cls,
-        model: Transformer,
+        model: Transformer | Served,
         *,
         tokenizer: Tokenizer | None = None,
         defaults: GenerationDefaults | None = None,
@@ -104,8 +105,10 @@ class LLM:
         self.tokenizer = tokenizer
         self.device = model.device
         self.dtype = model.dtype
-        self.model = model
+        self._loaded = model
         if self.engine_config.quantize is not None:
+            if not isinstance(model, Transformer):
+                raise ConfigError("quantize: the weights of this model are packed already")
             check_device(None, self.engine_config.quantize, self.device)
             quantize_model(model, quant_config(self.engine_config.quantize))
         self.load_s = 0.0
@@ -118,8 +121,6 @@ class LLM:
     def _start(self) -> None:
         """Build the engine around the model and warm it up."""
         begin = time.perf_counter()
-        if self.engine_config.kernels:
-            self.model = pack_model(self.model) or self.model
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
         self.engine = self._build_engine()
         self._ids = itertools.count()
@@ -142,6 +143,8 @@ class LLM:
 
     def _build_engine(self) -> Engine:
         o = self.engine_config
+        self.model = serve(self._loaded, kernels=o.kernels, compile=o.compile)
+        del self._loaded
         plan = self._plan_cache(memory.free_bytes(self.device))
         log.info("%s", plan)
         if plan.max_seq_len < plan.wished:
@@ -154,12 +157,10 @@ class LLM:
             num_pages=1 + plan.num_pages,
             page_size=plan.page_size,
             prefill_chunk=self.prefill_chunk,
-            compile=o.compile,
-            kernels=o.kernels,
             cache_dtype=plan.dtype,
         )
         scaling = self.config.rope_scaling
-        dynamic_from = scaling.original_max_seq_len if scaling is not None and scaling.type == "dynamic" else 0
+        dynamic_from = scaling.original_max_seq_len if scaling is not None and scaling.grows else 0
         pages = PageAllocator(1 + plan.num_pages, plan.page_size, o.prefix_cache)
         scheduler = Scheduler(pages, plan.max_batch, self.prefill_chunk, salt_by_length=dynamic_from)
         return Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
@@ -186,30 +187,39 @@ class LLM:
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
     @overload
     def generate(
-        self, prompts: Sequence[str] | Sequence[int] | Sequence[Sequence[int]], params: SamplingParams | None = None
+        self,
+        prompts: Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Completion | list[Completion]: ...
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Completion | list[Completion]:
-        """Complete one prompt (a string or token ids) or a list of them; returns one completion or a list in order,
-        with ``params.n`` > 1 that many of each prompt, one after the other.
+        """Complete one prompt (a string or token ids) or a list of them; returns one completion or a list in order.
+
+        ``params``: for all prompts, or a list with one entry for each prompt. With ``n`` > 1 a prompt has that many
+        completions, one after the other.
 
         Raises RequestError for a prompt or parameters that cannot be served, before anything runs.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
-        params = params or SamplingParams()
-        handles = self.submit_all([(prompt, sample) for prompt in several for sample in params.samples()])
+        params = SamplingParams() if params is None else params
+        each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(several):
+            message = f"{len(each)} sampling parameters for {len(several)} prompts: give one for all, or one for each"
+            raise RequestError(message, "params")
+        parts = list(zip(several, each, strict=True))
+        handles = self.submit_all([(prompt, sample) for prompt, own in parts for sample in own.samples()])
         try:
             completions = [_completion(handle) for handle in handles]
         except BaseException:
             for handle in handles:
                 handle.cancel()
             raise
-        return completions[0] if single and params.n == 1 else completions
+        return completions[0] if single and each[0].n == 1 else completions
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete ``prompt`` piece by piece. Raises RequestError at once; leaving the iterator cancels the request."""
@@ -259,7 +269,7 @@ class LLM:
             seed=seed,
             max_tokens=min(room, resolved.max_tokens or room),
             end_ids=frozenset((*eos_ids, *resolved.stop_token_ids)),
-            text=TextStream(Detokenizer(self.tokenizer, token_ids), resolved.stop),
+            text=TextStream(IncrementalDetokenizer(self.tokenizer, token_ids, padded=True), resolved.stop),
             grammar=self._grammars.compile(resolved),
         )
 
@@ -306,7 +316,7 @@ class LLM:
             "compiled": self.engine.runner.compiled,
             "path": self.engine.runner.path,
             "family": self.config.family,
-            "parameters": self.model.description.num_parameters,
+            "parameters": describe(self.config).num_parameters,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "max_seq_len": self.max_seq_len,
@@ -324,9 +334,9 @@ class LLM:
         return self.engine.changed
 
     @property
-    def pressing(self) -> threading.Condition:
+    def begun_or_ended(self) -> threading.Condition:
         """Of the same lock as ``changed``, notified of first tokens and endings alone."""
-        return self.engine.pressing
+        return self.engine.begun_or_ended
 
     @property
     def num_preemptions(self) -> int:
@@ -352,27 +362,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Detokenizer:
-    """Token ids to text for ids of the model, which may go beyond the tokenizer's: those have no text.
-
-    Models pad their vocabulary, and an untrained or broken one may choose such a token; that must not end a stream.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> None:
-        self._num_known = tokenizer.vocab_size if tokenizer is not None else 0
-        self._stream = None
-        if tokenizer is not None:
-            self._stream = IncrementalDetokenizer(tokenizer, [t for t in prompt_ids if t < self._num_known])
-
-    def push(self, token: int) -> str:
-        """The text that became certain with ``token``."""
-        return self._stream.push(token) if self._stream is not None and token < self._num_known else ""
-
-    def flush(self) -> str:
-        """The rest at the end."""
-        return self._stream.flush() if self._stream is not None else ""
 
 
 def _completion(handle: Handle) -> Completion:

@@ -38,7 +38,7 @@ class FakeLLM:
         self.error = error or ValueError("the fake failed")
         self.abort_after = abort_after
         self.calls: list[tuple[Any, SamplingParams]] = []
-        self.changed = self.pressing = threading.Condition()
+        self.changed = self.begun_or_ended = threading.Condition()
         self.tokenizer = None
         self.defaults = GenerationDefaults((), None, SamplingParams())
         scheduler = SimpleNamespace(running=[], num_preemptions=0, pages=PageAllocator(2, 1))

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from gpt_fast.engine import compile_cache
+from gpt_fast.model import compile_cache
 
 _START = """
 import logging, sys, dataclasses, torch
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.checkpoint.loading import random_model
 from gpt_fast.model.shapes import shape
-from gpt_fast.engine.compile_cache import keep_private
+from gpt_fast.model.compile_cache import keep_private
 keep_private()  # as the engine does before the next line's import makes torch's folder
 import torch._inductor.cpu_vec_isa
 torch._inductor.cpu_vec_isa.valid_vec_isa_list = lambda: []  # to try each costs seconds, and changes nothing here

@@ -1,17 +1,23 @@
-"""The engine under load: answers do not depend on company, nothing leaks, one request's fault stays its own."""
+"""The engine under load: answers do not depend on company, nothing leaks, one request's fault stays its own.
+
+All on a fake model, and what a real one could change on a real one as well.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import families_table
 import pytest
 import torch
+from fake_model import FakeModelLLM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,8 +43,8 @@ def load(checkpoint: Path, **options: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint: Path) -> Iterator[LLM]:
-    with load(checkpoint) as llm:
+def llm() -> Iterator[FakeModelLLM]:
+    with FakeModelLLM() as llm:
         yield llm
 
 
@@ -109,14 +115,23 @@ def answers(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[
     return [completion.token_ids for completion in found]
 
 
-@pytest.fixture(scope="module")
-def alone(checkpoint: Path) -> list[tuple[int, ...]]:
+def alone(llm: LLM) -> list[tuple[int, ...]]:
     """The truth: one request at a time, nothing cached, prompts in one piece."""
-    with load(checkpoint, max_batch=1, prefix_cache=False) as llm:
+    with llm:
         return [one(llm, prompt, params).token_ids for prompt, params in mixed_requests()]
 
 
-def one(llm: LLM, prompt: list[int], params: SamplingParams) -> Completion:
+@pytest.fixture(scope="module")
+def real_alone(checkpoint: Path) -> list[tuple[int, ...]]:
+    return alone(load(checkpoint, max_batch=1, prefix_cache=False))
+
+
+@pytest.fixture(scope="module")
+def fake_alone() -> list[tuple[int, ...]]:
+    return alone(FakeModelLLM(max_batch=1, prefix_cache=False))
+
+
+def one(llm: LLM, prompt: list[int], params: SamplingParams | list[SamplingParams]) -> Completion:
     completion = llm.generate(prompt, params)
     assert isinstance(completion, Completion)
     return completion
@@ -133,24 +148,26 @@ def one(llm: LLM, prompt: list[int], params: SamplingParams) -> Completion:
     ],
     ids=["batch", "no prefix cache", "chunks", "preemption", "pages of one"],
 )
-def test_the_same_answers_in_any_company(
-    checkpoint: Path, alone: list[tuple[int, ...]], options: dict[str, Any]
-) -> None:
-    with load(checkpoint, **options) as llm:
-        assert answers(llm, mixed_requests()) == alone
+@pytest.mark.parametrize("kind", ["fake", "real"])
+def test_the_same_answers_in_any_company(kind: str, options: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    make = FakeModelLLM if kind == "fake" else partial(load, request.getfixturevalue("checkpoint"))
+    with make(**options) as llm:
+        assert answers(llm, mixed_requests()) == request.getfixturevalue(f"{kind}_alone")
         if "num_pages" in options:
             assert llm.num_preemptions > 0
         if options.get("prefix_cache", True):
             assert llm.prefix_hit_rate > 0.05
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_random_arrivals_cancellations_and_shortages_keep_the_books(
-    checkpoint: Path, alone: list[tuple[int, ...]], data: st.DataObject
+    fake_alone: list[tuple[int, ...]], data: st.DataObject
 ) -> None:
     requests = mixed_requests()
-    llm = BOOKS.setdefault("llm", load(checkpoint, max_batch=5, num_pages=11, prefill_chunk=24))
+    if not BOOKS:
+        BOOKS["llm"] = FakeModelLLM(max_batch=5, num_pages=11, prefill_chunk=24)
+    llm = BOOKS["llm"]
     chosen = data.draw(st.lists(st.integers(0, len(requests) - 1), min_size=1, max_size=10))
     handles: list[Handle] = []
     actions: list[tuple[int, Callable[[], object]]] = []
@@ -164,7 +181,7 @@ def test_random_arrivals_cancellations_and_shortages_keep_the_books(
     for which, handle in zip(chosen, handles, strict=True):
         tokens = [token for delta in handle for token in delta.token_ids]
         assert handle.completion is not None
-        expected = alone[which]
+        expected = fake_alone[which]
         if handle.completion.finish_reason == "abort":
             expected = expected[: len(tokens)]
         assert tuple(tokens) == expected
@@ -219,8 +236,8 @@ def test_what_nobody_fetches_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPat
     llm.check_idle()
 
 
-def test_queue_limit(checkpoint: Path) -> None:
-    with load(checkpoint, max_batch=1, max_waiting=2) as llm:
+def test_queue_limit() -> None:
+    with FakeModelLLM(max_batch=1, max_waiting=2) as llm:
         params = SamplingParams(max_tokens=100, ignore_eos=True)
         first = llm.submit([3], params, max_uncollected=FEW)  # it keeps its place until somebody fetches
         wait_until(llm, lambda: first.has_begun)
@@ -254,8 +271,8 @@ def test_a_fault_in_one_request_ends_that_one_alone(llm: LLM) -> None:
     llm.check_idle()
 
 
-def test_when_the_engine_dies_everyone_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with load(checkpoint) as llm:
+def test_when_the_engine_dies_everyone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeModelLLM() as llm:
         handle = llm.submit([3], SamplingParams(max_tokens=100, ignore_eos=True), max_uncollected=FEW)
 
         def broken(plan: Any) -> None:
@@ -268,30 +285,32 @@ def test_when_the_engine_dies_everyone_is_told(checkpoint: Path, monkeypatch: py
             llm.submit([3])
 
 
-def test_closing_ends_what_runs(checkpoint: Path) -> None:
-    llm = load(checkpoint)
+def test_closing_ends_what_runs() -> None:
+    llm = FakeModelLLM()
     handle = llm.submit([3], SamplingParams(max_tokens=100, ignore_eos=True), max_uncollected=FEW)
     llm.close()
     with pytest.raises(EngineError, match="closed"):
         list(handle)
 
 
-def test_logprobs_of_prompt_and_completion(llm: LLM, checkpoint: Path) -> None:
+@pytest.mark.parametrize("kind", ["fake", "real"])
+def test_logprobs_of_prompt_and_completion(kind: str, request: pytest.FixtureRequest) -> None:
     prompt = [5, 6, 7, 8, 9] * 9
     params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
-    for _ in range(2):  # the second time the prefix is cached, and must be computed all the same
-        done = one(llm, prompt, params)
-        with torch.no_grad():
-            tokens = torch.tensor([[*prompt, *done.token_ids]])
-            table = llm.model(tokens)[0].log_softmax(-1)
-        expected = [float(table[i, t]) for i, t in enumerate([*prompt, *done.token_ids][1:])]
-        assert done.prompt_logprobs is not None
-        assert done.logprobs is not None
-        assert done.prompt_logprobs[0] is None
-        entries = [*done.prompt_logprobs[1:], *done.logprobs]
-        assert [e.token for e in entries if e] == [*prompt, *done.token_ids][1:]
-        assert [e.logprob for e in entries if e] == pytest.approx(expected, abs=1e-4)
-        assert all(e.top[0][0] == e.token for e in done.logprobs)  # greedy
+    with FakeModelLLM() if kind == "fake" else load(request.getfixturevalue("checkpoint")) as llm:
+        for _ in range(2):  # the second time the prefix is cached, and must be computed all the same
+            done = one(llm, prompt, params)
+            with torch.no_grad():
+                tokens = torch.tensor([[*prompt, *done.token_ids]])
+                table = llm.model.forward(tokens)[0].log_softmax(-1)
+            expected = [float(table[i, t]) for i, t in enumerate([*prompt, *done.token_ids][1:])]
+            assert done.prompt_logprobs is not None
+            assert done.logprobs is not None
+            assert done.prompt_logprobs[0] is None
+            entries = [*done.prompt_logprobs[1:], *done.logprobs]
+            assert [e.token for e in entries if e] == [*prompt, *done.token_ids][1:]
+            assert [e.logprob for e in entries if e] == pytest.approx(expected, abs=1e-4)
+            assert all(e.top[0][0] == e.token for e in done.logprobs)  # greedy
 
 
 def test_several_samples_of_one_prompt(llm: LLM) -> None:
@@ -301,3 +320,23 @@ def test_several_samples_of_one_prompt(llm: LLM) -> None:
     assert len({c.token_ids for c in several}) == 3
     single = one(llm, [5, 6], SamplingParams(max_tokens=8, temperature=1.0, seed=4, ignore_eos=True))
     assert several[1].token_ids == single.token_ids
+
+
+def test_one_sampling_params_for_all_prompts_or_one_for_each(llm: LLM) -> None:
+    short, long = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 5))
+    prompts = [[5, 6], [7, 8]]
+    each = llm.generate(prompts, [short, long])
+    assert isinstance(each, list)
+    assert [len(done.token_ids) for done in each] == [2, 5]
+    both = llm.generate(prompts, long)
+    assert isinstance(both, list)
+    assert [done.token_ids for done in both] == [one(llm, prompt, long).token_ids for prompt in prompts]
+    assert both[0].token_ids[:2] == each[0].token_ids
+    several = llm.generate(prompts, [short, dataclasses.replace(long, n=3)])
+    assert isinstance(several, list)
+    assert [len(done.token_ids) for done in several] == [2, 5, 5, 5]
+    assert one(llm, prompts[0], [short]).token_ids == each[0].token_ids
+    for wrong in ([], [short], [short] * 3):
+        with pytest.raises(RequestError, match=rf"^{len(wrong)} sampling parameters for 2 prompts") as caught:
+            llm.generate(prompts, wrong)
+        assert caught.value.param == "params"

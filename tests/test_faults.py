@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import families_table
 import pytest
 import torch
+from fake_model import FakeModelLLM
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -32,16 +32,9 @@ from gpt_fast.serve.protocol import native
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    families_table.FAMILIES["llama"]().save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture
-def llm(checkpoint: Path) -> Iterator[LLM]:
-    with LLM(checkpoint, dtype="float32", compile=False, max_seq_len=128) as llm:
+def llm() -> Iterator[LLM]:
+    with FakeModelLLM() as llm:
         yield llm
 
 
@@ -109,10 +102,10 @@ NUMBERS_LLM: dict[str, LLM] = {}
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(BODIES, min_size=1, max_size=6))
 def test_every_number_is_taken_as_integer_and_as_float_alone_and_in_company(
-    checkpoint: Path, bodies: list[dict[str, Any]]
+    bodies: list[dict[str, Any]],
 ) -> None:
     if not NUMBERS_LLM:
-        NUMBERS_LLM["llm"] = LLM(checkpoint, dtype="float32", compile=False, max_seq_len=128, prefix_cache=False)
+        NUMBERS_LLM["llm"] = FakeModelLLM(prefix_cache=False)
     llm = NUMBERS_LLM["llm"]
     requests = [parsed(body) for body in bodies]
     assert [parsed(respelled(body)) for body in bodies] == requests
@@ -225,13 +218,13 @@ class BrokenGrammar:
 
 STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "admit": (Scheduler, "_admit", lambda self, request: is_bad(request)),
-    "schedule": (Scheduler, "_sequence_plan", lambda self, request, count: is_bad(request)),
+    "schedule": (Scheduler, "_sequence_plan", lambda self, request, count, drafts: is_bad(request)),
     "execute": (Runner, "execute", lambda self, plan: any(s.prompt_len == BAD_LENGTH for s in plan.sequences)),
     "sample": (compute, "sample", lambda logits, rows: any(row.num_prompt == BAD_LENGTH for row in rows)),
     "logprobs": (compute, "logprobs", lambda logits, tokens, num_top: NUM_TOP in num_top),
-    "computed": (Scheduler, "computed", lambda self, request, count: is_bad(request)),
-    "append": (Request, "append", lambda self, token, now: is_bad(self)),
-    "emit": (Handle, "put", lambda self, text, token: is_bad(self.request)),
+    "advance": (Scheduler, "advance", lambda self, request, kept: is_bad(request)),
+    "append": (Request, "append", lambda self, tokens, now: is_bad(self)),
+    "emit": (Handle, "put", lambda self, text, tokens: is_bad(self.request)),
     "end": (Request, "completion", is_bad),
 }
 
@@ -306,8 +299,8 @@ def test_when_all_that_run_are_at_fault_the_next_is_served(llm: LLM, monkeypatch
     assert finish(llm.submit([5, 6], SamplingParams(max_tokens=4))) == expected
 
 
-def test_the_engine_ends_when_nothing_works(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(checkpoint, dtype="float32", compile=False, max_seq_len=128) as llm:
+def test_the_engine_ends_when_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeModelLLM() as llm:
         wrap(monkeypatch, compute, "sample", lambda logits, rows: True)
         handles = llm.submit_all(eight())
         for handle in handles:
@@ -317,8 +310,8 @@ def test_the_engine_ends_when_nothing_works(checkpoint: Path, monkeypatch: pytes
             llm.submit([5])
 
 
-def test_all_of_several_requests_are_queued_or_none(checkpoint: Path) -> None:
-    with LLM(checkpoint, dtype="float32", compile=False, max_seq_len=128, max_waiting=4) as llm:
+def test_all_of_several_requests_are_queued_or_none() -> None:
+    with FakeModelLLM(max_waiting=4) as llm:
         engine: Engine = llm.engine
         with pytest.raises(RequestError) as caught:
             llm.submit_all([([3], SamplingParams(max_tokens=1))] * 5)
@@ -344,10 +337,10 @@ def test_a_row_without_a_finite_logit_has_no_token() -> None:
         assert tokens[0] != NO_TOKEN
 
 
-def test_a_model_that_computes_no_numbers_fails_its_requests_and_goes_on(checkpoint: Path) -> None:
+def test_a_model_that_computes_no_numbers_fails_its_requests_and_goes_on(data_dir: Path) -> None:
     from gpt_fast.checkpoint.families import read_config
 
-    model = random_model(read_config(checkpoint), torch.float32)
+    model = random_model(read_config(data_dir / "models" / "stories260K_hf"), torch.float32)
     model.norm.weight.fill_(float("nan"))
     with LLM.from_model(model, compile=False, max_seq_len=64) as llm:
         for params in (SamplingParams(), SamplingParams(temperature=1.0, logprobs=3)):

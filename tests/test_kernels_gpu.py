@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_fast.quantize.reference import unpack_int4
 from torch import Tensor
 
 from gpt_fast.config import ModelConfig, RopeScaling
@@ -33,7 +34,6 @@ from gpt_fast.model.attention import StepLayout, paged_attention_eager, paged_at
 from gpt_fast.model.transformer import RMSNorm, Transformer, rotate
 from gpt_fast.quantize.apply import quantize_model
 from gpt_fast.quantize.linear import KINDS
-from gpt_fast.quantize.reference import unpack_int4
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import Scheme, quant_config
 
@@ -568,11 +568,13 @@ def check_replays_equal_plain_calls() -> None:
         recorded.append(run)
         return run
 
+    table = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
     held = graphs.CapturedDecoder(
-        decoder.decoder_of(model, cache), 2, 4, buckets=(4, 1), capture=pretend if DEVICE == "cpu" else None
+        decoder.decoder_of(model, cache), table, buckets=(4, 1), capture=pretend if DEVICE == "cpu" else None
     )
     held.warm_up()
     assert DEVICE == "cuda" or len(recorded) == 2
+    table.copy_(steps()[0]["layout"].page_table)  # after recording: a replay reads what is there then
     assert [held.bucket(n) for n in (1, 2, 3, 4)] == [1, 4, 4, 4]
     assert held.takes(4)
     assert not held.takes(5)
@@ -583,7 +585,8 @@ def check_replays_equal_plain_calls() -> None:
         count = len(step["tokens"])
         rows = torch.tensor([count - 1, 0], device=DEVICE)
         wanted = fast_step(direct, step)[rows]
-        got = held.step(step["tokens"], step["positions"], step["lengths"], *step["layout"], rows)
+        layout = step["layout"]._replace(page_table=table)
+        got = held.step(step["tokens"], step["positions"], step["lengths"], *layout, rows)
         assert torch.equal(got, wanted)
         kept.append((got, wanted))
     assert all(torch.equal(got, wanted) for got, wanted in kept)  # no later step writes into an earlier result
@@ -591,9 +594,8 @@ def check_replays_equal_plain_calls() -> None:
         assert torch.equal(a[0][1:], b[0][1:])  # padding went to page 0
         assert torch.equal(a[1][1:], b[1][1:])
     step = steps()[1]
-    narrow = step["layout"]._replace(page_table=torch.zeros(2, 3).int())
     with pytest.raises(ValueError, match="recorded for"):
-        held.step(step["tokens"], step["positions"], step["lengths"], *narrow, rows)
+        held.step(step["tokens"], step["positions"], step["lengths"], *step["layout"], rows)
 
 
 @torch.inference_mode()
@@ -601,14 +603,16 @@ def check_short_steps_are_replayed_and_long_ones_are_not() -> None:
     steps_of = pytest.importorskip("gpt_fast.kernels.gpu.step")
     model = model_of(CONFIGS["plain"], None)
     cache = empty_cache(model.config)
-    fast = steps_of.GpuStep(model, cache, 2, 4, buckets=(2,), capture=(lambda run: run) if DEVICE == "cpu" else None)
+    table = steps()[0]["layout"].page_table
+    fast = steps_of.GpuStep(model, cache, table, buckets=(2,), capture=(lambda run: run) if DEVICE == "cpu" else None)
     fast.warm_up()
     twin_cache = empty_cache(model.config)
     model.layers[0].register_forward_hook(lambda *_: passes.append(1))
     for step, passed in zip(steps()[:2], (1, 0), strict=True):
         passes: list[int] = []
         rows = torch.arange(len(step["tokens"]), device=DEVICE)
-        got = fast(step["tokens"], step["positions"], step["lengths"], cache, step["layout"], rows)
+        layout = step["layout"]._replace(page_table=table)
+        got = fast(step["tokens"], step["positions"], step["lengths"], cache, layout, rows)
         assert len(passes) == passed
         torch.testing.assert_close(got, plain_step(model, step, twin_cache), atol=1e-4, rtol=1e-3)
 

@@ -80,6 +80,8 @@ class Simulation:
 
     def step(self, num_drafted: int = 0) -> None:
         """``num_drafted``: tokens that a request gets beside the usual one, as from speculation."""
+        for r in self.scheduler.running:
+            r.drafts = (7,) * num_drafted
         plan, requests = self.scheduler.schedule()
         for r in requests:
             if r.id not in self.begun:
@@ -87,14 +89,10 @@ class Simulation:
         self.now += self.draw.choice([0.0002, 0.003, 0.04, 0.7])
         self.step_tokens.append(sum(len(s.tokens) for s in plan.sequences))
         for r, s in zip(requests, plan.sequences, strict=True):
-            self.scheduler.computed(r, len(s.tokens))
-        for r, s in zip(requests, plan.sequences, strict=True):
-            for _ in range(s.num_logits and 1 + num_drafted):
-                if r.finish_reason is None:
-                    r.append(7, self.now)
-                    self.tokens[r.id].append(self.now)
-                    if num_drafted:
-                        r.num_computed = r.num_tokens - 1
+            before = r.num_tokens
+            r.append([7] * s.num_logits, self.now)
+            self.tokens[r.id] += [self.now] * (r.num_tokens - before)
+            self.scheduler.advance(r, len(s.tokens))
             if r.finish_reason is not None:
                 self.end(r)
         self.on_step(plan, 0.001)
@@ -582,9 +580,9 @@ def test_a_step_costs_a_few_calls_for_each_request() -> None:
         simulation.add(4, 1000)
     while len(simulation.scheduler.running) < 8:
         simulation.step()
-    plan = StepPlan(tuple(SequencePlan((7,), 5, (1,), 1, 4) for _ in range(8)))
+    plan = StepPlan(tuple(SequencePlan(slot, (7,), 5, 1, (), 1, 4) for slot in range(8)))
     for r in simulation.scheduler.running:
-        r.append(7, simulation.now + 0.001)
+        r.append([7], simulation.now + 0.001)
     calls: list[str] = []
     sys.setprofile(lambda frame, event, arg: calls.append(event) if event in ("call", "c_call") else None)
     try:
@@ -602,7 +600,7 @@ def test_the_log_line_has_the_numbers_and_no_text() -> None:
     r = request("r7", 12, 3, arrival=100.0)
     r.num_cached, r.first_scheduled = 8, 100.25
     for now in (100.5, 101.0, 101.5):
-        r.append(9, now)
+        r.append([9], now)
     assert log_line(r, 102.0) == (
         "request id=r7 prompt_tokens=12 cached_tokens=8 completion_tokens=3 finish_reason=length "
         "queue_ms=250.0 ttft_ms=500.0 total_ms=2000.0 tokens_per_s=2.0"

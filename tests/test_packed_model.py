@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_fast.model.packed import PackedLinear, pack_model, takes_model
 from torch import Tensor
 
 from gpt_fast import LLM, SamplingParams, kernels
@@ -17,8 +18,8 @@ from gpt_fast.checkpoint.loading import load_model, random_model, save_checkpoin
 from gpt_fast.config import ModelConfig
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
-from gpt_fast.model.packed import PackedLinear, pack_model, takes_model
 from gpt_fast.model.shapes import shape
+from gpt_fast.model.steps import ServedTransformer
 from gpt_fast.placement import place
 from gpt_fast.quantize import quant_config, quantize_model
 
@@ -82,8 +83,9 @@ def test_a_whole_step_gives_what_its_layers_give_alone(mode: str) -> None:
             parameter.uniform_(-1, 1)
     pack_model(model)
     tokens = torch.arange(40) * 11 % 259
-    runner = Runner(model, max_batch=1, max_seq_len=64, num_pages=9, page_size=16, prefill_chunk=64, compile=False)
-    found = runner.execute(StepPlan((SequencePlan(tuple(tokens.tolist()), 0, tuple(range(1, 5)), 40, 40),)))
+    served = ServedTransformer(model)
+    runner = Runner(served, max_batch=1, max_seq_len=64, num_pages=9, page_size=16, prefill_chunk=64)
+    found = runner.execute(StepPlan((SequencePlan(0, tuple(tokens.tolist()), 0, 0, tuple(range(1, 5)), 40, 40),)))
     expected = model(tokens[None])[0].float()
     # The last bit of a number can decide how an activation is rounded to 8 bits: then a token's logits move a little.
     difference = (found - expected).abs()
@@ -95,21 +97,23 @@ def test_a_whole_step_gives_what_its_layers_give_alone(mode: str) -> None:
 def test_a_rows_logits_are_the_same_bits_in_any_company_chunk_and_number_of_threads(mode: str) -> None:
     model = model_of(mode)
     pack_model(model)
-    runner = Runner(model, max_batch=4, max_seq_len=128, num_pages=33, page_size=16, prefill_chunk=64, compile=False)
+    served = ServedTransformer(model)
+    runner = Runner(served, max_batch=4, max_seq_len=128, num_pages=33, page_size=16, prefill_chunk=64)
     prompt = tuple(i * 11 % 259 for i in range(70))
 
-    def one(start: int, end: int, first_page: int, logits: int) -> SequencePlan:
-        return SequencePlan(prompt[start:end], start, tuple(range(first_page, first_page + 8)), logits, 70)
+    def one(start: int, end: int, slot: int, logits: int) -> SequencePlan:
+        pages = tuple(range(1 + 8 * slot, 9 + 8 * slot))
+        return SequencePlan(slot, prompt[start:end], start, 0, pages, logits, 70)
 
-    alone = logits_of(runner, [StepPlan((one(0, 70, 1, 70),))])[0]
+    alone = logits_of(runner, [StepPlan((one(0, 70, 0, 70),))])[0]
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        by_one = [runner.execute(StepPlan((one(i, i + 1, 9, 1),))) for i in range(70)]
+        by_one = [runner.execute(StepPlan((one(i, i + 1, 1, 1),))) for i in range(70)]
         assert torch.equal(torch.cat(by_one), alone)
         parts = []
         for start, end in ((0, 7), (7, 40), (40, 69), (69, 70)):
-            other = (one(0, 3 * end % 50 + 1, 17, 1), one(0, 1, 25, 1))
-            plan = StepPlan((other[0], one(start, end, 9, end - start), other[1]))
+            other = (one(0, 3 * end % 50 + 1, 0, 1), one(0, 1, 3, 1))
+            plan = StepPlan((other[0], one(start, end, 1, end - start), other[1]))
             parts.append(runner.execute(plan)[1 : 1 + end - start])
         assert torch.equal(torch.cat(parts), alone)
 

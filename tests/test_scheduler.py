@@ -42,12 +42,13 @@ def turn(s: Scheduler) -> list[tuple[str, int]]:
     for r, part in zip(requests, plan.sequences, strict=True):
         assert part.start == r.num_computed
         assert part.tokens == tuple(r.token_ids[part.start : part.start + len(part.tokens)])
-        assert len(part.pages) * s.pages.page_size >= part.start + len(part.tokens)
-        s.computed(r, len(part.tokens))
+        assert part.num_placed + len(part.new_pages) == len(r.pages)
+        assert len(r.pages) * s.pages.page_size >= part.start + len(part.tokens)
         if part.num_logits:
-            r.append(r.num_tokens, 0.0)
-            if r.finish_reason:
-                s.finish(r)
+            r.append([r.num_tokens], 0.0)
+        s.advance(r, len(part.tokens))
+        if r.finish_reason:
+            s.finish(r)
     s.check_integrity()
     return [(r.id, len(part.tokens)) for r, part in zip(requests, plan.sequences, strict=True)]
 

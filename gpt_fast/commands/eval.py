@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.checkpoint.families import read_config
     from gpt_fast.checkpoint.loading import stored_dtype
     from gpt_fast.evaluate import Scorer, evaluate_tasks, perplexity, read_examples
-    from gpt_fast.model.cpu_model import pack_model
+    from gpt_fast.model.steps import serve
     from gpt_fast.placement import place, usable_threads
     from gpt_fast.quantize import check_memory, load_model
     from gpt_fast.tokenizer import load_tokenizer
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     tokenizer = load_tokenizer(arguments.checkpoint)
     check_memory(arguments.checkpoint, where.dtype, where.device, arguments.quantize)
-    model = load_model(
+    loaded = load_model(
         arguments.checkpoint,
         where.dtype,
         where.device,
@@ -69,10 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         column_major=where.column_major,
         quantize=arguments.quantize,
     )
-    kernels = where.kernels and pack_model(model)
+    model = serve(loaded, kernels=where.kernels, compile=False)
     facts: dict[str, Any] = {
         "checkpoint": arguments.checkpoint,
-        "kernels": kernels,
+        "kernels": where.kernels,
         "dtype": str(where.dtype).removeprefix("torch."),
         "quantize": arguments.quantize,
         "bytes_per_token": model.bytes_per_token(0, where.dtype.itemsize),

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, logprobs, sample
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
+from gpt_fast.engine.tensors import tensor_of
 from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import TokenLogprobs
@@ -21,87 +23,157 @@ from gpt_fast.params import SamplingParams
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Part = tuple[Request, SequencePlan]  # a request and what a step computes of it
+
+
+class Scheduled(NamedTuple):
+    """A request and what this step computes of it."""
+
+    request: Request
+    plan: SequencePlan
+
+
+class Computed(NamedTuple):
+    """The same with the model's answer."""
+
+    request: Request
+    plan: SequencePlan
+    logits: Tensor  # [plan.num_logits, V]
+
+    @property
+    def num_drafts(self) -> int:
+        """How many of the plan's tokens the request does not have yet; negative while its prompt goes on."""
+        return self.plan.end - self.request.num_tokens
 
 
 class Outcome(NamedTuple):
-    """What a step found for one request. ``token`` is None while its prompt is not computed to the end."""
+    """What a step found for one request: no token while its prompt goes on, several where drafts were right."""
 
+    kept: int  # tokens of the plan that stay in the cache: all but the drafts that were wrong
     prompt_logprobs: list[TokenLogprobs]  # of the next prompt tokens in order
-    token: int | None = None
-    logprobs: TokenLogprobs | None = None
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()  # one for each of the tokens, where they were asked for
 
 
-def compute(runner: Runner, parts: Sequence[Part]) -> list[Outcome | Exception]:
-    """Run one step; gives each part its outcome, or the fault that is its own (a grammar, logits that are no numbers).
+def execute(runner: Runner, parts: Sequence[Scheduled]) -> list[Computed]:
+    """Run the model over one step."""
+    logits = runner.execute(StepPlan(tuple(plan for _, plan in parts)))
+    rows = logits.split([plan.num_logits for _, plan in parts])
+    return [Computed(*part, own) for part, own in zip(parts, rows, strict=True)]
 
-    Raises what the work for all parts together raises.
+
+def sample_tokens(parts: Sequence[Computed]) -> list[Outcome | Exception]:
+    """The next tokens of each part, or the fault that is its own (a grammar, logits that are not finite).
+
+    Each drafted token's successor is sampled as if the draft were right; the tokens up to the first wrong draft are
+    what sampling one token in each step gives. Raises what the work for all parts together raises.
     """
-    logits = runner.execute(StepPlan(tuple(sequence for _, sequence in parts)))
     outcomes: list[Outcome | Exception] = []
-    due: list[int] = []  # the parts whose next token can be sampled
-    rows: list[int] = []  # the row of logits of each
-    sampling: list[SamplingRow] = []
-    first = 0
-    for i, (request, sequence) in enumerate(parts):
-        last = first + sequence.num_logits
-        outcomes.append(Outcome(_prompt_logprobs(request, sequence, logits[first:last])))
-        if sequence.num_logits and sequence.start + len(sequence.tokens) == request.num_tokens:
+    chosen: list[Tensor] = []  # the logits of each part's rows
+    sampling: list[list[SamplingRow]] = []
+    for part in parts:
+        rows: list[SamplingRow] = []
+        outcome: Outcome | Exception = Outcome(len(part.plan.tokens), _prompt_logprobs(part))
+        if part.num_drafts >= 0:
             try:
-                sampling.append(_row(request))
+                rows = _rows(part)
             except Exception as error:
-                outcomes[i] = error
-            else:
-                due.append(i)
-                rows.append(last - 1)
-        first = last
-    if due:
-        chosen = logits if len(rows) == len(logits) else logits[rows]
-        found = _sample(chosen, sampling)
-        for i, row, (token, entry) in zip(due, rows, found, strict=True):
-            known = outcomes[i]
-            assert isinstance(known, Outcome)
-            outcomes[i] = _no_token(logits[row]) if token == NO_TOKEN else known._replace(token=token, logprobs=entry)
+                outcome = error
+        outcomes.append(outcome)
+        sampling.append(rows)
+        first = len(part.logits) - part.num_drafts - 1  # the row that predicts the first new token
+        chosen.append(part.logits[first : first + len(rows)])
+    found = iter(_sample(chosen, [row for rows in sampling for row in rows]))
+    for i, (part, rows) in enumerate(zip(parts, sampling, strict=True)):
+        known = outcomes[i]
+        if rows and isinstance(known, Outcome):
+            outcomes[i] = _right(part, known, [next(found) for _ in rows], chosen[i])
     return outcomes
 
 
-def _sample(logits: Tensor, sampling: Sequence[SamplingRow]) -> list[tuple[int, TokenLogprobs | None]]:
-    """The token of each row of ``logits`` [R, V], and its log probabilities where they were asked for."""
+def _right(
+    part: Computed, known: Outcome, found: Sequence[tuple[int, TokenLogprobs | None]], logits: Tensor
+) -> Outcome | Exception:
+    """``known`` with the tokens that were ``found`` up to the first wrong draft, from ``logits`` [R, V]."""
+    if found[0][0] == NO_TOKEN:
+        return _no_token(logits[0])
+    drafts = part.plan.tokens[len(part.plan.tokens) - part.num_drafts :]
+    count = 1
+    while count < len(found) and found[count - 1][0] == drafts[count - 1] and found[count][0] != NO_TOKEN:
+        count += 1
+    entries = [entry for _, entry in found[:count] if entry is not None]
+    kept = known.kept - part.num_drafts + count - 1
+    return Outcome(kept, known.prompt_logprobs, [token for token, _ in found[:count]], entries)
+
+
+def _sample(chosen: Sequence[Tensor], sampling: Sequence[SamplingRow]) -> list[tuple[int, TokenLogprobs | None]]:
+    """The token of each row of ``chosen`` [R, V in all], and its log probabilities where they were asked for."""
+    if not sampling:
+        return []
+    with_rows = [rows for rows in chosen if len(rows)]
+    logits = with_rows[0] if len(with_rows) == 1 else torch.cat(with_rows)
     tokens: list[int] = sample(logits, sampling).tolist()
     entries: list[TokenLogprobs | None] = [None] * len(tokens)
     wanting = [i for i, row in enumerate(sampling) if row.params.logprobs is not None and tokens[i] != NO_TOKEN]
     if wanting:
         num_top = [sampling[i].params.logprobs or 0 for i in wanting]
-        for i, entry in zip(wanting, logprobs(logits[wanting], [tokens[i] for i in wanting], num_top), strict=True):
+        rows = logits[tensor_of(wanting, torch.int64, logits.device)]
+        for i, entry in zip(wanting, logprobs(rows, [tokens[i] for i in wanting], num_top), strict=True):
             entries[i] = entry
     return list(zip(tokens, entries, strict=True))
 
 
-def _prompt_logprobs(request: Request, sequence: SequencePlan, logits: Tensor) -> list[TokenLogprobs]:
-    """Of the prompt tokens that ``logits`` [sequence.num_logits, V] predict and that are not known yet.
-
-    Row j predicts the token at position ``start + 1 + j``. After a preemption some are known from before.
-    """
-    num_top = request.params.prompt_logprobs
+def _prompt_logprobs(part: Computed) -> list[TokenLogprobs]:
+    """Of the prompt tokens that this step predicts and that are not known yet. Some are, after a preemption."""
+    request, num_top = part.request, part.request.params.prompt_logprobs
     if num_top is None:
         return []
-    begin = max(sequence.start + 1, len(request.prompt_logprobs))
-    end = min(sequence.start + 1 + sequence.num_logits, request.num_prompt)
-    if begin >= end:
+    first = part.plan.end - part.plan.num_logits + 1  # the position that the first row of the logits predicts
+    positions = range(max(first, len(request.prompt_logprobs)), min(part.plan.end + 1, request.num_prompt))
+    if not positions:
         return []
-    rows = logits[begin - sequence.start - 1 : end - sequence.start - 1]
-    return logprobs(rows, request.token_ids[begin:end], [num_top] * (end - begin))
+    rows = part.logits[positions.start - first : positions.stop - first]
+    return logprobs(rows, request.token_ids[positions.start : positions.stop], [num_top] * len(positions))
 
 
-def _row(request: Request) -> SamplingRow:
+def _rows(part: Computed) -> list[SamplingRow]:
+    """How the next token is sampled, and then the one behind each draft, up to a draft that the grammar forbids.
+
+    The grammar is left as it was found.
+    """
+    request, grammar = part.request, part.request.grammar
+    drafts = part.plan.tokens[len(part.plan.tokens) - part.num_drafts :]
+    if grammar is None:
+        return [_row(request, drafts[:i], None) for i in range(len(drafts) + 1)]
+    rows = [_row(request, (), grammar.allowed())]
+    num_advanced = 0
+    try:
+        for i, draft in enumerate(drafts):
+            if not grammar.allowed()[draft]:
+                break
+            grammar.advance(draft)
+            num_advanced += 1
+            if grammar.complete:
+                break
+            rows.append(_row(request, drafts[: i + 1], grammar.allowed()))
+    except RequestError:  # behind a draft that may be wrong: if it is right, the next step raises it again
+        pass
+    finally:
+        if num_advanced:
+            grammar.rollback(num_advanced)
+    return rows
+
+
+def _row(request: Request, drafts: tuple[int, ...], allowed: Tensor | None) -> SamplingRow:
+    """How the token behind ``drafts`` is sampled."""
+    token_ids = [*request.token_ids, *drafts] if drafts and request.params.penalised else request.token_ids
     return SamplingRow(
         request.params,
         request.seed,
-        request.num_tokens,
-        request.token_ids,
+        request.num_tokens + len(drafts),
+        token_ids,
         request.num_prompt,
         request.end_ids,
-        None if request.grammar is None else request.grammar.allowed(),
+        allowed,
     )
 
 
@@ -114,23 +186,36 @@ def _no_token(logits: Tensor) -> RequestError:
     return RequestError(message, None, "model_error", 500)
 
 
-def in_halves(work: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result | Exception]:
-    """``work(items)``, one result for each item. Where that raises, each half by itself, down to single items.
+def attempt(
+    work: Callable[[Sequence[Item]], Sequence[Result | Exception]], items: Sequence[Item | Exception]
+) -> list[Result | Exception]:
+    """The result of ``work`` for each item; an item that is an exception already is its own result.
 
-    An item that fails alone has its exception for a result, so that one bad item costs the others some repeated work
-    and nothing else.
+    Where ``work`` raises, it is done for each half by itself, down to single items. An item that fails alone has its
+    exception for a result, so that one bad item costs the others some repeated work and nothing else.
     """
+    sound = [item for item in items if not isinstance(item, Exception)]
+    results = iter(_in_halves(work, sound) if sound else [])
+    return [item if isinstance(item, Exception) else next(results) for item in items]
+
+
+def _in_halves(
+    work: Callable[[Sequence[Item]], Sequence[Result | Exception]], items: Sequence[Item]
+) -> list[Result | Exception]:
     try:
         return list(work(items))
     except Exception as error:
         if len(items) == 1:
             return [error]
         middle = len(items) // 2
-        return in_halves(work, items[:middle]) + in_halves(work, items[middle:])
+        return _in_halves(work, items[:middle]) + _in_halves(work, items[middle:])
 
 
-def probe(runner: Runner) -> None:
-    """Compute and sample one token in the page that belongs to nobody. Raises what ends an engine: nothing works."""
+def probe(runner: Runner, slot: int) -> None:
+    """Compute and sample one token in ``slot``, which nobody needs, and the page that belongs to nobody.
+
+    Raises what ends an engine: nothing works.
+    """
     request = Request(
         id="probe",
         token_ids=[0],
@@ -140,7 +225,7 @@ def probe(runner: Runner) -> None:
         end_ids=frozenset(),
         text=TextStream(_NoText()),
     )
-    compute(runner, [(request, SequencePlan((0,), 0, (0,), 1, 1))])
+    sample_tokens(execute(runner, [Scheduled(request, SequencePlan(slot, (0,), 0, 0, (0,), 1, 1))]))
 
 
 class _NoText:

@@ -1,7 +1,7 @@
 """The engine: one thread that owns the queue, the pages and the model, and serves every request in one batch.
 
-``step()`` is the whole story: schedule, run, sample, emit. Other threads only hand requests in and take text out
-(handle.py).
+``step()`` is the whole story: schedule, execute, sample, advance, emit. Other threads only hand requests
+in and take text out (handle.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from gpt_fast.engine.compute import Outcome, Part, compute, in_halves, probe
+from gpt_fast.engine.compute import Outcome, Scheduled, attempt, execute, probe, sample_tokens
 from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
@@ -26,7 +27,15 @@ from gpt_fast.params import MAX_SHOWN, brief, try_later, without_frames
 
 log = logging.getLogger(__name__)
 
-ABANDONED_S = 5.0  # a request that is held this long without anybody fetching is aborted
+ABANDONED_S = 5.0  # a request that is paused this long without anybody fetching is aborted
+
+
+class _Piece(NamedTuple):
+    """What one request's caller gets of a step. ``begins``: the tokens are the first."""
+
+    text: str
+    tokens: list[int]
+    begins: bool
 
 
 class Engine:
@@ -50,7 +59,7 @@ class Engine:
         self.scheduler = scheduler
         lock = threading.RLock()  # guards the inbox and every handle
         self.changed = threading.Condition(lock)
-        self.pressing = threading.Condition(lock)  # first tokens and endings alone, for those who let tokens gather
+        self.begun_or_ended = threading.Condition(lock)  # first tokens and endings, for those who let tokens gather
         self.max_waiting = max_waiting
         self.num_steps = 0
         self.on_finish = on_finish
@@ -151,7 +160,7 @@ class Engine:
         """Take in new requests and cancellations; sleep when there is nothing to compute. False: close."""
         with self.changed:
             while not (self._closing or self._inbox or self._cancelled or self.scheduler.has_work):
-                self.changed.wait(1.0 if self._handles else None)  # held requests still have deadlines
+                self.changed.wait(1.0 if self._handles else None)  # paused requests still have deadlines
                 if self._handles:
                     break
             while self._inbox:
@@ -161,71 +170,84 @@ class Engine:
             ending = [
                 handle.request
                 for handle in self._handles.values()
-                if handle.id in cancelled or now > handle.request.deadline or handle.held_since < now - ABANDONED_S
+                if handle.id in cancelled or now > handle.request.deadline or handle.paused_since < now - ABANDONED_S
             ]
         self._abort(ending)
         return not self._closing
 
     def step(self) -> None:
-        """One turn: schedule, run and sample, emit. What fails in it costs the requests that make it fail."""
+        """One turn: schedule, execute, sample, advance, emit. What fails in it costs the requests that make it fail."""
         begin = time.perf_counter()
-        plan, requests = self._schedule()
-        if not plan.sequences:
+        plan, parts = self._schedule()
+        if not parts:
             return
-        parts = list(zip(requests, plan.sequences, strict=True))
-        outcomes = in_halves(partial(compute, self.runner), parts)
+        computed = attempt(partial(execute, self.runner), parts)
+        outcomes = attempt(sample_tokens, computed)
         if all(isinstance(outcome, Exception) for outcome in outcomes):
-            probe(self.runner)
-        self._emit(parts, outcomes)
+            probe(self.runner, plan.sequences[0].slot)
+        pieces = self._advance(parts, outcomes)
+        self._emit(parts, pieces)
         self.num_steps += 1
         _observe(self.on_step, plan, time.perf_counter() - begin)
 
-    def _schedule(self) -> tuple[StepPlan, list[Request]]:
+    def _schedule(self) -> tuple[StepPlan, list[Scheduled]]:
         """The scheduler's next step. Requests that it cannot plan end here."""
         try:
-            return self.scheduler.schedule()
+            plan, requests = self.scheduler.schedule()
         except Exception:
             everyone = [*self.scheduler.running, *self.scheduler.waiting]
-            tried = in_halves(lambda among: [self.scheduler.schedule(among)] * len(among), everyone)
+            tried = attempt(lambda among: [self.scheduler.schedule(among)] * len(among), everyone)
             faults = [(r, fault) for r, fault in zip(everyone, tried, strict=True) if isinstance(fault, Exception)]
             for request, fault in faults:
                 self._fail(request, fault)
             if len(faults) == len(everyone):
                 self.scheduler.check_integrity()
-            return self.scheduler.schedule()
+            plan, requests = self.scheduler.schedule()
+        return plan, [Scheduled(*part) for part in zip(requests, plan.sequences, strict=True)]
 
-    def _emit(self, parts: Sequence[Part], outcomes: Sequence[Outcome | Exception]) -> None:
+    def _advance(self, parts: Sequence[Scheduled], outcomes: Sequence[Outcome | Exception]) -> list[_Piece | Exception]:
+        """Give each request what the step found for it."""
         now = time.monotonic()
+        pieces: list[_Piece | Exception] = []
+        for (request, _), outcome in zip(parts, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                pieces.append(outcome)
+                continue
+            try:
+                before = request.num_tokens
+                begins = bool(outcome.tokens) and request.first_token is None
+                text = request.append(outcome.tokens, now) if outcome.tokens else ""
+                tokens = request.token_ids[before:]
+                request.prompt_logprobs += outcome.prompt_logprobs
+                request.logprobs += outcome.logprobs[: len(tokens)]
+                self.scheduler.advance(request, outcome.kept)
+                pieces.append(_Piece(text, tokens, begins))
+            except Exception as error:
+                pieces.append(error)
+        return pieces
+
+    def _emit(self, parts: Sequence[Scheduled], pieces: Sequence[_Piece | Exception]) -> None:
+        """Hand over text and tokens, and end what has ended."""
         with self.changed:
-            pressing = False
-            for (request, sequence), outcome in zip(parts, outcomes, strict=True):
-                if isinstance(outcome, Exception):
-                    self._fail(request, outcome)
-                    pressing = True
+            urgent = False
+            for (request, _), piece in zip(parts, pieces, strict=True):
+                if isinstance(piece, Exception):
+                    self._fail(request, piece)
                     continue
                 try:
-                    self.scheduler.computed(request, len(sequence.tokens))
-                    pressing |= self._advance(request, outcome, now)
+                    if piece.tokens:
+                        self._handles[request.id].put(piece.text, piece.tokens)
+                    if request.finish_reason is not None:
+                        self._finish(request)
+                    urgent |= piece.begins or request.finish_reason is not None
                 except Exception as error:
                     self._fail(request, error)
-            self._notify(pressing)
+            self._notify(urgent)
 
-    def _advance(self, request: Request, outcome: Outcome, now: float) -> bool:
-        """Give ``request`` what a step found; returns whether that is its first token or its end."""
-        request.prompt_logprobs += outcome.prompt_logprobs
-        if outcome.token is None:
-            return False
-        if outcome.logprobs is not None:
-            request.logprobs.append(outcome.logprobs)
-        self._handles[request.id].put(request.append(outcome.token, now), outcome.token)
-        if request.finish_reason is not None:
-            self._finish(request)
-        return request.first_token == now or request.finish_reason is not None
-
-    def _notify(self, pressing: bool = True) -> None:
+    def _notify(self, begun_or_ended: bool = True) -> None:
         self.changed.notify_all()
-        if pressing:
-            self.pressing.notify_all()
+        if begun_or_ended:
+            self.begun_or_ended.notify_all()
 
     def _finish(self, request: Request) -> None:
         completion = request.completion()

@@ -49,7 +49,7 @@ class GrammarCompiler:
         self._counting = threading.RLock()  # a grammar may be collected, and counted off, while another is counted
         self.live_chars = 0
 
-    def compile(self, params: SamplingParams) -> Grammar | None:
+    def compile(self, params: SamplingParams) -> CompiledGrammar | None:
         """The grammar that ``params`` asks for, or None.
 
         Raises RequestError naming the field: 400 for a grammar that is wrong, too large or matches nothing, 503 when
@@ -78,15 +78,15 @@ class GrammarCompiler:
             )
             matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
             for last in (False, True):
-                self._rehearse(Grammar(matcher.deep_copy(), self._vocab_size, field), last)
-            grammar = Grammar(matcher, self._vocab_size, field)
+                self._rehearse(CompiledGrammar(matcher.deep_copy(), self._vocab_size, field), last)
+            grammar = CompiledGrammar(matcher, self._vocab_size, field)
         except BaseException:
             self._count(-len(source))
             raise
         weakref.finalize(grammar, self._count, -len(source)).atexit = False
         return grammar
 
-    def _rehearse(self, grammar: Grammar, last: bool) -> None:
+    def _rehearse(self, grammar: CompiledGrammar, last: bool) -> None:
         """Take a few tokens, always the first or always the last that may come, but not the one that ends the text.
 
         So what matches nothing or is too complex is refused at once, mostly.
@@ -115,7 +115,7 @@ class GrammarCompiler:
             return self._compiled
 
 
-class Grammar:
+class CompiledGrammar:
     """The state of one completion against its grammar, which the request's ``field`` asked for."""
 
     def __init__(self, matcher: Any, vocab_size: int, field: str) -> None:
@@ -145,6 +145,11 @@ class Grammar:
     def advance(self, token: int) -> None:
         """Take note of the token that came."""
         self._matcher.consume_token(token)
+        self._allowed = None
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last ``num_tokens`` that came."""
+        self._matcher.rollback(num_tokens)
         self._allowed = None
 
     @property

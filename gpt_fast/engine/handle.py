@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gpt_fast.engine.request import Request
@@ -26,7 +26,7 @@ class Handle:
         self.request = request
         self.completion: Completion | None = None
         self.error: Exception | None = None
-        self.held_since = float("inf")  # monotonic seconds
+        self.paused_since = float("inf")  # monotonic seconds
         self._engine = engine
         self._changed = engine.changed
         self._max_uncollected = max_uncollected or float("inf")
@@ -85,8 +85,8 @@ class Handle:
         text, tokens = "".join(self._text), tuple(self._tokens)
         self._text.clear()
         self._tokens.clear()
-        if self.request.held:
-            self.request.held, self.held_since = False, float("inf")
+        if self.request.paused:
+            self.request.paused, self.paused_since = False, float("inf")
             self._changed.notify_all()
         done = self.completion
         logprobs = tuple(self.request.logprobs[self._num_fetched : self._num_fetched + len(tokens)])
@@ -95,9 +95,9 @@ class Handle:
 
     # The engine's side, called with the lock held.
 
-    def put(self, text: str, token: int) -> None:
-        """One more token, and the text that became certain with it."""
+    def put(self, text: str, tokens: Sequence[int]) -> None:
+        """More tokens, and the text that became certain with them."""
         self._text.append(text)
-        self._tokens.append(token)
+        self._tokens += tokens
         if len(self._tokens) >= self._max_uncollected:
-            self.request.held, self.held_since = True, time.monotonic()
+            self.request.paused, self.paused_since = True, time.monotonic()

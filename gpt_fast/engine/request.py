@@ -6,13 +6,17 @@ State is owned by the engine thread. No torch here.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gpt_fast.engine.text import TextStream
 from gpt_fast.outputs import Completion, FinishReason, Timings, TokenLogprobs
 from gpt_fast.params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Status(Enum):
@@ -22,13 +26,16 @@ class Status(Enum):
 
 
 class Grammar(Protocol):
-    """What constrains a completion; structured.py makes them."""
+    """What limits the tokens of a completion; grammar.py makes them."""
 
-    def allowed(self) -> Any:
-        """[V] bool tensor of the tokens that may come next."""
+    def allowed(self) -> Tensor:
+        """[V] bool: the tokens that may come next."""
 
     def advance(self, token: int) -> None:
-        """Take note of the token that came."""
+        """Take note of the token that came, one that is allowed."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last ``num_tokens`` that came."""
 
     @property
     def complete(self) -> bool:
@@ -51,17 +58,20 @@ class Request:
     num_prompt: int = 0
     arrival: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
+    slot: int = -1  # while it runs
     pages: list[int] = field(default_factory=list)
+    num_placed: int = 0  # pages that the runner has in its page table
     digest: bytes = b""  # of the last remembered page
     num_remembered: int = 0  # pages made findable
     num_computed: int = 0
+    drafts: tuple[int, ...] = ()  # what may come next, for the next step to verify
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     finish_reason: FinishReason | None = None
-    held: bool = False  # its caller has not fetched enough of what it was given: pause it
+    paused: bool = False  # its caller has not fetched enough of what it was given
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
@@ -76,6 +86,11 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_pending(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
     def deadline(self) -> float:
         """When to give up, on the monotonic clock."""
         return self.arrival + (self.params.timeout_s or float("inf"))
@@ -88,13 +103,24 @@ class Request:
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
-    def append(self, token: int, now: float) -> str:
-        """Take one generated token; returns the text that became certain. Sets ``finish_reason`` at the end."""
+    def append(self, tokens: Iterable[int], now: float) -> str:
+        """Take generated tokens up to the one that ends the completion; returns the text that became certain.
+
+        Sets ``finish_reason`` at the end. Tokens behind it are dropped.
+        """
+        text = ""
+        for token in tokens:
+            self.first_token = self.first_token or now
+            self.last_token = now
+            text += self._take(token)
+            if self.finish_reason is not None:
+                break
+        return text
+
+    def _take(self, token: int) -> str:
         self.token_ids.append(token)
         if self.grammar is not None:
             self.grammar.advance(token)
-        self.first_token = self.first_token or now
-        self.last_token = now
         may_end = self.num_output >= self.params.min_tokens
         if may_end and token in self.end_ids:
             return self._finish("stop")

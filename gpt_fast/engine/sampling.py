@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpt_fast.engine.tensors import send, tensor_of
 from gpt_fast.outputs import TokenLogprobs
 from gpt_fast.params import SamplingParams
 
@@ -31,7 +32,8 @@ class SamplingRow:
     """What one row of logits is sampled with.
 
     ``position``: the new token's index in its sequence. ``token_ids``: the sequence so far, the first ``num_prompt``
-    of them the prompt. ``end_ids``: what ``min_tokens`` forbids. ``allowed``: [V] bool on the host, a grammar's word.
+    of them the prompt; only penalties read them. ``end_ids``: what ``min_tokens`` forbids. ``allowed``: [V] bool on the
+    host, what a grammar allows.
     """
 
     params: SamplingParams  # resolved
@@ -75,10 +77,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if not sampled:
         return greedy.where(drawable, NO_TOKEN)
     device = logits.device
-    index = torch.tensor(sampled, device=device)
+    index = tensor_of(sampled, torch.int64, device)
     probs = probabilities(logits[index], [rows[i].params for i in sampled])
     noise = [uniform(rows[i].seed, rows[i].position) for i in sampled]
-    drawn = invert(probs, torch.tensor(noise, device=device, dtype=torch.float64))
+    drawn = invert(probs, tensor_of(noise, torch.float64, device))
     return greedy.index_copy(0, index, drawn).where(drawable, NO_TOKEN)
 
 
@@ -87,17 +89,17 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     device = logits.device
     masked = [i for i, row in enumerate(rows) if row.allowed is not None]
     if masked:
-        allowed = torch.stack([row.allowed for row in rows if row.allowed is not None]).to(device)
-        index = torch.tensor(masked, device=device)
+        allowed = send(torch.stack([row.allowed for row in rows if row.allowed is not None]), device)
+        index = tensor_of(masked, torch.int64, device)
         logits = logits.float().index_copy(0, index, logits[index].float().masked_fill(~allowed, -torch.inf))
     entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in _additions(row)]
     if entries:
-        where = tuple(torch.tensor([e[k] for e in entries], device=device) for k in (0, 1))
-        values = torch.tensor([e[2] for e in entries], dtype=torch.float32, device=device)
+        where = tuple(tensor_of([e[k] for e in entries], torch.int64, device) for k in (0, 1))
+        values = tensor_of([e[2] for e in entries], torch.float32, device)
         logits = logits.float().index_put(where, values, accumulate=True)
     penalised = [i for i, row in enumerate(rows) if row.params.penalised]
     if penalised:
-        index = torch.tensor(penalised, device=device)
+        index = tensor_of(penalised, torch.int64, device)
         part = _penalise(logits[index].float(), [rows[i] for i in penalised])
         logits = logits.float().index_copy(0, index, part)
     return logits
@@ -106,14 +108,14 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def _additions(row: SamplingRow) -> list[tuple[int, float]]:
     """Token ids and what is added to their logits."""
     added = list(row.params.logit_bias.items())
-    if len(row.token_ids) - row.num_prompt < row.params.min_tokens:
+    if row.position - row.num_prompt < row.params.min_tokens:
         added += [(token, -torch.inf) for token in row.end_ids]
     return added
 
 
 def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     def column(value: Callable[[SamplingParams], float]) -> Tensor:
-        return torch.tensor([value(row.params) for row in rows], dtype=torch.float32, device=logits.device)[:, None]
+        return tensor_of([value(row.params) for row in rows], torch.float32, logits.device)[:, None]
 
     generated = _counts(logits, [row.token_ids[row.num_prompt :] for row in rows])
     seen = generated + _counts(logits, [row.token_ids[: row.num_prompt] for row in rows]) > 0
@@ -128,7 +130,7 @@ def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
     rows, vocab_size = logits.shape
     flat = [i * vocab_size + token for i, ids in enumerate(tokens) for token in ids]
     counts = torch.zeros(rows * vocab_size, device=logits.device)
-    where = torch.tensor(flat, dtype=torch.int64, device=logits.device)
+    where = tensor_of(flat, torch.int64, logits.device)
     counts.scatter_add_(0, where, torch.ones(1, device=logits.device).expand(len(flat)))
     return counts.view(rows, vocab_size)
 
@@ -136,13 +138,13 @@ def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The distribution each row is drawn from: [R, V] logits -> [R, V] float32; no row may have temperature 0."""
     device = logits.device
-    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
+    temperatures = tensor_of([p.temperature for p in params], torch.float32, device)
     scaled = logits.float() / temperatures[:, None]
     scaled = _min_p(scaled, [p.min_p or 0.0 for p in params])
     vocab_size = scaled.shape[1]
     limited = [i for i, p in enumerate(params) if 0 < (p.top_k or 0) < vocab_size or (p.top_p or 1.0) < 1.0]
     if limited:
-        index = torch.tensor(limited, device=device)
+        index = tensor_of(limited, torch.int64, device)
         part = scaled[index]
         least = _least_kept(part, [params[i] for i in limited])
         scaled = scaled.index_copy(0, index, part.masked_fill(part < least[:, None], -torch.inf))
@@ -153,9 +155,7 @@ def _min_p(scaled: Tensor, min_p: list[float]) -> Tensor:
     """Drop tokens less likely than ``min_p`` times the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
     if not any(min_p):
         return scaled
-    limit = (
-        scaled.amax(dim=-1) + torch.tensor(min_p, dtype=torch.float32, device=scaled.device).log()
-    )  # log 0 = -inf drops nothing
+    limit = scaled.amax(dim=-1) + tensor_of(min_p, torch.float32, scaled.device).log()  # log 0 = -inf drops nothing
     return scaled.masked_fill(scaled < limit[:, None], -torch.inf)
 
 
@@ -179,16 +179,16 @@ def _ranked(scaled: Tensor, top_k: list[int], top_p: list[float], count: int) ->
     """The ``count`` largest of each row in falling order, and which of them top_k and top_p keep; both [R, count]."""
     device, (rows, vocab_size) = scaled.device, scaled.shape
     ranked = scaled.topk(count, dim=-1).values
-    keep = torch.arange(count, device=device)[None, :] < torch.tensor(top_k, device=device)[:, None]
+    keep = torch.arange(count, device=device)[None, :] < tensor_of(top_k, torch.int64, device)[:, None]
     if all(p >= 1.0 for p in top_p):
         return ranked, keep
     # top_p is a share of what top_k left: normalise over that, or over the whole row where top_k is off.
     total = torch.where(
-        torch.tensor([k == vocab_size for k in top_k], device=device),
+        tensor_of([k == vocab_size for k in top_k], torch.bool, device),
         scaled.logsumexp(dim=-1),
         ranked.masked_fill(~keep, -torch.inf).logsumexp(dim=-1),
     )
-    limit = torch.tensor(top_p, dtype=torch.float32, device=device)[:, None]
+    limit = tensor_of(top_p, torch.float32, device)[:, None]
     mass = (ranked - total[:, None]).exp().masked_fill(~keep, 0.0).cumsum(dim=-1)
     likelier = torch.cat((mass.new_zeros(rows, 1), mass[:, :-1]), dim=-1)
     return ranked, keep & ((likelier < limit) | (limit >= 1.0))
@@ -215,7 +215,7 @@ def logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> l
     Row i lists the ``num_top[i]`` likeliest tokens; ties in order of the token id are not promised.
     """
     table = logits.float().log_softmax(dim=-1)
-    chosen = table.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    chosen = table.gather(1, tensor_of(list(tokens), torch.int64, logits.device)[:, None])[:, 0].tolist()
     top = table.topk(max(1, *num_top), dim=-1)
     values, ids = top.values.tolist(), top.indices.tolist()
     return [

@@ -5,6 +5,8 @@ The plan is a plain value: it can be sent to other ranks, which run it without d
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Collection
@@ -16,24 +18,36 @@ from gpt_fast.engine.request import Request, Status
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """One sequence's part in a step: compute ``tokens``, the first at position ``start``.
+    """One sequence's part in a step: compute ``tokens``, the first at position ``start``, in ``slot``.
 
-    Logits are wanted of the last ``num_logits`` of them: none in a prefill that goes on, one to sample the next
-    token, k + 1 to verify k drafted ones. ``prompt_len`` serves dynamic rotary scaling (model.Rope).
+    The last of the tokens may be drafts, which the request does not have yet. Of the slot's pages the first
+    ``num_placed`` are known from earlier steps; ``new_pages`` follow them and replace what followed. Logits are wanted
+    of the last ``num_logits`` tokens: none in a prefill that goes on, one to sample the next token, k + 1 to verify k
+    drafts. ``prompt_len`` serves dynamic rotary scaling (model.Rope).
     """
 
+    slot: int
     tokens: tuple[int, ...]
     start: int
-    pages: tuple[int, ...]
+    num_placed: int
+    new_pages: tuple[int, ...]
     num_logits: int
     prompt_len: int
+
+    @property
+    def end(self) -> int:
+        """The position behind the last token."""
+        return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step computes, in the order of its rows."""
+    """What one step computes, in the order of its rows, which is the order of the slots."""
 
     sequences: tuple[SequencePlan, ...]
+
+    def __post_init__(self) -> None:
+        assert all(a.slot < b.slot for a, b in itertools.pairwise(self.sequences)), "sequences in order of their slots"
 
     @property
     def num_tokens(self) -> int:
@@ -45,11 +59,11 @@ class StepPlan:
 
 
 class Scheduler:
-    """Owns the queue, the running set and the pages.
+    """Owns the queue, the running set, the slots and the pages.
 
-    ``prefill_chunk``: prompt tokens computed per step, over all sequences; a quarter of it while others decode, since
-    they wait for the step. ``salt_by_length``: cached contents depend
-    on the prompt's length (dynamic rotary scaling), so prefixes are shared between equal lengths only.
+    A request keeps one of ``max_batch`` slots while it runs. ``prefill_chunk``: prompt tokens computed per step, over
+    all sequences; a quarter of it while others decode, since they wait for the step. ``salt_by_length``: cached
+    contents depend on the prompt's length (dynamic rotary scaling), so prefixes are shared between equal lengths only.
     """
 
     def __init__(self, pages: PageAllocator, max_batch: int, prefill_chunk: int, salt_by_length: int = 0) -> None:
@@ -59,12 +73,13 @@ class Scheduler:
         self._salt_by_length = salt_by_length
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
+        self._free_slots = list(range(max_batch))  # a heap: the lowest first
         self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
         """Whether :meth:`schedule` could find something to compute."""
-        return bool(self.waiting) or any(not r.held for r in self.running)
+        return bool(self.waiting) or any(not r.paused for r in self.running)
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -75,30 +90,30 @@ class Scheduler:
 
         ``among``: look at these requests alone. Planning again before the step is computed gives the same step.
         """
-        chosen: list[tuple[Request, int]] = []  # request, tokens to compute
-        decoding = any(r.num_tokens - r.num_computed == 1 and not r.held for r in self.running)
+        chosen: list[tuple[Request, int, tuple[int, ...]]] = []  # request, how many of its tokens, and drafts
+        decoding = any(r.num_pending == 1 and not r.paused for r in self.running)
         budget = max(1, self.prefill_chunk // 4) if decoding else self.prefill_chunk
         num_waiting = len(self.waiting)
         for request in [r for r in self.running if among is None or r in among]:
-            if request.status is not Status.RUNNING:
-                continue  # preempted by an older one in this very loop
-            if request.held:
+            if request.paused or request.status is not Status.RUNNING:  # preempted by an older one in this very loop
                 continue
-            pending = request.num_tokens - request.num_computed
+            pending = request.num_pending
             count = 1 if pending == 1 else min(pending, budget)
-            if count and self._reserve(request, request.num_computed + count):
-                chosen.append((request, count))
+            drafts = self._drafts(request) if pending == 1 else ()
+            if count and self._reserve(request, request.num_computed + count + len(drafts)):
+                chosen.append((request, count, drafts))
                 budget -= count if pending > 1 else 0
         preempted = len(self.waiting) > num_waiting  # then pages are short: admit nobody in this step
         while budget > 0 and len(self.running) < self.max_batch and not preempted:
             admitted = self._next(among)
             if admitted is None or not self._admit(admitted):
                 break
-            count = min(admitted.num_tokens - admitted.num_computed, budget)
-            chosen.append((admitted, count))
+            count = min(admitted.num_pending, budget)
+            chosen.append((admitted, count, ()))
             budget -= count
-        plan = StepPlan(tuple(self._sequence_plan(r, n) for r, n in chosen))
-        return plan, [r for r, _ in chosen]
+        chosen.sort(key=lambda choice: choice[0].slot)
+        plan = StepPlan(tuple(self._sequence_plan(*choice) for choice in chosen))
+        return plan, [request for request, _, _ in chosen]
 
     def _next(self, among: Collection[Request] | None) -> Request | None:
         """Whose turn it is: who was preempted, else the first to arrive of the groups that have the fewest running.
@@ -111,16 +126,25 @@ class Scheduler:
         waiting = (r for r in self.waiting if among is None or r in among)
         return min(waiting, key=lambda r: (r.first_scheduled is None, running[r.group]), default=None)
 
-    def _sequence_plan(self, request: Request, count: int) -> SequencePlan:
+    def _drafts(self, request: Request) -> tuple[int, ...]:
+        """The drafts that a step can verify: one token beside them may still be generated, and their pages are there
+        without preempting anybody."""
+        drafts = request.drafts[: request.max_tokens - request.num_output - 1]
+        missing = self._pages_for(request.num_tokens + len(drafts)) - len(request.pages)
+        return drafts if missing <= self.pages.num_available else ()
+
+    def _sequence_plan(self, request: Request, count: int, drafts: tuple[int, ...]) -> SequencePlan:
         start = request.num_computed
         num_logits = 1 if start + count == request.num_tokens else 0
         if request.params.prompt_logprobs is not None and start < request.num_prompt:
             num_logits = count
         return SequencePlan(
-            tokens=tuple(request.token_ids[start : start + count]),
+            slot=request.slot,
+            tokens=(*request.token_ids[start : start + count], *drafts),
             start=start,
-            pages=tuple(request.pages),
-            num_logits=num_logits,
+            num_placed=request.num_placed,
+            new_pages=tuple(request.pages[request.num_placed :]),
+            num_logits=num_logits + len(drafts),
             prompt_len=request.num_prompt,
         )
 
@@ -145,8 +169,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the head of the queue; its tokens are kept and computed again."""
-        self.running.remove(request)
-        self._drop_pages(request)
+        self._stop_running(request)
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -164,7 +187,8 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         num_found = len(found) * self.pages.page_size
-        request.pages = found + fresh
+        request.slot = heapq.heappop(self._free_slots)
+        request.pages, request.num_placed = found + fresh, 0
         request.status = Status.RUNNING
         request.num_computed = num_found
         request.num_remembered, request.digest = 0, salt
@@ -187,28 +211,37 @@ class Scheduler:
             self.pages.remember(request.pages[i], request.digest)
         request.num_remembered = max(request.num_remembered, num_pages)
 
-    def computed(self, request: Request, count: int) -> None:
-        """``count`` more tokens of ``request`` are in the cache; full pages become findable."""
-        request.num_computed += count
+    def advance(self, request: Request, kept: int) -> None:
+        """The first ``kept`` tokens of the step's plan for ``request`` stay in the cache; full pages become findable.
+
+        To be called when the request has taken its new tokens: drafts past its end are not among them.
+        """
+        request.num_computed = min(request.num_computed + kept, request.num_tokens)
+        request.num_placed = len(request.pages)
+        request.drafts = ()
         if self.pages.prefix_cache:
             self._advance_digest(request, request.num_computed // self.pages.page_size)
 
     def finish(self, request: Request) -> None:
         """Take ``request`` out, wherever it is, and give its pages back."""
         if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self._drop_pages(request)
+            self._stop_running(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
         request.status = Status.FINISHED
 
-    def _drop_pages(self, request: Request) -> None:
+    def _stop_running(self, request: Request) -> None:
+        """Take back the slot and the pages."""
+        self.running.remove(request)
+        heapq.heappush(self._free_slots, request.slot)
         self.pages.release(request.pages)
-        request.pages = []
+        request.pages, request.drafts = [], ()
         request.num_computed = 0
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless every page is accounted for and only running requests hold pages."""
+        """Raise RuntimeError unless every page and slot is accounted for and only running requests hold pages."""
         self.pages.check_integrity(r.pages for r in self.running)
         if any(r.pages for r in self.waiting):
             raise RuntimeError("a waiting request holds pages")
+        if sorted([*self._free_slots, *(r.slot for r in self.running)]) != list(range(self.max_batch)):
+            raise RuntimeError(f"free slots {self._free_slots}, used {[r.slot for r in self.running]}")

@@ -16,14 +16,14 @@ class Detokenizer(Protocol):
 class TextStream:
     """Emits a request's text piece by piece, ends it at the first stop string.
 
-    ``text`` is all text so far, ``stopped`` says that a stop string was met. Text is held back while it is the
+    ``text`` is all text so far, ``stopped`` says that a stop string was met. Text is withheld while it is the
     beginning of a stop string, so a stop string is never emitted, not even in part.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
-        self._held = ""
+        self._withheld = ""
         self._parts: list[str] = []
         self.stopped = False
 
@@ -33,28 +33,28 @@ class TextStream:
 
     def push(self, token: int, may_stop: bool = True) -> str:
         """Add one token; returns the text that is now certain."""
-        self._held += self._detokenizer.push(token)
+        self._withheld += self._detokenizer.push(token)
         return self._release(may_stop, final=False)
 
     def flush(self) -> str:
-        """End of the completion: returns what was held back, unless it holds a stop string."""
-        self._held += self._detokenizer.flush()
+        """End of the completion: returns what was withheld, unless it holds a stop string."""
+        self._withheld += self._detokenizer.flush()
         return self._release(may_stop=True, final=True)
 
     def _release(self, may_stop: bool, final: bool) -> str:
-        held = self._held
+        withheld = self._withheld
         keep = 0
         if self._stop and may_stop:
-            found = [i for i in (held.find(s) for s in self._stop) if i >= 0]
+            found = [i for i in (withheld.find(s) for s in self._stop) if i >= 0]
             if found:
                 self.stopped = True
-                return self._emit(held[: min(found)], "")
-            keep = 0 if final else max(_overlap(held, s) for s in self._stop)
-        cut = len(held) - keep
-        return self._emit(held[:cut], held[cut:])
+                return self._emit(withheld[: min(found)], "")
+            keep = 0 if final else max(_overlap(withheld, s) for s in self._stop)
+        cut = len(withheld) - keep
+        return self._emit(withheld[:cut], withheld[cut:])
 
-    def _emit(self, text: str, held: str) -> str:
-        self._held = held
+    def _emit(self, text: str, withheld: str) -> str:
+        self._withheld = withheld
         if text:
             self._parts.append(text)
         return text

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast.errors import ConfigError
-from gpt_fast.model.transformer import Transformer
+from gpt_fast.model.steps import Served
 from gpt_fast.tokenizer import Tokenizer
 
 SEPARATOR = "<|endoftext|>"  # between documents of a text file
@@ -70,7 +70,7 @@ def windows(tokens: Sequence[int], context: int, stride: int, first: int = 1) ->
 
 
 def perplexity(
-    model: Transformer,
+    model: Served,
     tokenizer: Tokenizer,
     text: str,
     *,
@@ -116,14 +116,14 @@ def perplexity(
 
 
 @torch.inference_mode()
-def score(model: Transformer, pieces: Iterable[Window]) -> Iterator[tuple[int, Scores]]:
+def score(model: Served, pieces: Iterable[Window]) -> Iterator[tuple[int, Scores]]:
     """Index and scores of every window, those of similar length in one batch, so not in their order."""
     pieces = list(pieces)
     order = sorted(range(len(pieces)), key=lambda i: -len(pieces[i].tokens))
     device = model.device
     # A shorter sequence in a batch would be computed with the longest one's frequencies.
     scaling = model.config.rope_scaling
-    alone = scaling is not None and scaling.type == "dynamic"
+    alone = scaling is not None and scaling.grows
     at = 0
     while at < len(order):
         longest = len(pieces[order[at]].tokens)
@@ -132,7 +132,7 @@ def score(model: Transformer, pieces: Iterable[Window]) -> Iterator[tuple[int, S
         tokens = torch.zeros(len(batch), longest, dtype=torch.int64)
         for row, index in enumerate(batch):
             tokens[row, : len(pieces[index].tokens)] = torch.tensor(pieces[index].tokens)
-        logits = model(tokens.to(device))
+        logits = model.forward(tokens.to(device))
         for row, index in enumerate(batch):
             yield index, _scores(logits[row], pieces[index])
         at += len(batch)

@@ -1,4 +1,4 @@
-"""What every attention kernel, plain or fast, reads: the keys and values of one layer."""
+"""What every attention kernel, plain or fast, reads: keys and values of one layer, and where a step's tokens stand."""
 
 from __future__ import annotations
 
@@ -48,6 +48,34 @@ class LayerCache(NamedTuple):
                 new, scale = quantize_heads(new)
                 scales.view(-1, scales.shape[2]).index_copy_(0, write_slots, scale)
             target.view(-1, *target.shape[2:]).index_copy_(0, write_slots, new.to(target.dtype))
+
+
+class StepLayout(NamedTuple):
+    """Where the new tokens of one step belong. Fixed shapes except ``write_slots``.
+
+    query_start: [S + 1] int32, tokens ``query_start[s]:query_start[s + 1]`` belong to slot s.
+    context_len: [S] int32, tokens of slot s after this step (cached before it plus new).
+    page_table:  [S, P] int32, pages of slot s in order; entries past the context are ignored.
+    write_slots: [N] int64, flat cache slot (page * G + offset) that receives each new token's key and value.
+    """
+
+    query_start: Tensor
+    context_len: Tensor
+    page_table: Tensor
+    write_slots: Tensor
+
+
+class PagedLayer(NamedTuple):
+    """A layer that caches the keys and values of every token, in pages."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    def allocate(
+        self, *, num_slots: int, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache:
+        """Empty pages that all slots share."""
+        return LayerCache.zeros((num_pages, page_size, self.num_kv_heads, self.head_dim), dtype, device)
 
 
 def check_cache(cache: Sequence[Sequence[Tensor | None]], num_layers: int) -> Tensor:

@@ -26,22 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast.kernels import gpu
-from gpt_fast.kernels.cache import LayerCache
-
-
-class StepLayout(NamedTuple):
-    """Where the new tokens of one step belong. Fixed shapes except ``write_slots``.
-
-    query_start: [S + 1] int32, tokens ``query_start[s]:query_start[s + 1]`` belong to slot s.
-    context_len: [S] int32, tokens of slot s after this step (cached before it plus new).
-    page_table:  [S, P] int32, pages of slot s in order; entries past the context are ignored.
-    write_slots: [N] int64, flat cache slot (page * G + offset) that receives each new token's key and value.
-    """
-
-    query_start: Tensor
-    context_len: Tensor
-    page_table: Tensor
-    write_slots: Tensor
+from gpt_fast.kernels.cache import LayerCache, StepLayout
 
 
 class Scoring(NamedTuple):

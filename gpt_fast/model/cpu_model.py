@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, check, padded
 from gpt_fast.model import description as d
-from gpt_fast.model.attention import StepLayout
 from gpt_fast.model.transformer import Block, KVCache, Transformer
 from gpt_fast.quantize.linear import Int4Linear, Int8Linear, SplitLinear
 
@@ -56,12 +55,25 @@ class CpuModel:
         blocks = [(ops, w._replace(cache=c)) for (ops, w), c in zip(self._blocks, caches, strict=True)]
         return Program(blocks, "logits", rows_before=len(blocks) - 1)
 
-    def __call__(self, tokens: Tensor) -> Tensor:
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def cache_layers(self) -> list[PagedLayer]:
+        """Pages in every layer; heads are filled up to whole vectors."""
+        return [PagedLayer(self.config.num_kv_heads, padded(self.config.head_dim))] * self.config.num_layers
+
+    def make_step(self, cache: KVCache, page_table: Tensor) -> CpuStep:
+        """Steps over ``cache``; the layout of each brings the page table."""
+        return CpuStep(self, cache)
+
+    def forward(self, tokens: Tensor) -> Tensor:
         """Whole sequences [B, T] int64 -> logits [B, T, vocab_size] float32; the cache is of this call alone."""
         batch, length = tokens.shape
         c = self.config
         shape = (batch, length, c.num_kv_heads, padded(c.head_dim))  # a page for each sequence
-        program = self.program([LayerCache.zeros(shape, torch.float32, self.device) for _ in range(c.num_layers)])
+        program = self.program([LayerCache.zeros(shape, self.dtype, self.device) for _ in range(c.num_layers)])
         ends = torch.arange(1, batch + 1, dtype=torch.int32) * length
         starts = torch.cat((torch.zeros(1, dtype=torch.int32), ends))
         pages = torch.arange(batch, dtype=torch.int32)[:, None]
@@ -84,28 +96,27 @@ class CpuModel:
 
 
 class CpuStep:
-    """``Transformer.step`` in C++, for one cache."""
+    """Steps in C++ over one cache and page table."""
 
     path = "kernels"
 
     def __init__(self, model: CpuModel, cache: KVCache) -> None:
-        self._ropes, self._cache, self._program = model.ropes, cache, model.program(cache)
+        self._ropes, self._program = model.ropes, model.program(cache)
 
-    def warm_up(self, report: Callable[[str], None]) -> None:
-        """Nothing: the library is built."""
-
-    def takes(self, num_tokens: int) -> bool:
-        """Always."""
-        return True
-
-    def __call__(
-        self, tokens: Tensor, positions: Tensor, lengths: Tensor, cache: KVCache, layout: StepLayout, rows: Tensor
-    ) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         """Logits [R, V] float32. See ``Transformer.step``."""
-        assert cache is self._cache
         angles = [rope(positions, lengths) for rope in self._ropes]
         with torch.profiler.record_function("gpt_fast::cpu_step"):
             return self._program.run(tokens, positions, angles, layout, rows)
+
+    def reads_host(self, num_tokens: int) -> bool:
+        """Always: host and device are one."""
+        return True
+
+    def warm_up(self, run: Callable[[int], None], longest: int) -> None:
+        """Nothing is to be compiled; two steps touch all weights."""
+        run(1)
+        run(min(2, longest))
 
 
 def _check(model: Transformer, modules: Sequence[Block]) -> None:

@@ -193,7 +193,7 @@ class Rows(NamedTuple):
     """Rows of a weight that come from one tensor of the checkpoint; ranks take whole multiples of ``unit`` of them."""
 
     source: str  # the tensor's name without .weight or .bias
-    count: int
+    number: int
     unit: int = 1
     layout: Layout = PLAIN
 
@@ -217,7 +217,7 @@ class Matrix(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        return sum(rows.count for rows in self.rows)
+        return sum(rows.number for rows in self.rows)
 
 
 class Vector(NamedTuple):
@@ -340,11 +340,11 @@ def _parts(description: Description) -> Iterator[Part]:
             for rows in m.rows:
                 target = f"{block.prefix}{m.name}"
                 if not m.tied:
-                    yield Part(rows.source + ".weight", target + ".weight", start, (rows.count, m.inputs), rows.layout)
+                    yield Part(rows.source + ".weight", target + ".weight", start, (rows.number, m.inputs), rows.layout)
                 if m.bias:
                     layout = PLAIN if rows.layout.kind == "transposed" else rows.layout
-                    yield Part(rows.source + ".bias", target + ".bias", start, (rows.count,), layout)
-                start += rows.count
+                    yield Part(rows.source + ".bias", target + ".bias", start, (rows.number,), layout)
+                start += rows.number
 
 
 @lru_cache(maxsize=64)

@@ -6,10 +6,19 @@ Only the experts that tokens are routed to are read, whether one token decodes o
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class LinearRows(Protocol):
+    """A quantized linear layer, of which some outputs can be computed alone."""
+
+    out_features: int
+
+    def __call__(self, x: Tensor, rows: slice) -> Tensor: ...
 
 
 @torch.compiler.disable
@@ -17,8 +26,8 @@ def run_experts(
     x: Tensor,  # [..., E]
     weights: Tensor,  # [..., k] float32: of each token's experts
     chosen: Tensor,  # [..., k] int64: which they are
-    up: nn.Module,  # a linear layer of all experts' rows, one expert's below the other's
-    down: nn.Module,
+    up: nn.Linear | LinearRows,  # a linear layer of all experts' rows, one expert's below the other's
+    down: nn.Linear | LinearRows,
     num_experts: int,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
@@ -39,11 +48,10 @@ def run_experts(
     return out.to(x.dtype).view(x.shape)
 
 
-def expert_product(layer: nn.Module, x: Tensor, expert: int, num_experts: int) -> Tensor:
+def expert_product(layer: nn.Linear | LinearRows, x: Tensor, expert: int, num_experts: int) -> Tensor:
     """x [n, K] times the rows of ``layer`` that are ``expert``'s."""
     n = layer.out_features // num_experts
     rows = slice(expert * n, (expert + 1) * n)
     if isinstance(layer, nn.Linear):
         return F.linear(x, layer.weight[rows], None if layer.bias is None else layer.bias[rows])
-    out: Tensor = layer(x, rows)
-    return out
+    return layer(x, rows)

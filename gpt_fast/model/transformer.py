@@ -10,17 +10,17 @@ Legend: B sequences, T tokens, N new tokens, H query heads, K key-value heads, D
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt_fast.config import ModelConfig
-from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.model import description as d
-from gpt_fast.model.attention import Scoring, StepLayout, alibi_slopes, attend, attend_plain
-from gpt_fast.model.experts import run_experts
+from gpt_fast.model.attention import Scoring, alibi_slopes, attend, attend_plain
+from gpt_fast.model.experts import LinearRows, run_experts
 from gpt_fast.model.rope import Angles, Rope, rotate
 
 KVCache = Sequence[LayerCache]  # one for each layer
@@ -190,7 +190,7 @@ def _route(block: Block, op: d.Route, values: Values, context: Context) -> None:
 
 
 def _experts(block: Block, op: d.Experts, values: Values, context: Context) -> None:
-    up, down = block.get_submodule(op.up), block.get_submodule(op.down)
+    up, down = (cast("nn.Linear | LinearRows", block.get_submodule(name)) for name in (op.up, op.down))
     count = block.block.matrix(op.up).num_experts
     weights, chosen = values[op.routes], values[op.routes + " experts"]
     out = run_experts(values[op.x], weights, chosen, up, down, count, lambda x: activate(x, op.kind, op.gated))

@@ -51,7 +51,7 @@ class Engine(Protocol):
     """What a session needs of LLM."""
 
     changed: threading.Condition  # notified when any sequence has something new
-    pressing: threading.Condition  # of the same lock, when it is a first token or an ending
+    begun_or_ended: threading.Condition  # of the same lock, when it is a first token or an ending
 
     def submit_all(self, parts: list[tuple[Any, SamplingParams]], max_uncollected: int | None) -> list[Any]: ...
 
@@ -158,7 +158,7 @@ class Session:
             self._drop(work)
         with self._engine.changed:
             self._engine.changed.notify_all()
-            self._engine.pressing.notify_all()
+            self._engine.begun_or_ended.notify_all()
 
     @staticmethod
     def _drop(work: Future[Any]) -> None:
@@ -286,6 +286,6 @@ def wait_for_news(
             if any(not s.started or s.ending for s in talking) or (talking and now >= since + pause_s):
                 return
             if talking:
-                engine.pressing.wait(since + pause_s - now)
+                engine.begun_or_ended.wait(since + pause_s - now)
             else:
                 engine.changed.wait(deadline - now)

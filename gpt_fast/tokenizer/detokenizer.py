@@ -22,19 +22,35 @@ class IncrementalDetokenizer:
     ``prompt_ids`` are the tokens before: their text is not returned, but it decides whether a leading space is the
     dummy prefix of a text's start or a space between words, and it may end in half a character. The cost of a push
     does not grow with the text.
+
+    ``padded``: ids past the tokenizer's vocabulary have no text. Models pad their vocabulary, and an untrained or
+    broken one may choose such a token; that must not end a stream. Without a tokenizer no id has text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> None:
-        kind = _ByteStream if tokenizer.bytewise else _WindowStream
-        self._stream: _ByteStream | _WindowStream = kind(tokenizer, prompt_ids, skip_special)
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int] = (),
+        skip_special: bool = True,
+        *,
+        padded: bool = False,
+    ) -> None:
+        self._stream: _ByteStream | _WindowStream | None = None
+        self._num_known = float("inf")
+        if tokenizer is not None:
+            if padded:
+                self._num_known = tokenizer.vocab_size
+                prompt_ids = [id for id in prompt_ids if id < self._num_known]
+            kind = _ByteStream if tokenizer.bytewise else _WindowStream
+            self._stream = kind(tokenizer, prompt_ids, skip_special)
 
     def push(self, id: int) -> str:
         """The text that is certain now; empty while a character is unfinished. Raises TokenizerError for a bad id."""
-        return self._stream.push(id)
+        return self._stream.push(id) if self._stream is not None and id < self._num_known else ""
 
     def flush(self) -> str:
         """The rest at the end of the stream: an unfinished character as U+FFFD, else nothing."""
-        return self._stream.flush()
+        return self._stream.flush() if self._stream is not None else ""
 
 
 class _ByteStream:

@@ -17,6 +17,7 @@ from gpt_fast import LLM, SamplingParams, kernels
 from gpt_fast.checkpoint.loading import random_model
 from gpt_fast.engine.runner import Runner
 from gpt_fast.model.shapes import shape
+from gpt_fast.model.steps import ServedTransformer
 
 PATHS: dict[str, dict[str, bool]] = {
     "eager": {"kernels": False, "compile": False},
@@ -93,13 +94,12 @@ def test_other_models_of_the_process_leave_room_to_compile() -> None:
         shape("tinyllama-1.1b"), num_layers=1, dim=32, ffn_dim=64, num_heads=2, num_kv_heads=2, head_dim=16
     )
     runner = Runner(
-        random_model(config, torch.float32),
+        ServedTransformer(random_model(config, torch.float32), kernels=False),
         max_batch=1,
         max_seq_len=32,
         num_pages=3,
         page_size=16,
         prefill_chunk=16,
-        compile=True,
     )
     with torch._dynamo.config.patch(recompile_limit=1):
         runner.warm_up()

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.cpu.library import CACHE_FORMATS, FORMATS, library
 from gpt_fast.model import description as d
-from gpt_fast.model.attention import StepLayout, alibi_slopes
+from gpt_fast.model.attention import alibi_slopes
 
 LANES = 8  # heads in the cache are filled up to a multiple of this
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped_swiglu": 4}

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu import launching
 from gpt_fast.kernels.gpu.attention_kernel import _LOG2E, attend_kernel, combine_kernel
 

@@ -50,27 +50,26 @@ class _Rows(NamedTuple):
 
 
 class CapturedDecoder:
-    """Steps of at most ``buckets[-1]`` new tokens over ``num_slots`` sequences of ``pages_per_slot`` pages each.
+    """Steps of at most ``buckets[-1]`` new tokens over the sequences of ``page_table`` [S, P] int32.
 
+    The table lies on the decoder's device and is read by every replay: its owner changes entries in place.
     ``warm_up`` records every bucket and must be called before ``step``. Not for several threads at once.
     """
 
     def __init__(
         self,
         decoder: Decoder,
-        num_slots: int,
-        pages_per_slot: int,
+        page_table: Tensor,
         buckets: Sequence[int] = BUCKETS,
         capture: Callable[[Run], Run] | None = None,
     ) -> None:
         self.decoder, self.buckets = decoder, tuple(sorted(buckets))
         self._capture = capture or CudaCapture()
         device = decoder.device
-        # Slots and pages in one tensor: query_start [S + 1], context_len [S], page_table [S, P].
-        self._sizes = (num_slots + 1, num_slots, num_slots * pages_per_slot)
-        self._layout = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        start, lengths, pages = self._layout.split(self._sizes)
-        self._views = (start, lengths, pages.view(num_slots, pages_per_slot))
+        self._page_table = page_table
+        num_slots = page_table.shape[0]
+        self._slots = torch.zeros(2 * num_slots + 1, dtype=torch.int32, device=device)
+        self._views = self._slots.split((num_slots + 1, num_slots))  # query_start and context_len
         self._rows = {b: _Rows(torch.zeros(4, b, dtype=torch.int64, device=device)) for b in self.buckets}
         self._replay: dict[int, Run] = {}
 
@@ -88,7 +87,7 @@ class CapturedDecoder:
     @torch.inference_mode()
     def warm_up(self, report: Callable[[str], None] = lambda _: None) -> None:
         """Record all buckets, the largest first, so that the others find its memory. Compiles what is not compiled."""
-        self._layout.zero_()
+        self._slots.zero_()
         for bucket in reversed(self.buckets):
             report(f"recording steps of {bucket} token{'s' * (bucket > 1)}")
             self._pad(bucket, 0)
@@ -102,16 +101,16 @@ class CapturedDecoder:
         lengths: Tensor,
         query_start: Tensor,  # [S + 1] int32
         context_len: Tensor,  # [S] int32
-        page_table: Tensor,  # [S, P] int32
+        page_table: Tensor,  # the one that was recorded
         write_slots: Tensor,  # [N] int64
         rows: Tensor,  # [R] int64, on the device
     ) -> Tensor:
         """Logits [R, V] of the tokens in ``rows``, in memory of their own. The arguments of ``Transformer.step``."""
         num_tokens = tokens.shape[0]
         bucket = self.bucket(num_tokens)
-        for view, given in zip(self._views, (query_start, context_len, page_table), strict=True):
-            if view.shape != given.shape:
-                raise ValueError(f"layout tensor of shape {tuple(given.shape)}; recorded for {tuple(view.shape)}")
+        if page_table is not self._page_table:
+            raise ValueError("another page table than the one that the steps were recorded for")
+        for view, given in zip(self._views, (query_start, context_len), strict=True):
             view.copy_(given, non_blocking=True)
         self._pad(bucket, num_tokens)
         for target, given in zip(self._rows[bucket].parts, (tokens, positions, lengths, write_slots), strict=True):
@@ -130,7 +129,8 @@ class CapturedDecoder:
 
     def _run(self, bucket: int) -> Tensor:
         tokens, positions, lengths, write_slots = self._rows[bucket].parts
-        return self.decoder.step(tokens, positions, lengths, *self._views, write_slots)
+        start, context_len = self._views
+        return self.decoder.step(tokens, positions, lengths, start, context_len, self._page_table, write_slots)
 
 
 class CudaCapture:

@@ -14,21 +14,20 @@ from gpt_fast.kernels.gpu.graphs import BUCKETS, CapturedDecoder, Run
 class GpuStep:
     """Called as ``Transformer.step`` is, always with the cache that it was made for.
 
-    ``model`` and ``cache`` are shared, not copied. A step has at most ``num_slots`` sequences of ``pages_per_slot``
-    pages. Raises ValueError for weights that the kernels do not take. ``capture``: as ``CapturedDecoder`` has it.
+    ``model``, ``cache`` and ``page_table`` [S, P] int32 are shared, not copied: every step reads what is in them then.
+    Raises ValueError for weights that the kernels do not take. ``capture``: as ``CapturedDecoder`` has it.
     """
 
     def __init__(
         self,
         model: Any,
         cache: Sequence[Any],
-        num_slots: int,
-        pages_per_slot: int,
+        page_table: Tensor,
         buckets: Sequence[int] = BUCKETS,
         capture: Callable[[Run], Run] | None = None,
     ) -> None:
         self._model, self._cache = model, cache
-        self.captured = CapturedDecoder(decoder_of(model, cache), num_slots, pages_per_slot, buckets, capture)
+        self.captured = CapturedDecoder(decoder_of(model, cache), page_table, buckets, capture)
 
     def takes(self, num_tokens: int) -> bool:
         """Whether a graph holds so many tokens."""
@@ -43,7 +42,8 @@ class GpuStep:
     ) -> Tensor:
         """Logits [R, V] float32 of the tokens in ``rows``.
 
-        A short step takes its tensors from any device, pinned memory best; a long one from the model's.
+        A short step takes its tensors from any device, pinned memory best; a long one from the model's. The page table
+        is always the one that was given.
         """
         assert cache is self._cache
         if self.captured.takes(tokens.shape[0]):

@@ -83,7 +83,7 @@ def recorded_step(
     """The replay of one decode step of ``batch`` sequences of ``context`` tokens, and its logits; always the same."""
     device, per_slot = decoder.device, -(-context // PAGE)
     table = 1 + torch.arange(batch * per_slot, device=device).int().view(batch, per_slot)
-    graph = CapturedDecoder(decoder, batch, per_slot, (batch,), capture)
+    graph = CapturedDecoder(decoder, table, (batch,), capture)
     graph.warm_up()
     ones = torch.ones(batch, dtype=torch.int64, device=device)
     logits = graph.step(

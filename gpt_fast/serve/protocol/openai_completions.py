@@ -21,7 +21,6 @@ from gpt_fast.serve.protocol.openai_common import (
     check_count,
     check_length,
     finite,
-    token_bytes,
     token_name,
 )
 from gpt_fast.serve.protocol.openai_fields import (
@@ -144,18 +143,13 @@ class _Offsets:
     """Where each token begins in a text that starts behind ``prompt`` and counts from ``start``, at most ``end``."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], start: int, end: int | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._stream: IncrementalDetokenizer | None = None
-        if tokenizer is not None:
-            known = [token for token in prompt if token_bytes(tokenizer, token) is not None]
-            self._stream = IncrementalDetokenizer(tokenizer, known)
+        self._stream = IncrementalDetokenizer(tokenizer, prompt, padded=True)
         self._next = start
         self._end = end
 
     def push(self, token: int) -> int:
         offset = self._next
-        if self._stream is not None and token_bytes(self._tokenizer, token) is not None:
-            self._next += len(self._stream.push(token))
+        self._next += len(self._stream.push(token))
         return offset if self._end is None else min(offset, self._end)
 
 

@@ -1,0 +1,70 @@
+"""What the engine needs of a model. Whatever has these methods can stand behind it; model/steps.py wraps our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gpt_fast.kernels.cache import LayerCache, StepLayout
+
+
+class CacheLayer(Protocol):
+    """What one layer of a model caches: pages of tokens (kernels.cache.PagedLayer), or a fixed state per slot."""
+
+    def allocate(
+        self, *, num_slots: int, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache:
+        """An empty cache for ``num_slots`` sequences that share ``num_pages`` pages of ``page_size`` tokens."""
+
+
+class Step(Protocol):
+    """Runs the steps of one model over one cache."""
+
+    @property
+    def path(self) -> str:
+        """What runs the steps: ``kernels``, ``compiled`` or ``eager``."""
+
+    def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
+        """New tokens [N] at ``positions`` [N] -> logits [R, vocab_size] of the tokens in ``rows`` [R]; int64 all.
+
+        ``lengths`` [N]: tokens of the sequence when this one was computed, its prompt at least. The cache receives
+        the new tokens where ``layout`` says.
+        """
+
+    def reads_host(self, num_tokens: int) -> bool:
+        """Whether a step of ``num_tokens`` new tokens takes its tensors from the host: all but the page table and
+        ``rows``, which are on the model's device."""
+
+    def warm_up(self, run: Callable[[int], None], longest: int) -> None:
+        """Compile and record what steps need, before the first one.
+
+        ``run(n)`` runs a step of one sequence with n <= ``longest`` new tokens.
+        """
+
+
+class Model(Protocol):
+    """A model behind the engine."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations, and of the cache unless another is asked for."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def cache_layers(self) -> Sequence[CacheLayer]:
+        """What each layer caches, in order."""
+
+    def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
+        """Bytes read to decode one token of one sequence with ``context_len`` tokens cached."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Whole sequences [B, T] int64 -> logits [B, T, vocab_size], without a cache: what steps are tested against."""
+
+    def make_step(self, cache: Sequence[LayerCache], page_table: Tensor) -> Step:
+        """Steps over ``cache`` [one for each layer] and ``page_table`` [S, P] int32, both updated in place."""

@@ -1,0 +1,18 @@
+"""Host values to the device without waiting for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on ``device``. To CUDA it goes through pinned memory, so that the host does not wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def tensor_of(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers, or lists of numbers, as a tensor on ``device``."""
+    return send(torch.tensor(values, dtype=dtype), device)

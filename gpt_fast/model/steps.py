@@ -1,0 +1,143 @@
+"""A ``Transformer`` behind the engine (engine/model.py): what it caches, and what runs its steps.
+
+On a CPU the C++ kernels run it where they can (cpu_model.py), on a GPU Triton's run its short steps. Else torch compiles
+it block by block, once for one token and once for any larger number, so a model of any depth compiles in the time of one
+block and no later step compiles anything. Without a working C++ compiler the blocks run uncompiled, after one warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gpt_fast.errors import UnsupportedError
+from gpt_fast.kernels import gpu
+from gpt_fast.kernels.cache import PagedLayer, StepLayout
+from gpt_fast.model.compile_cache import keep_private
+from gpt_fast.model.cpu_model import CpuModel, pack_model
+from gpt_fast.model.transformer import KVCache, Transformer
+
+if TYPE_CHECKING:
+    from gpt_fast.kernels.gpu.step import GpuStep
+
+log = logging.getLogger(__name__)
+
+_BLOCK_VARIANTS = 128
+
+
+def serve(model: Transformer | Served, *, kernels: bool = True, compile: bool = True) -> Served:
+    """``model`` for the engine, or as it is if it is that already. ``kernels``: own kernels run its steps where they can, and take its weights away on a
+    CPU; ``compile``: else torch.compile's code does."""
+    if not isinstance(model, Transformer):
+        return model
+    packed = pack_model(model.eval()) if kernels else None
+    return packed or TorchModel(model, kernels=kernels, compile=compile)
+
+
+class TorchModel:
+    """``model`` in plain torch, compiled or not, and on a GPU by Triton's kernels where ``kernels`` allows."""
+
+    def __init__(self, model: Transformer, *, kernels: bool, compile: bool) -> None:
+        self.transformer, self.config, self.description = model, model.config, model.description
+        self._kernels, self._compile = kernels, compile
+
+    @property
+    def device(self) -> torch.device:
+        return self.transformer.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.transformer.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @cached_property
+    def cache_layers(self) -> list[PagedLayer]:
+        """Pages in every layer."""
+        return [PagedLayer(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
+
+    def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
+        return self.transformer.bytes_per_token(context_len, cache_itemsize)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.transformer.forward(tokens)
+
+    def make_step(self, cache: KVCache, page_table: Tensor) -> TorchStep:
+        return TorchStep(self.transformer, cache, page_table, kernels=self._kernels, compile=self._compile)
+
+
+Served = CpuModel | TorchModel
+
+
+class TorchStep:
+    """The steps of one model over one cache. ``path`` says what runs them."""
+
+    def __init__(self, model: Transformer, cache: KVCache, page_table: Tensor, *, kernels: bool, compile: bool) -> None:
+        self._model, self._cache = model, cache
+        self._gpu = _gpu_step(model, cache, page_table) if kernels and model.device.type == "cuda" else None
+        self.path = "kernels" if self._gpu else "compiled" if compile else "eager"
+        if self.path == "compiled":
+            keep_private()
+            for layer in model.layers:
+                layer.compile(fullgraph=layer.compiles_whole, dynamic=True)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
+        run = self._gpu or self._model.step
+        return run(tokens, positions, lengths, self._cache, layout, rows)
+
+    def reads_host(self, num_tokens: int) -> bool:
+        return self._gpu is not None and self._gpu.takes(num_tokens)
+
+    def warm_up(self, run: Callable[[int], None], longest: int) -> None:
+        if self._gpu is not None:
+            self._gpu.warm_up(log.info)
+            shapes = [1, min(2, longest)]
+        else:  # twice each: the second run must find everything compiled
+            shapes = [1, min(2, longest), 1, longest, min(3, longest)]
+        if self.path == "compiled":
+            _configure_compiler()
+        try:
+            for count in shapes:
+                run(count)
+        except Exception as error:  # the compiler raises many types, none of them public
+            if self.path != "compiled":
+                raise
+            log.warning("torch.compile failed, running uncompiled and slower: %s", str(error).strip().splitlines()[0])
+            self.path = "eager"
+            for layer in self._model.layers:
+                layer._compiled_call_impl = None
+            torch._dynamo.reset()
+            for count in shapes:
+                run(count)
+
+
+def _gpu_step(model: Transformer, cache: KVCache, page_table: Tensor) -> GpuStep | None:
+    if not gpu.available():
+        return None
+    from gpt_fast.kernels.gpu.step import GpuStep
+
+    try:
+        return GpuStep(model, cache, page_table)
+    except UnsupportedError as why:
+        log.warning("the GPU kernels do not run %s: plain torch runs this model, and slower", why)
+        return None
+
+
+def _configure_compiler() -> None:
+    """In the thread that compiles: another thread's settings do not count."""
+    # Imported here because that takes seconds and makes a folder (compile_cache.keep_private).
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    # Precompiled headers go into the shared temporary folder whatever the environment says, under a name that everybody
+    # can guess. Without them blocks compile as fast.
+    torch._inductor.config.cpp_cache_precompile_headers = False
+    # Dynamo counts the variants of Block.forward over all models of the process: two for each kind of block.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _BLOCK_VARIANTS)

@@ -1,0 +1,170 @@
+"""Several tokens in one step: whatever is drafted, the answers are those of one token at a time.
+
+A scheduler that drafts takes the place of the engine's: it knows the true answers, and errs as often as a test wants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+from fake_model import EOS, VOCAB_SIZE, FakeModelLLM
+from test_engine import mixed_requests
+
+from gpt_fast import Completion, SamplingParams
+from gpt_fast.engine.request import Request
+from gpt_fast.engine.scheduler import Scheduler, StepPlan
+
+Asked = tuple[list[int], SamplingParams]
+
+
+class Drafting(Scheduler):
+    """Before each step proposes ``num_drafts`` tokens for each request, each of them wrong with ``error_rate``.
+
+    ``truth``: by prompt and seed, the answer as it goes on past every end.
+    """
+
+    num_drafts = 3
+    error_rate = 0.0
+    truth: dict[tuple[Any, ...], Sequence[int]]
+    draw: random.Random
+
+    def schedule(self, among: Collection[Request] | None = None) -> tuple[StepPlan, list[Request]]:
+        for r in self.running:
+            answer = self.truth[(*r.token_ids[: r.num_prompt], r.params.seed)]
+            drafts = answer[r.num_output : r.num_output + self.num_drafts]
+            r.drafts = tuple(self.draw.randrange(VOCAB_SIZE) if self.draw.random() < self.error_rate else token
+                             for token in drafts)  # fmt: skip
+        return super().schedule(among)
+
+
+def drafting(requests: Sequence[Asked], error_rate: float = 0.0, num_drafts: int = 3, **options: Any) -> FakeModelLLM:
+    """An LLM whose scheduler knows what ``requests`` get."""
+    with FakeModelLLM() as llm:
+        endless = {"stop": (), "stop_token_ids": (), "ignore_eos": True, "min_tokens": 0, "logprobs": None}
+        wanted = [dataclasses.replace(params, **endless, max_tokens=60) for _, params in requests]
+        answers = llm.generate([prompt for prompt, _ in requests], wanted)
+    known = {(*prompt, params.seed): done.token_ids
+             for (prompt, params), done in zip(requests, answers, strict=True)}  # fmt: skip
+    fields = {"truth": known, "error_rate": error_rate, "num_drafts": num_drafts, "draw": random.Random(0)}
+    return FakeModelLLM(scheduler=type("Drafting", (Drafting,), fields), **options)
+
+
+def answers(llm: FakeModelLLM, requests: Sequence[Asked]) -> list[tuple[Any, ...]]:
+    """All that a caller sees of each."""
+    done = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    llm.check_idle()
+    return [seen(d) for d in done]
+
+
+def seen(done: Completion) -> tuple[Any, ...]:
+    return done.text, done.token_ids, done.finish_reason, done.logprobs, done.prompt_logprobs
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[Any, ...]]:
+    with FakeModelLLM(max_batch=1, prefix_cache=False) as llm:
+        return answers(llm, mixed_requests())
+
+
+@pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_drafts": 9, "page_size": 4, "prefill_chunk": 7},
+        {"max_batch": 16, "num_pages": 13},  # sequences are preempted all the time
+        {"max_batch": 3, "page_size": 1, "num_drafts": 1},
+    ],
+    ids=["batch", "chunks", "preemption", "pages of one"],
+)
+def test_drafts_change_no_answer(options: dict[str, Any], error_rate: float, expected: list[tuple[Any, ...]]) -> None:
+    with drafting(mixed_requests(), error_rate, **options) as llm:
+        assert answers(llm, mixed_requests()) == expected
+        if "num_pages" in options:
+            assert llm.num_preemptions > 0
+
+
+def test_drafts_that_are_right_save_steps_and_arrive_together() -> None:
+    request = ([5, 6, 7], SamplingParams(max_tokens=25, temperature=1.0, seed=4, ignore_eos=True))
+    with FakeModelLLM() as llm:
+        plain = llm.generate(*request)
+    with drafting([request], num_drafts=5) as llm:
+        deltas = list(llm.submit(*request, max_uncollected=1))
+        assert [token for delta in deltas for token in delta.token_ids] == list(plain.token_ids)
+        assert [len(delta.token_ids) for delta in deltas] == [1, 6, 6, 6, 6]
+        assert llm.engine.num_steps == 5
+
+
+ENDS = {
+    "length": {"max_tokens": 7},
+    "end of text": {"stop_token_ids": ()},  # by number 4 of the answer
+    "least": {"stop_token_ids": (), "min_tokens": 4},
+    "stop": {"stop": ()},  # by characters 4 and 5 of the answer
+    "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.1},
+    "biases": {"logit_bias": {7: 5.0, 9: -100.0}},
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 1},
+    "logprobs of one prompt token": {"logprobs": 1, "prompt_logprobs": 0, "max_tokens": 9},
+    "all": {"logprobs": 2, "stop_token_ids": (), "stop": (), "repetition_penalty": 1.4, "min_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("case", ENDS)
+def test_ends_and_numbers_are_right_when_several_tokens_come_at_once(case: str, temperature: float) -> None:
+    fields = {"max_tokens": 20, "temperature": temperature, "ignore_eos": True, **ENDS[case]}
+    prompt = [70] if "one prompt token" in case else [70, 71, 72]
+    biases = {token: -100 for token in range(VOCAB_SIZE) if not 32 <= token < 127}  # so every token is a character
+    requests = []
+    with FakeModelLLM() as llm:
+        for seed in range(6):
+            params = SamplingParams(**{"logit_bias": biases, **fields, "seed": seed})
+            answer = llm.generate(prompt, params)
+            if "stop_token_ids" in fields:
+                params = dataclasses.replace(params, stop_token_ids=(answer.token_ids[4],))
+            if "stop" in fields:
+                params = dataclasses.replace(params, stop=(answer.text[4:6],))
+            requests.append((prompt, params))
+        plain = answers(llm, requests)
+    for num_drafts in (1, 2, 3, 4, 8):
+        with drafting(requests, num_drafts=num_drafts) as llm:
+            assert answers(llm, requests) == plain
+    reasons = {reason for _, _, reason, _, _ in plain}
+    assert ("stop" in reasons) == ("stop" in fields or "stop_token_ids" in fields)
+
+
+@pytest.mark.parametrize("error_rate", [0.0, 0.2])
+def test_a_grammar_follows_the_tokens_that_are_kept(error_rate: float) -> None:
+    pytest.importorskip("llguidance")
+    shapes = [{"regex": r"[0-9]{3}-[a-f]{2,6}z"}, {"choice": ("red fox", "red ox", "blue fish")},
+              {"json_schema": {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}},
+                               "required": ["age"], "additionalProperties": False}}]  # fmt: skip
+    requests = [([70, i], SamplingParams(max_tokens=30, temperature=1.0, seed=i, **shape))
+                for i, shape in enumerate(3 * shapes)]  # fmt: skip
+    with FakeModelLLM() as llm:
+        plain = answers(llm, requests)
+    assert {reason for _, _, reason, _, _ in plain} == {"stop"}
+    for num_drafts in (1, 3, 8):
+        with drafting(requests, error_rate, num_drafts) as llm:
+            llm.engine.scheduler.truth = {  # type: ignore[attr-defined]
+                (*prompt, params.seed): [*done[1], EOS, 7, 7]
+                for (prompt, params), done in zip(requests, plain, strict=True)
+            }
+            assert answers(llm, requests) == plain
+
+
+def test_what_drafts_left_in_the_cache_is_not_found_again() -> None:
+    prompt = [65, 66, 67]
+    first = (prompt, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    with drafting([first], error_rate=0.5, page_size=4) as llm:
+        done = llm.generate(*first)
+    longer = ([*prompt, *done.token_ids[:33]], first[1])
+    with FakeModelLLM() as llm:
+        plain = answers(llm, [longer])
+    with drafting([first, longer], error_rate=0.5, page_size=4) as llm:
+        llm.generate(*first)
+        assert answers(llm, [longer]) == plain
+        assert llm.prefix_hit_rate > 0.4
