@@ -20,26 +20,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import Part, parts
-from gpt_fast.checkpoint.loading import progress_bar
+from gpt_fast.checkpoint.progress import progress_bar
 from gpt_fast.checkpoint.safetensors_file import read_safetensors
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import ConfigError
 from gpt_fast.model.transformer import Block, Rope
 from gpt_fast.quantize.apply import swap_layers
-from gpt_fast.quantize.checkpoint import (
-    Source,
-    begin_writing,
-    finish_writing,
-    open_source,
-    stored_parts,
-    write_part,
-)
+from gpt_fast.quantize.formats import plain_weight
 from gpt_fast.quantize.gptq import Hessian, gptq
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
-from gpt_fast.quantize.writer import CheckpointWriter
+from gpt_fast.quantize.writer import (
+    CheckpointWriter,
+    Source,
+    begin_writing,
+    finish_writing,
+    source_of,
+    stored_parts,
+    write_part,
+)
 
 NUM_SEQUENCES = 128
 LENGTH = 512  # tokens
@@ -49,7 +51,7 @@ Schemes = Mapping[str, Scheme | Split | None]  # by the linear layer's name in a
 
 
 def quantize_with_text(
-    directory: str | Path,
+    checkpoint: Checkpoint,
     out: str | Path,
     quant: QuantConfig,
     tokens: Tensor,
@@ -57,16 +59,16 @@ def quantize_with_text(
     resume: bool = False,
     progress: bool = False,
 ) -> None:
-    """Write the checkpoint ``directory`` as ``out`` with blocks in int4 by GPTQ, the head rounded to nearest.
+    """Write ``checkpoint`` as ``out`` with blocks in int4 by GPTQ, the head rounded to nearest.
 
     ``tokens``: calibration sequences, int64 [S, T] (``calibration_tokens``). Raises CheckpointError or ConfigError.
     """
     if quant.blocks is None or quant.blocks.kind != "int4":
         raise ConfigError("GPTQ is for int4")
-    source = open_source(directory, quant)
+    source = source_of(checkpoint, quant)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
     writer = begin_writing(source, out, {"method": "gptq", "tokens": digest}, resume)
-    total = sum(tensor.num_bytes for tensor in source.weights.values())
+    total = sum(tensor.num_bytes for tensor in source.checkpoint.tensors.values())
     try:
         with progress_bar(total, progress, "quantizing") as report, torch.inference_mode():
             for part in parts(source.config):
@@ -130,7 +132,7 @@ def _quantize_blocks(
         for begin in range(0, len(x), _BATCH):
             x[begin : begin + _BATCH] = block(x[begin : begin + _BATCH], cos, sin)
         if report:
-            report(sum(source.weights[part.source].num_bytes for part in own))
+            report(sum(source.checkpoint.tensors[part.source].num_bytes for part in own))
 
 
 def quantize_block(block: Block, x: Tensor, exact: Tensor, cos: Tensor, sin: Tensor, schemes: Schemes) -> Tensor:
@@ -200,7 +202,7 @@ def _embed(source: Source, tokens: Tensor) -> Tensor:
     """Hidden states before the first block, float32 [S, T, E]."""
     part = parts(source.config)[0]
     assert part.target == "tok_embeddings.weight"
-    table = source.weights[part.source]
+    table = plain_weight(part, source.checkpoint.tensors)
     out = table.rows(0, table.num_rows)[tokens].float()
     table.release(0, table.num_rows)
     return out
@@ -214,16 +216,16 @@ def _read_block(source: Source, index: int, own: Sequence[Part]) -> Block:
     parameters = dict(block.named_parameters())
     for part in own:
         target = parameters[part.target.removeprefix(f"layers.{index}.")]
-        source.weights[part.source].copy_to(target[part.start : part.start + part.shape[0]])
+        plain_weight(part, source.checkpoint.tensors).copy_to(target[part.start : part.start + part.shape[0]])
     return block.float()
 
 
 def _schemes(source: Source, prefix: str) -> Schemes:
-    return {stage.linear: source.choose(prefix + stage.linear) for stage in STAGES}
+    return {stage.linear: source.scheme_of(prefix + stage.linear) for stage in STAGES}
 
 
 def _quantized_parts(source: Source, prefix: str) -> list[Part]:
-    return [p for p, dtype in stored_parts(source.config, source.choose) if dtype and p.target.startswith(prefix)]
+    return [p for p, dtype in stored_parts(source.config, source.scheme_of) if dtype and p.target.startswith(prefix)]
 
 
 def _write_block(block: Block, source: Source, writer: CheckpointWriter, prefix: str) -> None:
