@@ -15,9 +15,9 @@ import sys
 import torch
 
 from gpt_fast import LLM, SamplingParams
-from gpt_fast.checkpoint.loading import random_model
+from gpt_fast.model.building import random_model
 from gpt_fast.model.shapes import shape
-from gpt_fast.placement import place
+from gpt_fast.placement import choose_placement
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     config = shape(arguments.shape)
-    where = place(config, torch.bfloat16, device=arguments.device, dtype=arguments.dtype)
+    where = choose_placement(config, torch.bfloat16, device=arguments.device, dtype=arguments.dtype)
     model = random_model(config, where.dtype, where.device, column_major=where.column_major)
     firsts: dict[str, list[float]] = {"fresh": [], "cached": []}
     with LLM.from_model(model, max_batch=2, max_seq_len=arguments.prefix + arguments.tail + 16) as llm:

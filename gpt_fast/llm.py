@@ -15,9 +15,9 @@ from typing import Any, cast, overload
 import torch
 
 from gpt_fast import memory
-from gpt_fast.checkpoint.families import GenerationDefaults, read_config, read_generation_defaults
-from gpt_fast.checkpoint.loading import stored_dtype
-from gpt_fast.config import EngineConfig, ModelConfig, from_mapping
+from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.families import GenerationDefaults
+from gpt_fast.config import EngineConfig, from_mapping
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.handle import Handle
@@ -34,9 +34,10 @@ from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import SamplingParams, show
-from gpt_fast.placement import place, usable_threads
-from gpt_fast.quantize import check_device, check_memory, load_model, quant_config, quantize_model
-from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from gpt_fast.placement import choose_placement, usable_threads
+from gpt_fast.quantize.apply import check_device, quantize_model
+from gpt_fast.quantize.scheme import quant_config
+from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """Loads ``checkpoint`` (a Hugging Face directory), compiles, warms up; then generates.
+    """Loads ``checkpoint`` (a Hugging Face directory, opened or not), compiles, warms up; then generates.
 
     Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`; an unknown one is refused by name.
     ``progress`` shows bars on a terminal. Raises ConfigError, CheckpointError or TokenizerError (all ValueError) when
@@ -55,26 +56,21 @@ class LLM:
     ``generate`` and ``stream`` may be called from several threads: all requests share one batch.
     """
 
-    def __init__(self, checkpoint: str | Path, *, progress: bool = False, **options: Any) -> None:
-        self.checkpoint = Path(checkpoint)
+    def __init__(self, checkpoint: str | Path | Checkpoint, *, progress: bool = False, **options: Any) -> None:
         self._configure(options)
         begin = time.perf_counter()
-        self.config: ModelConfig = read_config(self.checkpoint)
-        self.defaults = read_generation_defaults(self.checkpoint)
-        self.tokenizer = self._load_tokenizer()
+        opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
+        self.checkpoint, self.config, self.defaults = opened.directory, opened.config, opened.defaults
+        self.tokenizer = _tokenizer(opened)
         o = self.engine_config
-        where = place(self.config, stored_dtype(self.checkpoint), device=o.device, dtype=o.dtype, kernels=o.kernels)
+        where = choose_placement(self.config, opened.stored_dtype, device=o.device, dtype=o.dtype, kernels=o.kernels)
         self.device, self.dtype = where.device, where.dtype
-        check_device(self.checkpoint, o.quantize, self.device)
-        weight_bytes = check_memory(self.checkpoint, self.dtype, self.device, o.quantize)
+        check_device(opened.format_for(o.quantize).quant, self.device)
+        weight_bytes = opened.num_bytes(self.dtype, o.quantize)
+        memory.check_weights(weight_bytes, self.device)
         self._plan_cache(memory.free_bytes(self.device) - weight_bytes)  # refuses what cannot fit before it is read
-        self._loaded = load_model(
-            self.checkpoint,
-            dtype=self.dtype,
-            device=self.device,
-            progress=progress,
-            column_major=where.column_major,
-            quantize=o.quantize,
+        self._loaded: Transformer | Served = opened.build(
+            self.dtype, self.device, quantize=o.quantize, progress=progress, column_major=where.column_major
         )
         self.load_s = time.perf_counter() - begin
         self._start()
@@ -109,8 +105,9 @@ class LLM:
         if self.engine_config.quantize is not None:
             if not isinstance(model, Transformer):
                 raise ConfigError("quantize: the weights of this model are packed already")
-            check_device(None, self.engine_config.quantize, self.device)
-            quantize_model(model, quant_config(self.engine_config.quantize))
+            quant = quant_config(self.engine_config.quantize)
+            check_device(quant, self.device)
+            quantize_model(model, quant)
         self.load_s = 0.0
         self._start()
         return self
@@ -127,13 +124,6 @@ class LLM:
         self.engine.start(self._warm_up)
         self.warm_up_s = time.perf_counter() - begin
         log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
-
-    def _load_tokenizer(self) -> Tokenizer | None:
-        try:
-            return load_tokenizer(self.checkpoint)
-        except TokenizerMissing as error:
-            log.warning("%s; until then prompts must be token ids, and completions have no text", error)
-            return None
 
     def _plan_cache(self, free: int) -> memory.CachePlan:
         """The KV cache with ``free`` bytes left beside the weights. Raises ConfigError."""
@@ -362,6 +352,14 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    try:
+        return checkpoint.tokenizer
+    except TokenizerMissing as error:
+        log.warning("%s; until then prompts must be token ids, and completions have no text", error)
+        return None
 
 
 def _completion(handle: Handle) -> Completion:

@@ -23,10 +23,10 @@ class Placement(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     kernels: bool  # the C++ kernels will run it; they compute in float32, whatever the dtype
-    column_major: bool  # lay matrices out transposed (checkpoint.build)
+    column_major: bool  # lay matrices out transposed (``empty_model``)
 
 
-def place(
+def choose_placement(
     config: ModelConfig, stored: torch.dtype, *, device: str = "auto", dtype: str = "auto", kernels: bool = True
 ) -> Placement:
     """Decide for a model of this shape whose weights are ``stored`` so. Options as in EngineConfig.

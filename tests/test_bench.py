@@ -13,11 +13,12 @@ import torch
 
 from gpt_fast import SamplingParams, cli
 from gpt_fast.bench import throughput as bench
-from gpt_fast.checkpoint.loading import random_model, save_checkpoint
+from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.engine.scheduler import StepPlan
 from gpt_fast.errors import ConfigError
 from gpt_fast.llm import LLM
+from gpt_fast.model.building import random_model
 
 TINY = ModelConfig("llama", 256, 32, 2, 4, 2, 8, 64, 256)
 WANTED = bench.BenchOptions(batch_sizes=(1, 3), prompt_tokens=(20, 5), new_tokens=8, repeats=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import re
 import struct
 import subprocess
@@ -17,14 +18,20 @@ import pytest
 import safetensors.torch
 import torch
 
-from gpt_fast.checkpoint.families import Part, parts, read_config, to_hf_config
-from gpt_fast.checkpoint.loading import load_model, open_weights, random_model, save_checkpoint, stored_dtype
+from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.families import read_config, to_hf_config
 from gpt_fast.checkpoint.safetensors_file import read_safetensors, write_safetensors
-from gpt_fast.checkpoint.stored import Slice, StoredTensor
+from gpt_fast.checkpoint.saving import save_checkpoint
+from gpt_fast.checkpoint.shard import Shard
+from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.model.building import random_model
+from gpt_fast.model.description import parts
 from gpt_fast.model.shapes import SHAPES, shape
-from gpt_fast.quantize import load_model as load_any
+from gpt_fast.model.transformer import weight_bytes
+from gpt_fast.quantize.scheme import quant_config
+from gpt_fast.quantize.writer import quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,7 +138,7 @@ def test_the_reference_implementation_reads_what_is_written(tmp_path: Path) -> N
         "bytes": torch.arange(5, dtype=torch.int8),
     }
     path = tmp_path / "x.safetensors"
-    write_safetensors(path, {name: StoredTensor.of(t, mapped=False) for name, t in values.items()})
+    write_safetensors(path, {name: StoredTensor(t) for name, t in values.items()})
     theirs, ours = safetensors.torch.load_file(path), read_safetensors(path)
     for name, value in values.items():
         assert torch.equal(theirs[name], value)
@@ -147,61 +154,159 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         def rows(self, begin: int, end: int) -> torch.Tensor:
             raise OSError(28, "No space left on device")
 
-    bad = Broken(torch.zeros(8, dtype=torch.uint8), torch.float32, (2,), mapped=False)
+    bad = Broken(torch.zeros(2))
     with pytest.raises(OSError, match="No space"):
         write_safetensors(tmp_path / "x.safetensors", {"a": bad})
     assert list(tmp_path.iterdir()) == []
 
 
-# Pieces and slices
+# Pieces, and views of stored tensors
 
 
-@pytest.mark.parametrize("interleaved", [0, 8])
-@pytest.mark.parametrize("take", [None, Slice(0, 8, 16), Slice(1, 3, 5), Slice(0, 0, 0)])
-def test_copy_in_pieces_takes_the_slice(
-    take: Slice | None, interleaved: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+ORDER = torch.arange(32).view(4, 4, 2).transpose(1, 2).flatten()  # rotary pairs of four heads, as two halves
+VIEWS: dict[str, tuple[Callable[[StoredTensor], StoredTensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "whole": (lambda s: s, lambda t: t),
+    "part": (lambda s: s.part(8, 16), lambda t: t[8:24]),
+    "no rows": (lambda s: s.part(5, 0), lambda t: t[5:5]),
+    "columns": (lambda s: s.columns(3, 5), lambda t: t[:, 3:8]),
+    "picked": (lambda s: s.picked(ORDER), lambda t: t[ORDER]),
+    "picked, a part and columns of it": (
+        lambda s: s.picked(ORDER).part(4, 20).columns(1, 7),
+        lambda t: t[ORDER][4:24, 1:8],
+    ),
+    "picked twice": (lambda s: s.picked(ORDER).picked(ORDER), lambda t: t[ORDER][ORDER]),
+    "columns, then picked": (lambda s: s.columns(2, 9).picked(ORDER), lambda t: t[ORDER, 2:11]),
+    "transposed": (lambda s: s.transposed(), lambda t: t.t()),
+    "transposed, then a part and columns": (
+        lambda s: s.transposed().part(2, 7).columns(4, 11),
+        lambda t: t.t()[2:9, 4:15],
+    ),
+    "transposed and picked": (lambda s: s.transposed().picked(ORDER[ORDER < 12]), lambda t: t.t()[ORDER[ORDER < 12]]),
+}
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("view", VIEWS)
+def test_copy_in_pieces_gives_the_view(
+    view: str, padding: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Pieces of a few rows give what one copy of the whole would, converted to the target's dtype."""
+    """Pieces of a few rows give what one copy of the whole would, converted to the target's dtype; aligned or not."""
     monkeypatch.setattr("gpt_fast.checkpoint.stored._CHUNK", 3 * 12 * 4)
     values = torch.randn(32, 12)
-    write_safetensors(tmp_path / "x", {"w": StoredTensor.of(values, mapped=False)})
-    stored = read_safetensors(tmp_path / "x")["w"].part(0, 32, interleaved)
-    if interleaved:
-        values = torch.cat([torch.cat((h[0::2], h[1::2])) for h in values.split(interleaved)])
-    expected = values if take is None else values.narrow(take.axis, take.start, take.length)
+    text = json.dumps({"w": entry(0, 32 * 12 * 4, shape=(32, 12))}).encode()
+    text += b" " * (-len(text) % 8 + padding)
+    whole = read_safetensors(header_file(tmp_path / "x", text, values.numpy().tobytes()))["w"]
+    stored, expected = VIEWS[view][0](whole), VIEWS[view][1](values)
+    assert (stored.shape, stored.dtype) == (tuple(expected.shape), torch.float32)
     target = torch.empty(expected.shape, dtype=torch.bfloat16)
     read: list[int] = []
-    stored.copy_to(target, take, read.append)
+    stored.copy_to(target, read.append)
     assert torch.equal(target, expected.bfloat16())
-    assert sum(read) == 32 * 12 * 4
-    assert len(read) > 3
-    stored.copy_to(target, take)  # pages that were let go come back from the file
+    assert sum(read) == expected.numel() * 4
+    assert len(read) > 2 or not expected.numel()
+    stored.copy_to(target)  # pages that were let go come back from the file
     assert torch.equal(target, expected.bfloat16())
 
 
-def test_a_rank_loads_its_slices(tmp_path: Path) -> None:
-    """Two ranks with half the heads and half the MLP each hold the two halves of every split weight."""
-    whole = load_model(tiny(tmp_path), torch.float32)
-    local = dataclasses.replace(TINY, num_heads=2, num_kv_heads=1, ffn_dim=24)
-    own = {part.source: part.shape for part in parts(local)}
+# Ranks
 
-    def take(part: Part, rank: int) -> Slice | None:
-        for axis, (full, mine) in enumerate(zip(part.shape, own[part.source], strict=True)):
-            if full != mine:
-                return Slice(axis, rank * mine, mine)
-        return None
 
-    ranks = [load_model(tmp_path, torch.float32, local=local, take=lambda part, r=r: take(part, r)) for r in range(2)]
-    assert ranks[0].layers[0].attention.wo.weight.shape == (32, 16)
-    for theirs, mine in zip(whole.layers, zip(*(rank.layers for rank in ranks), strict=True), strict=True):
-        q, k, v = theirs.attention.wqkv.weight.split((32, 16, 16))
-        for i, piece in enumerate((q, k, v)):
-            halves = [m.attention.wqkv.weight.split((16, 8, 8))[i] for m in mine]
-            assert torch.equal(torch.cat(halves), piece)
-        assert torch.equal(torch.cat([m.attention.wo.weight for m in mine], 1), theirs.attention.wo.weight)
-        gates = [m.feed_forward.w13.weight[:24] for m in mine]
-        assert torch.equal(torch.cat(gates), theirs.feed_forward.w13.weight[:48])
-        assert torch.equal(torch.cat([m.feed_forward.w2.weight for m in mine], 1), theirs.feed_forward.w2.weight)
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of everything that is read from files from here on."""
+    read: list[int] = []
+    rows = StoredTensor.rows
+
+    def counted(self: StoredTensor, begin: int, end: int) -> torch.Tensor:
+        out = rows(self, begin, end)
+        read.append(out.numel() * out.element_size())
+        return out
+
+    monkeypatch.setattr(StoredTensor, "rows", counted)
+    return read
+
+
+SPLIT = ModelConfig("llama", 64, 32, 2, 4, 2, 8, 64, 128, qkv_bias=True, out_bias=True, mlp_bias=True)
+ROW_RUNS = {"wqkv": (32, 16, 16), "w13": (64, 64), "tok_embeddings": (64,), "output": (64,)}
+
+
+def joined(name: str, ranks: list[torch.Tensor]) -> torch.Tensor:
+    """What ranks hold of a parameter or buffer, as one model would hold it."""
+    *_, module, _ = name.split(".")
+    if module in ("wo", "w2") and ranks[0].dim() == 2:
+        return torch.cat(ranks, dim=1)
+    if module not in ROW_RUNS:
+        assert all(torch.equal(ranks[0], rank) for rank in ranks), name
+        return ranks[0]
+    runs = [rank.split([size // len(ranks) for size in ROW_RUNS[module]]) for rank in ranks]
+    return torch.cat([rank[i] for i in range(len(runs[0])) for rank in runs])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "int8 while loading", "int8"])
+def test_ranks_read_their_own_bytes_and_together_hold_the_whole(
+    kind: str, tied: bool, bytes_read: list[int], tmp_path: Path
+) -> None:
+    model = random_model(dataclasses.replace(SPLIT, tie_embeddings=tied), torch.float32, seed=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    save_checkpoint(model, tmp_path / "plain")
+    checkpoint = Checkpoint.open(tmp_path / "plain")
+    if kind == "int8":
+        quantize_checkpoint(checkpoint, tmp_path / "int8", quant_config("int8"))
+        checkpoint = Checkpoint.open(tmp_path / "int8")
+    quantize = "int8" if kind == "int8 while loading" else None
+    whole = checkpoint.build(torch.float32, quantize=quantize).state_dict()
+    held = []
+    for rank in range(2):
+        bytes_read.clear()
+        model = checkpoint.build(torch.float32, quantize=quantize, shard=Shard(rank, 2))
+        assert model.config.num_kv_heads == 1
+        held.append(model.state_dict())
+        least = weight_bytes(model)
+        if quantize:  # read in float32; the scale of a row that is divided needs all of the row
+            parts_read = [Shard(rank, 2).cut(part, checkpoint.config) for part in parts(checkpoint.config)]
+            least = sum(4 * math.prod(part.shape) * cut.num_columns for cut, part in parts_read)
+        assert sum(bytes_read) == least
+        assert least < 0.75 * sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    for name, tensor in whole.items():
+        assert torch.equal(joined(name, [rank[name] for rank in held]), tensor), name
+
+
+def test_int4_is_divided_in_whole_groups(tmp_path: Path) -> None:
+    """Keys and values are int8 beside queries in int4; a rank's half of 64 inputs is a group, its half of 96 is not."""
+    shape = ModelConfig("llama", 64, 128, 1, 4, 2, 32, 96, 128)
+    save_checkpoint(random_model(dataclasses.replace(shape, ffn_dim=128), torch.float32), tmp_path / "a")
+    whole = Checkpoint.open(tmp_path / "a").build(torch.float32, quantize="int4").layers[0]
+    ranks = [
+        Checkpoint.open(tmp_path / "a").build(torch.float32, quantize="int4", shard=Shard(rank, 2)).layers[0]
+        for rank in range(2)
+    ]
+    for name, dim in (("attention.wqkv.queries", 0), ("attention.wqkv.keys_values", None), ("attention.wo", 1)):
+        found = [rank.get_submodule(name).dequantized() for rank in ranks]
+        expected = whole.get_submodule(name).dequantized()
+        if dim is None:
+            keys, values = zip(*(half.chunk(2) for half in found), strict=True)
+            assert torch.equal(torch.cat([*keys, *values]), expected)
+        else:
+            assert torch.equal(torch.cat(found, dim), expected)
+    save_checkpoint(random_model(shape, torch.float32), tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"w2.weight has 48 inputs a rank, no whole groups of int4-g32"):
+        Checkpoint.open(tmp_path / "b").build(torch.float32, quantize="int4", shard=Shard(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("shard", "words"),
+    [
+        (Shard(0, 3), r"num_heads \(4\) is not a multiple of the 3 ranks"),
+        (Shard(0, 4), r"num_kv_heads \(2\) is not a multiple of the 4 ranks"),
+        (Shard(2, 2), "rank 2 is not one of 2"),
+    ],
+)
+def test_shapes_that_ranks_do_not_divide_are_refused(shard: Shard, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Checkpoint.open(tiny(tmp_path)).build(torch.float32, shard=shard)
 
 
 # Whole models
@@ -209,7 +314,7 @@ def test_a_rank_loads_its_slices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_loaded_model_is_plain_and_whole(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = load_model(tiny(tmp_path), dtype)
+    model = Checkpoint.open(tiny(tmp_path)).build(dtype)
     saved = random_model(TINY, torch.float32)
     for (name, ours), theirs in zip(model.named_parameters(), saved.parameters(), strict=True):
         assert torch.equal(ours, theirs.to(dtype)), name
@@ -236,10 +341,10 @@ def test_save_and_load_every_kind_of_weight(name: str, tmp_path: Path) -> None:
         for parameter in model.parameters():
             parameter.normal_()  # biases and norms too, so that none can be swapped or left out
     save_checkpoint(model, tmp_path, extra={"eos_token_id": [5, 6]})
-    again = load_model(tmp_path, torch.bfloat16)
+    again = Checkpoint.open(tmp_path).build(torch.bfloat16)
     assert again.config == config
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == [5, 6]
-    assert stored_dtype(tmp_path) == torch.bfloat16
+    assert Checkpoint.open(tmp_path).stored_dtype == torch.bfloat16
     for (key, ours), theirs in zip(again.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(ours, theirs[1]), key
 
@@ -252,7 +357,7 @@ def test_missing_unexpected_and_misshaped_are_named(tmp_path: Path) -> None:
         tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(3, 3)
 
     with pytest.raises(CheckpointError) as caught:
-        load_model(rewrite(tiny(tmp_path), spoil), torch.float32)
+        Checkpoint.open(rewrite(tiny(tmp_path), spoil)).build(torch.float32)
     text = str(caught.value)
     assert "1 tensors missing: model.norm.weight" in text
     assert "7 tensors unexpected: extra.0, extra.1, extra.2, extra.3, extra.4 and 2 more" in text
@@ -264,7 +369,7 @@ def test_integer_weights_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.int8)
 
     with pytest.raises(CheckpointError, match=r"not floating-point: model.embed_tokens.weight \(int8\)"):
-        load_model(rewrite(tiny(tmp_path), quantize), torch.float32)
+        Checkpoint.open(rewrite(tiny(tmp_path), quantize)).build(torch.float32)
 
 
 def test_tied_embeddings_in_every_spelling(tmp_path: Path) -> None:
@@ -276,7 +381,7 @@ def test_tied_embeddings_in_every_spelling(tmp_path: Path) -> None:
     def load(case: str, tie: bool, change: Callable[[dict[str, torch.Tensor]], Any]) -> Any:
         directory = rewrite(tiny(tmp_path / case, tied), change)
         (directory / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": tie}))
-        return load_model(directory, torch.float32)
+        return Checkpoint.open(directory).build(torch.float32)
 
     for case, tie, change in (
         ("head missing", True, lambda t: None),
@@ -295,15 +400,15 @@ def test_tied_embeddings_in_every_spelling(tmp_path: Path) -> None:
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json does not exist"):
-        load_model(tmp_path / "nowhere", torch.float32)
+        Checkpoint.open(tmp_path / "nowhere").build(torch.float32)
     tiny(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="has no weights"):
-        load_model(tmp_path, torch.float32)
+        Checkpoint.open(tmp_path).build(torch.float32)
     index = tmp_path / "model.safetensors.index.json"
     names = dict.fromkeys(read_safetensors(tmp_path / "a.safetensors"), "a.safetensors")
     index.write_text(json.dumps({"weight_map": names}))
-    load_model(tmp_path, torch.float32)
+    Checkpoint.open(tmp_path).build(torch.float32)
     for weight_map, words in (
         (names | {"model.norm.weight": "b.safetensors"}, r"b.safetensors is missing"),
         (names | {"model.norm.weight": "../b.safetensors"}, "outside its own directory"),
@@ -311,7 +416,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(CheckpointError, match=words):
-            load_model(tmp_path, torch.float32)
+            Checkpoint.open(tmp_path).build(torch.float32)
 
 
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:
@@ -322,7 +427,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"b.safetensors: tensor .* is in another file"):
-        open_weights(tmp_path)
+        Checkpoint.open(tmp_path)
 
 
 class Payload:
@@ -338,19 +443,19 @@ def test_pickles_do_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": Payload()}, path)
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin cannot be read .*it holds print, ") as caught:
-        load_model(tmp_path, torch.float32)
+        Checkpoint.open(tmp_path).build(torch.float32)
     assert "ran" not in capsys.readouterr().out
     # torch's message says how to switch the protection off.
     assert not re.search("weights_only|trust|allowlist|safe_globals|torch.load", str(caught.value))
     torch.save([torch.zeros(1)], path)
     with pytest.raises(CheckpointError, match="holds list"):
-        load_model(tmp_path, torch.float32)
+        Checkpoint.open(tmp_path).build(torch.float32)
     torch.save({"a": 3}, path)
     with pytest.raises(CheckpointError, match="'a' is int, not a tensor"):
-        load_model(tmp_path, torch.float32)
+        Checkpoint.open(tmp_path).build(torch.float32)
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_model(tmp_path, torch.float32)
+        Checkpoint.open(tmp_path).build(torch.float32)
 
 
 def test_a_tensor_that_repeats_one_number_without_end_is_refused(tmp_path: Path) -> None:
@@ -359,7 +464,7 @@ def test_a_tensor_that_repeats_one_number_without_end_is_refused(tmp_path: Path)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"lm_head.weight": torch.zeros(1).expand(10**6, 10**6)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' of shape \[1000000, 1000000\] is not stored whole"):
-        load_model(tmp_path, torch.float32)
+        Checkpoint.open(tmp_path).build(torch.float32)
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
@@ -370,13 +475,13 @@ def test_weights_that_are_not_finite_are_named(
     config = ModelConfig("llama", 64, 64, 2, 4, 4, 16, 96, 128)
     model = random_model(config, torch.float32)
     save_checkpoint(model, tmp_path / "good")
-    load_any(tmp_path / "good", torch.float32, quantize=quantize)
+    Checkpoint.open(tmp_path / "good").build(torch.float32, quantize=quantize)
     assert "finite" not in caplog.text
     with torch.no_grad():
         model.tok_embeddings.weight[33, 5] = value
         model.layers[1].feed_forward.w2.weight[3, 7] = value
     save_checkpoint(model, tmp_path / "bad")
-    load_any(tmp_path / "bad", torch.float32, quantize=quantize)
+    Checkpoint.open(tmp_path / "bad").build(torch.float32, quantize=quantize)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "2 weights are not finite" in line
     assert "tok_embeddings.weight" in line
@@ -385,13 +490,13 @@ def test_weights_that_are_not_finite_are_named(
 
 def test_a_value_too_large_for_the_dtype_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny(tmp_path)
-    model = load_model(tmp_path, torch.float32)
+    model = Checkpoint.open(tmp_path).build(torch.float32)
     with torch.no_grad():
         model.norm.weight[0] = 1e6
     save_checkpoint(model, tmp_path)
-    load_any(tmp_path, torch.float32, column_major=True)
+    Checkpoint.open(tmp_path).build(torch.float32, column_major=True)
     assert not caplog.records
-    load_any(tmp_path, torch.float16)
+    Checkpoint.open(tmp_path).build(torch.float16)
     assert "1 weights are not finite (NaN or infinity): norm.weight." in caplog.text
 
 
@@ -426,7 +531,7 @@ def test_named_shapes() -> None:
 
 MEASURE = """
 import sys, torch
-from gpt_fast.checkpoint.loading import load_model
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
@@ -434,7 +539,7 @@ def status(key):
 warm = torch.zeros(1 << 20).to(torch.bfloat16).float()  # what the first conversion allocates for good
 before = status("VmRSS:")
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the imports
-model = load_model(sys.argv[1], getattr(torch, sys.argv[2]))
+model = Checkpoint.open(sys.argv[1]).build(getattr(torch, sys.argv[2]))
 held = sum(p.numel() * p.element_size() for p in model.parameters())
 print(held, status("VmHWM:") - before, float(model.output.weight[-1, -1]))
 """
@@ -485,7 +590,7 @@ def test_config_and_weights_disagree_on_layers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert read_config(tmp_path).num_layers == 3
     with pytest.raises(CheckpointError, match=r"9 tensors missing: model.layers.2.input_layernorm.weight"):
-        load_model(tmp_path, torch.float32)
+        Checkpoint.open(tmp_path).build(torch.float32)
 
 
 def test_the_layout_changes_nothing_but_the_strides(tmp_path: Path) -> None:
@@ -496,5 +601,5 @@ def test_the_layout_changes_nothing_but_the_strides(tmp_path: Path) -> None:
         assert torch.equal(a, b), name
     save_checkpoint(rows, tmp_path)
     tokens = torch.arange(20)[None]
-    loaded = [load_model(tmp_path, torch.float32, column_major=turned) for turned in (False, True)]
+    loaded = [Checkpoint.open(tmp_path).build(torch.float32, column_major=turned) for turned in (False, True)]
     torch.testing.assert_close(loaded[0](tokens), loaded[1](tokens), atol=1e-5, rtol=1e-5)

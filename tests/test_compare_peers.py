@@ -14,8 +14,9 @@ import pytest
 import sentencepiece
 import torch
 
-from gpt_fast.checkpoint.loading import random_model, save_checkpoint
+from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
+from gpt_fast.model.building import random_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 

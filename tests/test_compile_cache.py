@@ -15,7 +15,7 @@ from gpt_fast.model import compile_cache
 _START = """
 import logging, sys, dataclasses, torch
 from gpt_fast import LLM, SamplingParams
-from gpt_fast.checkpoint.loading import random_model
+from gpt_fast.model.building import random_model
 from gpt_fast.model.shapes import shape
 from gpt_fast.model.compile_cache import keep_private
 keep_private()  # as the engine does before the next line's import makes torch's folder

@@ -15,10 +15,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 import torch
 
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.download import choose, download
-from gpt_fast.checkpoint.loading import load_model, random_model, save_checkpoint
+from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import DownloadError
+from gpt_fast.model.building import random_model
 
 COMMIT = "a" * 40
 TINY = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
@@ -147,7 +149,7 @@ def test_the_needed_files_and_no_others(where: str, hub: Hub, checkpoint: dict[s
         assert (path / name).read_bytes() == checkpoint[name]
     if out is not None:
         assert path == out.resolve()
-    assert load_model(path, torch.float32).config == TINY
+    assert Checkpoint.open(path).build(torch.float32).config == TINY
     hub.served.clear()
     assert download("some/model", out_dir=out, endpoint=hub.url) == path
     assert hub.served == []  # a second time finds everything

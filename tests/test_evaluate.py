@@ -16,15 +16,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt_fast.checkpoint.loading import random_model
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import ConfigError
 from gpt_fast.evaluate import Example, Scorer, documents, evaluate_tasks, perplexity, read_examples
 from gpt_fast.evaluate.perplexity import Window, score, windows
 from gpt_fast.llm import LLM
+from gpt_fast.model.building import random_model
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.params import SamplingParams
-from gpt_fast.quantize import load_model
 from gpt_fast.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +37,7 @@ def checkpoint(data_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint: Path) -> tuple[Transformer, Tokenizer]:
-    return load_model(checkpoint, torch.float32), load_tokenizer(checkpoint)
+    return Checkpoint.open(checkpoint).build(torch.float32), load_tokenizer(checkpoint)
 
 
 @given(st.integers(2, 60), st.integers(2, 20), st.data())

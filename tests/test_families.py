@@ -12,8 +12,16 @@ import pytest
 import torch
 import transformers
 
-from gpt_fast.checkpoint.families import FAMILIES, parse_config, read_config, read_generation_defaults, to_hf_config
-from gpt_fast.checkpoint.loading import load_model
+from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.families import (
+    FAMILIES,
+    GenerationDefaults,
+    parse_config,
+    read_config,
+    read_generation_defaults,
+    read_json,
+    to_hf_config,
+)
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
 
@@ -40,7 +48,7 @@ def assert_same_logits(ours: torch.nn.Module, theirs: transformers.PreTrainedMod
 @pytest.mark.parametrize("name", families_table.FAMILIES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     theirs = families_table.FAMILIES[name]()
-    ours = load_model(save(theirs, tmp_path), torch.float32)
+    ours = Checkpoint.open(save(theirs, tmp_path)).build(torch.float32)
     assert_same_logits(ours, theirs)
 
 
@@ -50,7 +58,7 @@ def test_sharded_safetensors(name: str, tmp_path: Path) -> None:
     save(theirs, tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert not (tmp_path / "model.safetensors").exists()
-    assert_same_logits(load_model(tmp_path, torch.float32), theirs)
+    assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
@@ -70,7 +78,7 @@ def test_pytorch_model_bin(name: str, shards: int, zipped: bool, tmp_path: Path)
     if shards > 1:
         weight_map = {n: files[i % shards] for i, n in enumerate(names)}
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert_same_logits(load_model(tmp_path, torch.float32), theirs)
+    assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
 
 
 @pytest.mark.parametrize("name", ["llama-theta", "llama-linear", "llama-dynamic", "llama3", "qwen2-windows", "mistral"])
@@ -89,7 +97,7 @@ def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
     raw.pop("layer_types", None)
     path.write_text(json.dumps(raw))
     assert read_config(tmp_path) == new
-    assert_same_logits(load_model(tmp_path, torch.float32), theirs)
+    assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda row: row.name)
@@ -201,6 +209,10 @@ def write_generation(directory: Path, config: dict[str, Any], generation: dict[s
     return directory
 
 
+def read_defaults(directory: Path) -> GenerationDefaults:
+    return read_generation_defaults(directory, read_json(directory / "config.json"))
+
+
 @pytest.mark.parametrize(
     ("config", "generation", "eos", "bos"),
     [
@@ -216,7 +228,7 @@ def write_generation(directory: Path, config: dict[str, Any], generation: dict[s
 def test_special_tokens(
     config: dict[str, Any], generation: dict[str, Any] | None, eos: tuple[int, ...], bos: int | None, tmp_path: Path
 ) -> None:
-    defaults = read_generation_defaults(write_generation(tmp_path, config, generation))
+    defaults = read_defaults(write_generation(tmp_path, config, generation))
     assert defaults.eos_token_ids == eos
     assert defaults.bos_token_id == bos
 
@@ -225,7 +237,7 @@ def test_sampling_defaults(tmp_path: Path) -> None:
     """Only with do_sample; a missing temperature is 1.0 then, and top_k counts only where it is written."""
 
     def sampling(generation: dict[str, Any] | None, **config: Any) -> tuple[Any, ...]:
-        p = read_generation_defaults(write_generation(tmp_path, config, generation)).sampling
+        p = read_defaults(write_generation(tmp_path, config, generation)).sampling
         return p.temperature, p.top_k, p.top_p, p.min_p
 
     off = (None, None, None, None)

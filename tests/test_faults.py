@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpt_fast import LLM, Completion, RequestError, SamplingParams
-from gpt_fast.checkpoint.loading import random_model
 from gpt_fast.engine import compute
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.handle import Handle
@@ -26,6 +25,7 @@ from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, sample
 from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.errors import EngineError, RequestFailedError
+from gpt_fast.model.building import random_model
 from gpt_fast.params import INTEGERS, NUMBERS, OPTIONAL
 from gpt_fast.serve.protocol import native
 

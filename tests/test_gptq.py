@@ -11,17 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import read_config
-from gpt_fast.checkpoint.loading import random_model, save_checkpoint
+from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.evaluate import perplexity
+from gpt_fast.model.building import random_model
 from gpt_fast.quantize import calibrate as calibrate_module
-from gpt_fast.quantize import load_model, quant_config, quantize_model
+from gpt_fast.quantize.apply import quantize_model
 from gpt_fast.quantize.calibrate import calibration_tokens, quantize_with_text
 from gpt_fast.quantize.gptq import Hessian, gptq, output_error
 from gpt_fast.quantize.rtn import quantize_rows
-from gpt_fast.quantize.scheme import Scheme
+from gpt_fast.quantize.scheme import Scheme, quant_config
 from gpt_fast.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,7 +114,7 @@ def test_an_interrupted_run_ends_where_a_whole_one_does(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quant = quant_config("int4")
-    quantize_with_text(source, tmp_path / "whole", quant, tokens())
+    quantize_with_text(Checkpoint.open(source), tmp_path / "whole", quant, tokens())
     real: Callable[..., Any] = calibrate_module.quantize_block
     calls: list[int] = []
 
@@ -124,13 +126,13 @@ def test_an_interrupted_run_ends_where_a_whole_one_does(
 
     monkeypatch.setattr(calibrate_module, "quantize_block", fails_at_the_third)
     with pytest.raises(KeyboardInterrupt):
-        quantize_with_text(source, tmp_path / "b", quant, tokens())
+        quantize_with_text(Checkpoint.open(source), tmp_path / "b", quant, tokens())
     assert not (tmp_path / "b").exists()
     with pytest.raises(CheckpointError, match="left from an interrupted run"):
-        quantize_with_text(source, tmp_path / "b", quant, tokens())
+        quantize_with_text(Checkpoint.open(source), tmp_path / "b", quant, tokens())
     with pytest.raises(CheckpointError, match="other settings"):
-        quantize_with_text(source, tmp_path / "b", quant, tokens()[:5], resume=True)
-    quantize_with_text(source, tmp_path / "b", quant, tokens(), resume=True)
+        quantize_with_text(Checkpoint.open(source), tmp_path / "b", quant, tokens()[:5], resume=True)
+    quantize_with_text(Checkpoint.open(source), tmp_path / "b", quant, tokens(), resume=True)
     assert len(calls) == 4, "finished blocks are not computed again"
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -138,10 +140,10 @@ def test_an_interrupted_run_ends_where_a_whole_one_does(
 
 
 def test_the_models_outputs_are_closer_than_by_rounding(tmp_path: Path, source: Path) -> None:
-    quantize_with_text(source, tmp_path / "b", quant_config("int4"), tokens())
-    exact = load_model(source, torch.float32)(tokens())
-    rounded = (load_model(source, torch.float32, quantize="int4")(tokens()) - exact).square().mean()
-    fitted = (load_model(tmp_path / "b", torch.float32)(tokens()) - exact).square().mean()
+    quantize_with_text(Checkpoint.open(source), tmp_path / "b", quant_config("int4"), tokens())
+    exact = Checkpoint.open(source).build(torch.float32)(tokens())
+    rounded = (Checkpoint.open(source).build(torch.float32, quantize="int4")(tokens()) - exact).square().mean()
+    fitted = (Checkpoint.open(tmp_path / "b").build(torch.float32)(tokens()) - exact).square().mean()
     assert fitted < 0.7 * rounded
 
 
@@ -168,12 +170,12 @@ def test_a_trained_model_changes_little(data_dir: Path, tmp_path: Path) -> None:
     text = (data_dir / "text" / "tinystories.txt").read_text()
     held_out, calibration = text[:12_000], text[25_000:]
     sequences = calibration_tokens([calibration], tokenizer.encode, read_config(source), num_sequences=16)
-    quantize_with_text(source, tmp_path / "b", quant_config("int4", 32), sequences)
+    quantize_with_text(Checkpoint.open(source), tmp_path / "b", quant_config("int4", 32), sequences)
 
-    rounded = load_model(source, torch.float32)
+    rounded = Checkpoint.open(source).build(torch.float32)
     quantize_model(rounded, quant_config("int4", 32))
-    exact = load_model(source, torch.float32)
-    in_int8 = load_model(source, torch.float32, quantize="int8")
+    exact = Checkpoint.open(source).build(torch.float32)
+    in_int8 = Checkpoint.open(source).build(torch.float32, quantize="int8")
     limit = perplexity(exact, tokenizer, held_out).perplexity
     assert perplexity(in_int8, tokenizer, held_out).perplexity < 1.002 * limit
     assert perplexity(rounded, tokenizer, held_out).perplexity < 1.04 * limit
@@ -184,6 +186,6 @@ def test_a_trained_model_changes_little(data_dir: Path, tmp_path: Path) -> None:
     def divergence(model: Any) -> float:
         return float((expected.exp() * (expected - model(ids).log_softmax(-1))).sum(-1).mean())
 
-    fitted = divergence(load_model(tmp_path / "b", torch.float32))
+    fitted = divergence(Checkpoint.open(tmp_path / "b").build(torch.float32))
     assert fitted < 0.7 * divergence(rounded)
     assert divergence(in_int8) < fitted

@@ -11,11 +11,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from gpt_fast.checkpoint.loading import random_model, save_checkpoint
+from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
-from gpt_fast.quantize import load_model
-from gpt_fast.quantize.hub import parse_format
+from gpt_fast.model.building import random_model
+from gpt_fast.quantize.hub import parse_header
 from gpt_fast.quantize.linear import QuantizedLinear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,7 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_values_are_those_that_were_stored(tmp_path: Path, case: str) -> None:
     expected = make(tmp_path, **CASES[case])
-    model = load_model(tmp_path, torch.float32)
+    model = Checkpoint.open(tmp_path).build(torch.float32)
     fused = {
         "attention.wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "attention.wo": ("self_attn.o_proj",),
@@ -117,7 +118,7 @@ def test_values_are_those_that_were_stored(tmp_path: Path, case: str) -> None:
 )
 def test_other_layouts_are_refused_by_name(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        parse_format(raw, "config.json")
+        parse_header(raw, "config.json")
 
 
 def test_damage_is_refused_by_name(tmp_path: Path) -> None:
@@ -130,12 +131,12 @@ def test_damage_is_refused_by_name(tmp_path: Path) -> None:
     def refused(message: str) -> None:
         safetensors.torch.save_file(tensors, path)
         with pytest.raises(CheckpointError, match=message):
-            load_model(tmp_path, torch.float32)
+            Checkpoint.open(tmp_path).build(torch.float32)
 
     del tensors[name + "scales"]
-    refused(f"{name}scales is missing")
+    refused(f"missing: {name}scales")
     tensors = {**whole, name + "qzeros": torch.zeros(1, 8, dtype=torch.int32)}
-    refused(f"{name}qzeros is torch.int32")
+    refused(rf"{name}qzeros \[1, 8\], not \[2, 12\]")
     tensors = {**whole, name + "bias": torch.ones(96)}
     refused(f"unexpected: {name}bias")
     tensors = {**whole, name + "g_idx": torch.arange(63, -1, -1, dtype=torch.int32) // 32}

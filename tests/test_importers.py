@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.convert import convert
-from gpt_fast.checkpoint.families import read_config, read_generation_defaults, to_hf_config
-from gpt_fast.checkpoint.loading import load_model, random_model, save_checkpoint, stored_dtype
+from gpt_fast.checkpoint.families import read_config, to_hf_config
+from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
+from gpt_fast.model.building import random_model
 from gpt_fast.model.transformer import Transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,7 +61,7 @@ def test_goldens(source: str, data_dir: Path, goldens: dict[str, Any], tmp_path:
     name, path = SOURCES[source]
     golden = goldens[name]
     convert(data_dir / path, tmp_path / "out")
-    model = load_model(tmp_path / "out", torch.float32)
+    model = Checkpoint.open(tmp_path / "out").build(torch.float32)
 
     assert model.config == read_config(data_dir / "models" / f"{name}_hf")
     expected = golden["greedy_from_bos"]["tokens"]
@@ -77,7 +79,9 @@ def test_goldens(source: str, data_dir: Path, goldens: dict[str, Any], tmp_path:
     nll = torch.nn.functional.cross_entropy(logits(model, tokens)[:-1], torch.tensor(tokens[1:]))
     assert float(nll) == pytest.approx(golden["nll"]["mean_nll_nats"], abs=2e-5)
     if path.endswith("_hf"):
-        assert torch.equal(logits(load_model(data_dir / path, torch.float32), [1])[-1].topk(10).values, top.values)
+        assert torch.equal(
+            logits(Checkpoint.open(data_dir / path).build(torch.float32), [1])[-1].topk(10).values, top.values
+        )
 
 
 # Files written here, as their programs write them
@@ -128,7 +132,7 @@ def model() -> Transformer:
 
 
 def assert_same(directory: Path, model: Transformer) -> None:
-    again = load_model(directory, torch.float32)
+    again = Checkpoint.open(directory).build(torch.float32)
     assert again.config == model.config
     for (name, ours), theirs in zip(again.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -161,7 +165,7 @@ def test_pth(given: str, fused: bool, model: Transformer, tmp_path: Path) -> Non
         config = TINY
     convert(source, out, config=config)
     assert_same(out, model)
-    defaults = read_generation_defaults(out)
+    defaults = Checkpoint.open(out).defaults
     expected = ((7, 8), 6) if given == "config.json" else ((), None)  # what nobody said is left to the tokenizer
     assert (defaults.eos_token_ids, defaults.bos_token_id) == expected
 
@@ -171,7 +175,7 @@ def test_pth_with_a_tied_head(tmp_path: Path) -> None:
     torch.save(meta_state(tied), tmp_path / "model.pth")
     convert(tmp_path / "model.pth", tmp_path / "out", config=TINY)
     assert read_config(tmp_path / "out").tie_embeddings
-    assert stored_dtype(tmp_path / "out") == torch.bfloat16
+    assert Checkpoint.open(tmp_path / "out").stored_dtype == torch.bfloat16
 
 
 def test_llama3_params(model: Transformer, tmp_path: Path) -> None:
@@ -220,7 +224,7 @@ def test_version_2(tied: bool, group_size: int, tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "model.bin"
     path.write_bytes(header.ljust(256, b"\0") + body)
     convert(path, tmp_path / "out")
-    again = load_model(tmp_path / "out", torch.float32)
+    again = Checkpoint.open(tmp_path / "out").build(torch.float32)
     for name, expected in meta_state(again, fused=False).items():
         assert torch.equal(expected, state["tok_embeddings.weight" if tied and name == "output.weight" else name]), name
 
@@ -228,14 +232,14 @@ def test_version_2(tied: bool, group_size: int, tmp_path: Path, monkeypatch: pyt
 def test_changing_dtype_keeps_the_rest(data_dir: Path, tmp_path: Path) -> None:
     source = data_dir / "models" / "stories260K_hf"
     convert(source, tmp_path / "out", dtype=torch.bfloat16)
-    assert stored_dtype(tmp_path / "out") == torch.bfloat16
+    assert Checkpoint.open(tmp_path / "out").stored_dtype == torch.bfloat16
     before, after = (json.loads((d / "config.json").read_text()) for d in (source, tmp_path / "out"))
     assert after == before | {"torch_dtype": "bfloat16"}
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (source / "tokenizer.model").read_bytes()
     convert(tmp_path / "out", tmp_path / "again")
     for one, two in zip(
-        load_model(tmp_path / "again", torch.float32).parameters(),
-        load_model(source, torch.float32).parameters(),
+        Checkpoint.open(tmp_path / "again").build(torch.float32).parameters(),
+        Checkpoint.open(source).build(torch.float32).parameters(),
         strict=True,
     ):
         assert torch.equal(one, two.bfloat16().float())

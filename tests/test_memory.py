@@ -20,16 +20,19 @@ import torch
 from test_hub_quantized import make as make_hub
 
 from gpt_fast import LLM, SamplingParams, memory
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import LIMITS
-from gpt_fast.checkpoint.loading import random_model, save_checkpoint
+from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.commands import bench, info
 from gpt_fast.commands import eval as evaluate
 from gpt_fast.config import DEFAULT_MAX_BATCH, EngineConfig, ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.memory import HostMemory, host_memory, plan_cache
+from gpt_fast.model.building import random_model
 from gpt_fast.model.shapes import SHAPES
 from gpt_fast.placement import usable_threads
-from gpt_fast.quantize import check_memory, load_model, outline, quant_config, quantize_checkpoint
+from gpt_fast.quantize.scheme import quant_config
+from gpt_fast.quantize.writer import quantize_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ModelConfig("llama", 64, 64, 2, 4, 2, 16, 96, 128)
@@ -279,7 +282,7 @@ def test_llm_refuses_before_anything_is_read(
     options: dict[str, int], tmp_path: Path, free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free(20_000_000)
-    monkeypatch.setattr("gpt_fast.llm.load_model", lambda *_, **__: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr("gpt_fast.llm.Checkpoint.build", lambda *_, **__: pytest.fail("the weights were loaded"))
     with pytest.raises(ConfigError, match=rf"{next(iter(options))}.*GB"):
         LLM(write(tmp_path), **options)
 
@@ -289,23 +292,25 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(
 ) -> None:
     write(tmp_path)
     size = sum(p.numel() for p in random_model(TINY, torch.float32).parameters())
-    assert check_memory(tmp_path, torch.float32, CPU) == 4 * size
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.num_bytes(torch.float32) == 4 * size
     free(3 * size)
-    assert check_memory(tmp_path, torch.bfloat16, CPU) == 2 * size
-    assert check_memory(tmp_path, torch.float32, CPU, "int8") < 3 * size
-    monkeypatch.setattr("gpt_fast.llm.load_model", lambda *_, **__: pytest.fail("the weights were loaded"))
+    assert checkpoint.num_bytes(torch.bfloat16) == 2 * size
+    memory.check_weights(2 * size, CPU)
+    assert checkpoint.num_bytes(torch.float32, "int8") < 3 * size
+    monkeypatch.setattr("gpt_fast.llm.Checkpoint.build", lambda *_, **__: pytest.fail("the weights were loaded"))
     with pytest.raises(ConfigError, match=r"weights need .* GB, and .* GB are free on cpu; set quantize"):
         LLM(tmp_path, dtype="float32")
     # Swap space is memory of a kind: what fits with it is not refused.
     monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(3 * size, 3 * size, 2 * size))
-    assert check_memory(tmp_path, torch.float32, CPU) == 4 * size
+    memory.check_weights(4 * size, CPU)
 
 
 def test_info_says_what_fits(
     tmp_path: Path, free: Callable[[int], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "gpt_fast.tokenizer.load_tokenizer", lambda _: argparse.Namespace(vocab_size=1, eos_token_ids=())
+        "gpt_fast.checkpoint.checkpoint.load_tokenizer", lambda _: argparse.Namespace(vocab_size=1, eos_token_ids=())
     )
     write(tmp_path, max_position_embeddings=131_072)
 
@@ -320,7 +325,7 @@ def test_info_says_what_fits(
     facts = json.loads(said("--json"))
     assert facts["free_bytes"] == 20_000_000
     assert facts["kv_bytes_per_token"] == TOKEN
-    assert facts["weight_bytes"] == check_memory(tmp_path, torch.float32, CPU)
+    assert facts["weight_bytes"] == Checkpoint.open(tmp_path).num_bytes(torch.float32)
     assert facts["cache_bytes"] == (facts["cache_tokens"] + 16) * TOKEN <= 10_000_000
     assert facts["cache_holds"] == f"1.0 sequences of {facts['cache_tokens']} tokens"
     assert json.loads(said("--json", "--quantize", "int8"))["weight_bytes"] < facts["weight_bytes"]
@@ -344,7 +349,7 @@ def write_kind(directory: Path, kind: str) -> Path:
         write(directory)
     else:
         write(directory.with_name("source"))
-        quantize_checkpoint(directory.with_name("source"), directory, quant_config(kind))
+        quantize_checkpoint(Checkpoint.open(directory.with_name("source")), directory, quant_config(kind))
     return directory
 
 
@@ -368,13 +373,16 @@ HUGE = {
 ASK = """
 import resource, sys, torch
 from gpt_fast import LLM, cli
-from gpt_fast.checkpoint.families import CheckpointError
-from gpt_fast.quantize import quantize_checkpoint, quant_config
+from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.errors import CheckpointError
+from gpt_fast.quantize.scheme import quant_config
+from gpt_fast.quantize.writer import quantize_checkpoint
 import gpt_fast.evaluate, torch._inductor.config
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + 2**29, now + 2**29))
 for folder in sys.argv[1:]:
-    doors = [lambda: LLM(folder), lambda: quantize_checkpoint(folder, folder + "-out", quant_config("int8"))]
+    quant = quant_config("int8")
+    doors = [lambda: LLM(folder), lambda: quantize_checkpoint(Checkpoint.open(folder), folder + "-out", quant)]
     for door in doors:
         try:
             door()
@@ -418,14 +426,12 @@ def test_sizes_that_the_file_does_not_have_are_refused_before_anything_is_built(
     """Within the limits, and still terabytes: only the tensors' own shapes tell."""
     original = write_kind(tmp_path / "a", kind)
     text = (original / "config.json").read_text()
-    for place in ("checkpoint.loading", "quantize", "quantize.checkpoint", "quantize.hub"):
-        __import__(f"gpt_fast.{place}")
-        monkeypatch.setattr(f"gpt_fast.{place}.build", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr("gpt_fast.checkpoint.checkpoint.empty_model", lambda *_, **__: pytest.fail("a model was built"))
     doors: list[Callable[[], object]] = [
-        lambda: load_model(original, torch.float32),
-        lambda: outline(original, torch.float32),
+        lambda: Checkpoint.open(original).build(torch.float32),
+        lambda: Checkpoint.open(original).meta_model(torch.float32),
         lambda: LLM(original),
-        lambda: quantize_checkpoint(original, tmp_path / "out", quant_config("int8")),
+        lambda: quantize_checkpoint(Checkpoint.open(original), tmp_path / "out", quant_config("int8")),
     ]
     for key, limit in LIMITS.items():
         if key in ("max_position_embeddings", "sliding_window"):  # of these no tensor tells

@@ -14,14 +14,16 @@ from gpt_fast.model.packed import PackedLinear, pack_model, takes_model
 from torch import Tensor
 
 from gpt_fast import LLM, SamplingParams, kernels
-from gpt_fast.checkpoint.loading import load_model, random_model, save_checkpoint
+from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
+from gpt_fast.model.building import random_model
 from gpt_fast.model.shapes import shape
-from gpt_fast.model.steps import ServedTransformer
-from gpt_fast.placement import place
-from gpt_fast.quantize import quant_config, quantize_model
+from gpt_fast.placement import choose_placement
+from gpt_fast.quantize.apply import quantize_model
+from gpt_fast.quantize.scheme import quant_config
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs a C++ compiler and a CPU with AVX2")
 
@@ -125,7 +127,7 @@ def test_quantized_while_loading_equals_the_quantized_checkpoint(tmp_path: Path)
         assert isinstance(llm.model.output, PackedLinear)
         assert llm.model.output.kind == "int8"
         read = llm.model.bytes_per_token(0, 4)
-    plain = load_model(tmp_path / "a", torch.float32).bytes_per_token(0, 4)
+    plain = Checkpoint.open(tmp_path / "a").build(torch.float32).bytes_per_token(0, 4)
     assert read < 0.3 * plain
 
 
@@ -148,12 +150,12 @@ def test_what_the_kernels_do_not_know_runs_in_plain_torch(change: dict[str, Any]
 
 
 def test_weights_stored_in_bfloat16_stay_so_and_others_are_widened() -> None:
-    assert place(TINY, torch.bfloat16, device="cpu").dtype == torch.bfloat16
-    assert place(TINY, torch.float16, device="cpu").dtype == torch.float32
-    assert place(TINY, torch.bfloat16, device="cpu", dtype="float32").dtype == torch.float32
-    plain = place(TINY, torch.float32, device="cpu", kernels=False, dtype="float32")
+    assert choose_placement(TINY, torch.bfloat16, device="cpu").dtype == torch.bfloat16
+    assert choose_placement(TINY, torch.float16, device="cpu").dtype == torch.float32
+    assert choose_placement(TINY, torch.bfloat16, device="cpu", dtype="float32").dtype == torch.float32
+    plain = choose_placement(TINY, torch.float32, device="cpu", kernels=False, dtype="float32")
     assert (plain.kernels, plain.column_major) == (False, True)
-    assert place(TINY, torch.float32, device="cpu").column_major is False
+    assert choose_placement(TINY, torch.float32, device="cpu").column_major is False
 
 
 def test_a_cache_of_integers_is_smaller_and_nearly_as_good() -> None:

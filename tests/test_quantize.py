@@ -12,22 +12,25 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from gpt_fast.quantize.reference import dequantize_int4, pack_int4, unpack_int4
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from gpt_fast import cli
-from gpt_fast.checkpoint.families import FAMILIES, parts, read_json
-from gpt_fast.checkpoint.loading import load_model as load_unquantized
-from gpt_fast.checkpoint.loading import random_model, save_checkpoint
+from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.families import FAMILIES, read_json
+from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.llm import LLM
+from gpt_fast.model.building import random_model
+from gpt_fast.model.description import parts
 from gpt_fast.params import SamplingParams
-from gpt_fast.quantize import load_model, outline, quant_config, quantize_checkpoint, quantize_model
+from gpt_fast.quantize.apply import quantize_model
 from gpt_fast.quantize.linear import KINDS, Int4Linear, QuantizedLinear, SplitLinear
-from gpt_fast.quantize.reference import dequantize_int4, pack_int4, unpack_int4
 from gpt_fast.quantize.rtn import encode, find_grid, pad_groups, quantize_rows
-from gpt_fast.quantize.scheme import Scheme, Split, parse_quant_config
+from gpt_fast.quantize.scheme import Scheme, Split, parse_quant_config, quant_config
+from gpt_fast.quantize.writer import quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -181,11 +184,11 @@ def test_sorted_columns_meet_their_own_inputs() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_loading_writing_and_changing_a_model_agree(tmp_path: Path, shape: str, mode: str) -> None:
     source = write(tmp_path / "a", SHAPES[shape])
-    at_load = load_model(source, torch.float32, quantize=mode, column_major=True)
-    in_memory = load_unquantized(source, torch.float32)
+    at_load = Checkpoint.open(source).build(torch.float32, quantize=mode, column_major=True)
+    in_memory = Checkpoint.open(source).build(torch.float32)
     quantize_model(in_memory, quant_config(mode))
-    quantize_checkpoint(source, tmp_path / "b", quant_config(mode))
-    from_disk = load_model(tmp_path / "b", torch.float32)
+    quantize_checkpoint(Checkpoint.open(source), tmp_path / "b", quant_config(mode))
+    from_disk = Checkpoint.open(tmp_path / "b").build(torch.float32)
     tokens = torch.arange(20)[None]
     for model in (in_memory, from_disk):
         assert model.state_dict().keys() == at_load.state_dict().keys()
@@ -250,7 +253,9 @@ def test_bytes_per_token_count_the_quantized_weights() -> None:
 
 
 def test_a_checkpoint_in_bfloat16_keeps_the_rest_so(tmp_path: Path) -> None:
-    quantize_checkpoint(write(tmp_path / "a", dtype=torch.bfloat16), tmp_path / "b", quant_config("int4"))
+    quantize_checkpoint(
+        Checkpoint.open(write(tmp_path / "a", dtype=torch.bfloat16)), tmp_path / "b", quant_config("int4")
+    )
     stored = safetensors.torch.load_file(tmp_path / "b" / "model.safetensors")
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert stored["model.layers.0.self_attn.q_proj.weight"].shape == (32, 16)
@@ -281,24 +286,24 @@ Q_SCALE = "model.layers.0.self_attn.q_proj.scale"
     ],
 )
 def test_damaged_checkpoints_are_refused(tmp_path: Path, change: Callable[[Any], Any], message: str) -> None:
-    quantize_checkpoint(write(tmp_path / "a"), tmp_path / "b", quant_config("int8"))
+    quantize_checkpoint(Checkpoint.open(write(tmp_path / "a")), tmp_path / "b", quant_config("int8"))
     rewrite(tmp_path / "b", change)
     with pytest.raises(CheckpointError, match=message):
-        load_model(tmp_path / "b", torch.float32)
+        Checkpoint.open(tmp_path / "b").build(torch.float32)
 
 
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "a")
-    quantize_checkpoint(source, tmp_path / "b", quant_config("int8"))
+    quantize_checkpoint(Checkpoint.open(source), tmp_path / "b", quant_config("int8"))
     with pytest.raises(CheckpointError, match="quantized already"):
-        quantize_checkpoint(tmp_path / "b", tmp_path / "c", quant_config("int8"))
+        quantize_checkpoint(Checkpoint.open(tmp_path / "b"), tmp_path / "c", quant_config("int8"))
     with pytest.raises(ConfigError, match="quantized already"):
-        load_model(tmp_path / "b", torch.float32, quantize="int8")
+        Checkpoint.open(tmp_path / "b").build(torch.float32, quantize="int8")
     with pytest.raises(CheckpointError, match="not empty"):
-        quantize_checkpoint(source, tmp_path / "b", quant_config("int8"))
+        quantize_checkpoint(Checkpoint.open(source), tmp_path / "b", quant_config("int8"))
     (tmp_path / "d.partial").mkdir()
     with pytest.raises(CheckpointError, match="left from an interrupted run"):
-        quantize_checkpoint(source, tmp_path / "d", quant_config("int8"))
+        quantize_checkpoint(Checkpoint.open(source), tmp_path / "d", quant_config("int8"))
     with pytest.raises(ConfigError, match="int3"):
         quant_config("int3")
     with pytest.raises(ConfigError, match="group_size: 48"):
@@ -310,7 +315,7 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
 
 def test_llm_generates_alike_from_a_checkpoint_and_by_an_option(tmp_path: Path) -> None:
     source = write(tmp_path / "a")
-    quantize_checkpoint(source, tmp_path / "b", quant_config("int4"))
+    quantize_checkpoint(Checkpoint.open(source), tmp_path / "b", quant_config("int4"))
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     options: dict[str, Any] = {"dtype": "float32", "compile": False, "max_seq_len": 64}
     with LLM(source, quantize="int4", **options) as llm:
@@ -330,7 +335,7 @@ def test_llm_refuses_modes_and_devices(tmp_path: Path) -> None:
         LLM(source, quantize="int3")
     with pytest.raises(ConfigError, match="fp8 is not supported on cpu"):
         LLM(source, quantize="fp8", device="cpu")
-    quantize_checkpoint(source, tmp_path / "b", quant_config("fp8"))
+    quantize_checkpoint(Checkpoint.open(source), tmp_path / "b", quant_config("fp8"))
     with pytest.raises(ConfigError, match="fp8 is not supported on cpu"):
         LLM(tmp_path / "b", device="cpu")
 
@@ -365,12 +370,14 @@ def test_the_command_writes_a_checkpoint_that_others_take(tmp_path: Path, capsys
     status, said = run("--mode", "int4", "--group-size", "32", "--out", str(tmp_path / "b"))
     assert status == 0, said
     assert (tmp_path / "b" / "generation_config.json").exists()
-    model = load_model(tmp_path / "b", torch.float32)
+    model = Checkpoint.open(tmp_path / "b").build(torch.float32)
     assert model.layers[0].attention.wo.scheme == Scheme("int4", 32)
-    assert outline(tmp_path / "b", torch.float32).bytes_per_token(9, 4) == model.bytes_per_token(9, 4)
-    assert outline(source, torch.float32).bytes_per_token(9, 4) == load_model(source, torch.float32).bytes_per_token(
+    assert Checkpoint.open(tmp_path / "b").meta_model(torch.float32).bytes_per_token(9, 4) == model.bytes_per_token(
         9, 4
     )
+    assert Checkpoint.open(source).meta_model(torch.float32).bytes_per_token(9, 4) == Checkpoint.open(source).build(
+        torch.float32
+    ).bytes_per_token(9, 4)
     assert "weights in int4-g32" in said
     assert "weights in int8" in said
     status, said = run("--mode", "int4", "--group-size", "128", "--out", str(tmp_path / "c"))

@@ -31,7 +31,8 @@ def ensure_checkpoint(shape_name: str, work: Path, tokenizer: Path | None, say: 
     """
     import torch
 
-    from gpt_fast.checkpoint.loading import random_model, save_checkpoint
+    from gpt_fast.checkpoint.saving import save_checkpoint
+    from gpt_fast.model.building import random_model
     from gpt_fast.model.shapes import shape
 
     config = shape(shape_name)

@@ -32,18 +32,18 @@ from typing import Any
 
 import torch
 
-from gpt_fast.checkpoint.families import read_config
-from gpt_fast.checkpoint.loading import random_model
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.config import PREFILL_CHUNKS, ModelConfig, at_least
 from gpt_fast.engine.handle import Handle
 from gpt_fast.errors import ConfigError
 from gpt_fast.kernels.roofline import read_bandwidth
 from gpt_fast.llm import LLM
 from gpt_fast.memory import check_weights
+from gpt_fast.model.building import random_model
 from gpt_fast.model.description import describe
 from gpt_fast.model.shapes import shape
 from gpt_fast.params import SamplingParams
-from gpt_fast.placement import pick_device, place, usable_threads
+from gpt_fast.placement import choose_placement, pick_device, usable_threads
 
 _POLL_S = 0.002  # how often the caller looks; what it measures is stamped by the engine
 _WARM_UP_TOKENS = 4
@@ -92,15 +92,16 @@ def build(
     """
     if (checkpoint is None) == (shape_name is None):
         raise ConfigError("give either a checkpoint or a shape")
-    config = shape(shape_name) if shape_name is not None else read_config(str(checkpoint))
+    opened = Checkpoint.open(checkpoint) if checkpoint is not None else None
+    config = opened.config if opened is not None else shape(str(shape_name))
     options |= {
         "max_batch": max(bench.batch_sizes),
         "max_seq_len": _room(config, bench, options.get("prefill_chunk") or min(PREFILL_CHUNKS.values())),
         "prefix_cache": False,  # a repeat must not find what the one before has computed
     }
-    if checkpoint is not None:
-        return LLM(checkpoint, progress=True, **options)
-    where = place(
+    if opened is not None:
+        return LLM(opened, progress=True, **options)
+    where = choose_placement(
         config,
         torch.bfloat16,
         device=options.pop("device", "auto"),

@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpt_fast.checkpoint.families import parse_config, parts, read_json, to_hf_config
+from gpt_fast.checkpoint.checkpoint import Checkpoint, check_tensors, plain_specs, resolve_tying
+from gpt_fast.checkpoint.families import parse_config, read_json, to_hf_config
 from gpt_fast.checkpoint.llama2c import read_bin, read_header
-from gpt_fast.checkpoint.loading import check_weights, open_checkpoint, progress_bar, resolve_tying
+from gpt_fast.checkpoint.progress import progress_bar
 from gpt_fast.checkpoint.safetensors_file import write_safetensors
 from gpt_fast.checkpoint.stored import StoredTensor, read_torch_file, stored_tensors
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.model.description import parts
 from gpt_fast.model.shapes import SHAPES, shape
 
 log = logging.getLogger(__name__)
@@ -120,8 +122,8 @@ def convert(
 
 def _write(directory: Path, imported: Imported, dtype: torch.dtype | None, progress: bool) -> None:
     tensors = imported.tensors
-    kept = max(tensors.values(), key=lambda t: t.num_bytes).dtype
-    raw = imported.raw | {"torch_dtype": str(dtype or kept).removeprefix("torch.")}
+    most = max(tensors.values(), key=lambda t: t.num_bytes).dtype
+    raw = imported.raw | {"torch_dtype": str(dtype or most).removeprefix("torch.")}
     total = sum(t.num_bytes for t in tensors.values())
     with progress_bar(total, progress, "writing weights") as report:
         write_safetensors(directory / "model.safetensors", tensors, dtype, report)
@@ -148,8 +150,8 @@ def _companions(source: Path, tokenizer: str | Path | None) -> dict[str, Path]:
             f"tokenizer {path} is neither a SentencePiece or tiktoken model nor a tokenizer.json; "
             "llama2.c's tokenizer.bin does not hold all of a tokenizer, give the tokenizer.model it was made from"
         )
-    kept = {n: p for n, p in found.items() if n.startswith(("LICENSE", "generation_config"))}
-    return kept | {name: path}
+    others = {n: p for n, p in found.items() if n.startswith(("LICENSE", "generation_config"))}
+    return others | {name: path}
 
 
 def _is_tiktoken(start: bytes) -> bool:
@@ -174,22 +176,23 @@ def read_source(source: Path, config: ModelConfig | str | Path | None = None) ->
 
 
 def _read_hf(source: Path) -> Imported:
-    path = source / "config.json"
-    raw = read_json(path)
-    config, weights = open_checkpoint(source)
-    raw.pop("dtype", None)  # transformers 5's name for torch_dtype
-    return Imported(config, weights, raw | {"tie_word_embeddings": config.tie_embeddings})
+    opened = Checkpoint.open(source)
+    if opened.format.method is not None:
+        raise CheckpointError(f"{source} is quantized ({opened.format.method}); convert the unquantized checkpoint")
+    # transformers 5 calls torch_dtype dtype
+    raw = {key: value for key, value in opened.raw.items() if key != "dtype"}
+    return Imported(opened.config, opened.tensors, raw | {"tie_word_embeddings": opened.config.tie_embeddings})
 
 
 def _read_torch(source: Path, config: ModelConfig | str | Path | None) -> Imported:
     """A file of torch.save: a state dict, or llama2.c's training checkpoint around one."""
-    values = read_torch_file(source)
+    values, mapped = read_torch_file(source)
     facts: Mapping[str, Any] | None = None
     if isinstance(values.get("model"), dict) and isinstance(values.get("model_args"), dict):
         values, facts = values["model"], values["model_args"]  # the optimizer's state stays behind
     elif isinstance(values.get("model"), dict):
         values = values["model"]
-    state = stored_tensors({name.removeprefix("_orig_mod."): value for name, value in values.items()}, source)
+    state = stored_tensors({name.removeprefix("_orig_mod."): value for name, value in values.items()}, source, mapped)
     state = {name: t for name, t in state.items() if name.rsplit(".", 1)[-1] not in _BUFFERS and name not in _BUFFERS}
     _refuse_foreign(state, source)
     if facts is not None and config is None:
@@ -306,11 +309,16 @@ def _from_meta(state: Mapping[str, StoredTensor], config: ModelConfig, extra: di
         if name in state:
             tensor = state.pop(name)
             turned = part.source.endswith(("q_proj.weight", "k_proj.weight")) and tensor.num_rows == part.shape[0]
-            renamed[part.source] = tensor.part(0, tensor.num_rows, config.head_dim) if turned else tensor
+            renamed[part.source] = tensor.picked(_halves(tensor.num_rows, config.head_dim)) if turned else tensor
     # These formats write a tied head out: one that equals the embeddings is taken for it.
     config, tensors = resolve_tying(replace(config, tie_embeddings=True), renamed)
-    check_weights(parts(config), tensors | state, str(source))
+    check_tensors(plain_specs(config), tensors | state, str(source))
     return Imported(config, tensors, to_hf_config(config, "") | extra)
+
+
+def _halves(num_rows: int, head_dim: int) -> torch.Tensor:
+    """The rows, int64 [num_rows], of heads whose rotary pairs are neighbours (2i, 2i + 1), as (i, i + D / 2)."""
+    return torch.arange(num_rows).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
 
 
 def _meta_name(source: str) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 from gpt_fast.checkpoint.family_table import ACTIVATIONS, FAMILIES, KEYS, Family
 from gpt_fast.config import MAX_POSITIONS, ModelConfig, RopeScaling
 from gpt_fast.errors import CheckpointError, ConfigError, RequestError
-from gpt_fast.model.description import Part, parts
 from gpt_fast.params import SamplingParams
 
 # The greatest sizes that a config.json may ask for: far above every model, and small enough to compute with. Whether
@@ -47,9 +46,7 @@ __all__ = [
     "CheckpointError",
     "Family",
     "GenerationDefaults",
-    "Part",
     "parse_config",
-    "parts",
     "read_config",
     "read_generation_defaults",
     "read_json",
@@ -340,15 +337,13 @@ class GenerationDefaults:
     sampling: SamplingParams  # fields the checkpoint does not set are None
 
 
-def read_generation_defaults(directory: str | Path) -> GenerationDefaults:
-    """From ``generation_config.json`` where it exists, else from ``config.json``.
+def read_generation_defaults(directory: Path, raw: Mapping[str, Any]) -> GenerationDefaults:
+    """From ``generation_config.json`` of ``directory`` where it exists, else from ``raw``, its ``config.json``.
 
     Token ids missing from the first are taken from the second, then from the family's defaults. Sampling defaults
     count only with ``do_sample`` true, and then an unwritten temperature is 1.0, as in transformers; unlike there
     an unwritten top_k stays off. Raises CheckpointError for a value of the wrong type.
     """
-    directory = Path(directory)
-    raw = read_json(directory / "config.json")
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
     where, chosen = (str(path), generation) if generation else (str(directory / "config.json"), raw)

@@ -3,7 +3,7 @@
 Version 0 is seven integers and float32 tensors, told by its exact size; 1 and 2 begin with a magic number and pad
 their header to 256 bytes. Version 2 holds its matrices as Q8_0: int8 in groups that share a float32 scale.
 
-The readers give tensors by the names of Meta's own Llama code, which llama2.c and gpt-fast share; importers.py
+The readers give tensors by the names of Meta's own Llama code, which llama2.c and gpt-fast share; convert.py
 makes a Hugging Face checkpoint of them.
 """
 
@@ -44,25 +44,22 @@ class Header(NamedTuple):
 class Q80Tensor(StoredTensor):
     """A matrix stored as int8 in groups of ``group_size`` neighbours with a float32 scale each; read as float32."""
 
-    def __init__(self, quants: Tensor, scales: Tensor, shape: tuple[int, int], group_size: int) -> None:
-        self.raw, self.scales, self.group_size = quants, scales, group_size
-        self.dtype, self.shape, self.mapped, self.interleaved = _F32, shape, False, 0
+    def __init__(self, quants: Tensor, scales: StoredTensor, shape: tuple[int, int], group_size: int) -> None:
+        super().__init__(quants.view(torch.int8).view(shape))
+        self.dtype, self.scales, self.group_size = _F32, scales, group_size
 
-    def part(self, start: int, num_rows: int, interleaved: int = 0) -> StoredTensor:
-        assert (start, num_rows) == (0, self.num_rows), "groups may span rows"
-        out = Q80Tensor(self.raw, self.scales, (self.shape[0], self.shape[1]), self.group_size)
-        out.interleaved = interleaved
+    def picked(self, rows: Tensor) -> StoredTensor:
+        """The rows with these indices."""
+        out = Q80Tensor(self.data.view(-1), self.scales, (self.data.shape[0], self.data.shape[1]), self.group_size)
+        out.order, out.shape = rows, (len(rows), self.shape[1])
         return out
 
-    def _read(self, begin: int, end: int) -> Tensor:
-        columns = self.shape[1]
-        first, last = begin * columns, end * columns
-        values = self.raw[first:last].view(torch.int8).float()
-        groups = torch.arange(first, last) // self.group_size
-        low = first // self.group_size
-        high = (last - 1) // self.group_size + 1
-        scales = self.scales[low * 4 : high * 4].clone().view(_F32)  # any alignment
-        return (values * scales[groups - low]).view(end - begin, columns)
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        rows = torch.arange(begin, end) if self.order is None else self.order[begin:end]
+        groups = (rows[:, None] * self.shape[1] + torch.arange(self.shape[1])) // self.group_size  # may span rows
+        low, high = int(groups.min()), int(groups.max()) + 1
+        return self.data[rows].float() * self.scales.rows(low, high)[groups - low]
 
 
 def read_header(path: Path) -> Header | None:
@@ -168,8 +165,9 @@ def read_bin(path: Path, header: Header) -> tuple[ModelConfig, dict[str, StoredT
         data = raw[begin : begin + num_bytes]
         if h.version == 2 and len(shape) > 1:
             numel = shape[0] * shape[1]
-            tensors[name] = Q80Tensor(data[:numel], data[numel:], (shape[0], shape[1]), h.group_size)
+            scales = StoredTensor.of_bytes(data[numel:], _F32, (numel // h.group_size,), mapped=False)
+            tensors[name] = Q80Tensor(data[:numel], scales, (shape[0], shape[1]), h.group_size)
         else:
-            tensors[name] = StoredTensor(data, _F32, shape, mapped=True)
+            tensors[name] = StoredTensor.of_bytes(data, _F32, shape, mapped=True)
         begin += num_bytes
     return config, tensors

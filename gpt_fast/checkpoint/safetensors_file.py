@@ -5,17 +5,17 @@ A file is eight bytes of header length, a JSON header of names, dtypes, shapes a
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
-from gpt_fast.checkpoint.stored import StoredTensor, map_file
+from gpt_fast.checkpoint.stored import Report, StoredTensor, map_file
 from gpt_fast.errors import CheckpointError
 
 DTYPES = {
@@ -32,21 +32,26 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; the limit of the reference implementation
+
+Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor by name
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of a safetensors file, mapped. Raises CheckpointError naming the file when it is corrupt."""
-    header, data_start = _safetensors_header(path)
-    raw = map_file(path)
-    available = raw.numel() - data_start
+    size = path.stat().st_size
+    raw = map_file(path) if size else torch.empty(0, dtype=torch.uint8)
+    length = int.from_bytes(_bytes(raw[:8]), "little")
+    if size < 8 or length < 2 or length > min(_MAX_HEADER, size - 8):
+        raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size} bytes, header of {length})")
+    header, data = _header(path, _bytes(raw[8 : 8 + length])), raw[8 + length :]
     out: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
-        dtype, shape, begin, end = _safetensors_entry(path, name, entry, available)
+        dtype, shape, begin, end = _entry(path, name, entry, len(data))
         spans.append((begin, end, name))
-        out[name] = StoredTensor(raw[data_start + begin : data_start + end], dtype, shape, mapped=True)
+        out[name] = StoredTensor.of_bytes(data[begin:end], dtype, shape, mapped=True)
     covered = 0
     for begin, end, name in sorted(spans):
         if begin < covered:
@@ -54,27 +59,25 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         if begin > covered:
             raise CheckpointError(f"{path}: {begin - covered} bytes before tensor {name!r} belong to none")
         covered = end
-    if covered != available:
-        raise CheckpointError(f"{path}: {available - covered} bytes after the last tensor; the file is damaged")
+    if covered != len(data):
+        raise CheckpointError(f"{path}: {len(data) - covered} bytes after the last tensor; the file is damaged")
     return out
 
 
-def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The JSON header without ``__metadata__``, and where the data begins."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length < 2 or length > min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size} bytes, header of {length})")
-        try:
-            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_no_duplicates)
-        except (ValueError, RecursionError) as e:
-            raise CheckpointError(f"{path}: the safetensors header is damaged: {e}") from None
+def _bytes(raw: Tensor) -> bytes:
+    return bytes(raw.numpy())
+
+
+def _header(path: Path, text: bytes) -> dict[str, Any]:
+    """The JSON header without ``__metadata__``."""
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: the safetensors header is damaged: {e}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the safetensors header is not an object")
     header.pop("__metadata__", None)
-    return header, 8 + length
+    return header
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -84,9 +87,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _safetensors_entry(
-    path: Path, name: str, entry: object, available: int
-) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+def _entry(path: Path, name: str, entry: object, available: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """One header entry, checked: dtype, shape, and the half-open byte range within the data."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(f"{path}: tensor {name!r} has no dtype, shape and data_offsets")
@@ -110,36 +111,45 @@ def _sizes(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
 
 
+def layout(specs: Specs) -> tuple[bytes, dict[str, int]]:
+    """What a file of these tensors begins with, and where each of them begins in the file, in the file's order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin: dict[str, int] = {}
+    end = 0
+    # Widest dtypes first, so that every tensor is aligned to its own.
+    for name, (dtype, shape) in sorted(specs.items(), key=lambda item: -item[1][0].itemsize):
+        begin[name] = end
+        end += math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin[name], end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
+    return start, {name: len(start) + offset for name, offset in begin.items()}
+
+
+def write_rows(file: BinaryIO, rows: Tensor) -> None:
+    """Write the bytes of ``rows`` where ``file`` stands."""
+    file.write(rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
 def write_safetensors(
     path: Path,
     tensors: Mapping[str, StoredTensor],
     dtype: torch.dtype | None = None,
-    report: Callable[[int], object] | None = None,
+    report: Report = None,
 ) -> None:
-    """Write ``tensors`` in their order, converted to ``dtype`` if given, a piece at a time.
-
-    ``report`` is called with the number of bytes read for each piece.
+    """Write ``tensors``, converted to ``dtype`` if given, a piece at a time.
 
     The file appears under its name when it is whole. Raises OSError when it cannot be written.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, tensor in tensors.items():
-        kind = dtype or tensor.dtype
-        end = begin + math.prod(tensor.shape) * kind.itemsize
-        header[name] = {"dtype": CODES[kind], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    start, begin = layout({name: (dtype or tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
+            file.write(start)
+            for tensor in map(tensors.__getitem__, begin):
                 for first, last in tensor.chunks():
-                    piece = tensor.rows(first, last).to("cpu", dtype or tensor.dtype).contiguous().view(-1)
-                    size = piece.numel() * piece.element_size()
-                    file.write((ctypes.c_char * size).from_address(piece.data_ptr()))
+                    write_rows(file, tensor.rows(first, last).to("cpu", dtype or tensor.dtype))
                     tensor.release(first, last)
                     if report:
                         report((last - first) * tensor.row_bytes)

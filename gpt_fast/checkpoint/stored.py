@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,42 +28,31 @@ from gpt_fast.errors import CheckpointError
 _CHUNK = 4 << 20  # bytes read between two releases
 _MADV_DONTNEED = 4  # <sys/mman.h>
 
-
-class Slice(NamedTuple):
-    """A range of a stored tensor along one axis: what one tensor-parallel rank takes of it."""
-
-    axis: int  # 0 rows, 1 columns
-    start: int
-    length: int
-
-    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that is left of ``shape``."""
-        assert self.start >= 0, self
-        assert self.start + self.length <= shape[self.axis], (self, shape)
-        return (*shape[: self.axis], self.length, *shape[self.axis + 1 :])
+Report = Callable[[int], object] | None  # is called with the number of bytes of each piece that was read
 
 
 class StoredTensor:
-    """A tensor whose bytes lie in ``raw`` (uint8, one dimension), usually a mapped file.
+    """A tensor by rows, which are read when they are asked for.
 
-    ``interleaved`` > 0: the rows are those of heads of that many dimensions whose rotary pairs are neighbours
-    (2i, 2i + 1); ``rows`` yields them in the halves' order (i, i + D / 2) instead.
+    ``data``: its values, usually a view of a mapped file. ``order``: int64 [rows] or None; row i is row ``order[i]`` of
+    ``data``. ``mapped``: whether the pages of ``data`` can leave memory and come back from the file.
     """
 
-    def __init__(
-        self, raw: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, mapped: bool, interleaved: int = 0
-    ) -> None:
-        assert raw.dtype == torch.uint8
-        assert raw.numel() == math.prod(shape) * dtype.itemsize
-        self.raw, self.dtype, self.shape = raw, dtype, shape
-        self.mapped = mapped  # pages can be dropped and come back from the file
-        self.interleaved = interleaved
+    def __init__(self, data: Tensor, *, mapped: bool = False, order: Tensor | None = None) -> None:
+        self.dtype, self.mapped, self.order = data.dtype, mapped, order
+        num_rows = data.shape[:1] if order is None else order.shape
+        self.shape: tuple[int, ...] = (*num_rows, *data.shape[1:])
+        self.data = data if data.dim() else data.view(1)
 
     @classmethod
-    def of(cls, tensor: Tensor, *, mapped: bool) -> StoredTensor:
-        """Wrap ``tensor``; its memory is shared if it is contiguous."""
-        flat = tensor.detach().contiguous().view(-1)
-        return cls(flat.view(torch.uint8), tensor.dtype, tuple(tensor.shape), mapped=mapped and tensor.is_contiguous())
+    def of_bytes(cls, raw: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, mapped: bool) -> StoredTensor:
+        """A tensor whose bytes are ``raw``, uint8 with one dimension."""
+        if raw.data_ptr() % dtype.itemsize == 0:
+            return cls(raw.view(dtype).view(shape), mapped=mapped)
+        # A header of odd length leaves every tensor behind it misaligned. Rows of bytes are copied when they are read.
+        out = cls(raw.view(math.prod(shape[:1]), -1), mapped=mapped)
+        out.dtype, out.shape = dtype, shape
+        return out
 
     @property
     def num_rows(self) -> int:
@@ -77,69 +66,76 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return self.num_rows * self.row_bytes
 
-    def part(self, start: int, num_rows: int, interleaved: int = 0) -> StoredTensor:
-        """Rows [start, start + num_rows) as a stored tensor of their own, in the same memory."""
+    def _view(self, data: Tensor, order: Tensor | None, shape: tuple[int, ...]) -> StoredTensor:
+        out = StoredTensor(data, mapped=self.mapped, order=order)
+        out.dtype, out.shape = self.dtype, shape
+        return out
+
+    def part(self, start: int, num_rows: int) -> StoredTensor:
+        """Rows [start, start + num_rows)."""
         assert start + num_rows <= self.num_rows
-        raw = self.raw[start * self.row_bytes : (start + num_rows) * self.row_bytes]
-        return StoredTensor(raw, self.dtype, (num_rows, *self.shape[1:]), mapped=self.mapped, interleaved=interleaved)
+        shape = (num_rows, *self.shape[1:])
+        if self.order is None:
+            return self._view(self.data[start : start + num_rows], None, shape)
+        return self._view(self.data, self.order[start : start + num_rows], shape)
+
+    def picked(self, rows: Tensor) -> StoredTensor:
+        """The rows with the indices ``rows``, int64 [n], in that order."""
+        order = rows if self.order is None else self.order[rows]
+        return self._view(self.data, order, (len(rows), *self.shape[1:]))
+
+    def columns(self, start: int, num_columns: int) -> StoredTensor:
+        """Columns [start, start + num_columns) of a matrix."""
+        assert start + num_columns <= self.shape[1]
+        width = self.dtype.itemsize // self.data.dtype.itemsize  # more than 1 for rows of bytes
+        data = self.data.narrow(1, start * width, num_columns * width)
+        return self._view(data, self.order, (self.num_rows, num_columns))
+
+    def transposed(self) -> StoredTensor:
+        """The transpose of a matrix: its columns as rows. Misaligned data and picked rows are read for it at once."""
+        if self.order is None and self.data.dtype == self.dtype:
+            return StoredTensor(self.data.t(), mapped=self.mapped)
+        return StoredTensor(self.rows(0, self.num_rows).t())
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), as a view where alignment and order allow; do not write to it."""
-        out = self._read(begin, end)
-        if self.interleaved:
-            heads = out.view(-1, self.interleaved // 2, 2, *out.shape[1:])
-            out = heads.transpose(1, 2).reshape(out.shape)
+        out = self.data[begin:end] if self.order is None else self.data[self.order[begin:end]]
+        if out.dtype != self.dtype:
+            out = out.clone(memory_format=torch.contiguous_format).view(self.dtype).view(end - begin, *self.shape[1:])
         return out
-
-    def _read(self, begin: int, end: int) -> Tensor:
-        """Rows [begin, end) in the file's own order."""
-        chunk = self.raw[begin * self.row_bytes : end * self.row_bytes]
-        if chunk.data_ptr() % self.dtype.itemsize:
-            chunk = chunk.clone()  # a header of odd length leaves every tensor behind it misaligned
-        return chunk.view(self.dtype).view(end - begin, *self.shape[1:])
 
     def release(self, begin: int, end: int) -> None:
         """Let the pages of rows [begin, end) leave memory; reading them again is allowed."""
-        if self.mapped and _madvise is not None and end > begin:
-            page = mmap.PAGESIZE
-            address = self.raw.data_ptr() + begin * self.row_bytes
-            first = address // page * page
-            _madvise(first, address + (end - begin) * self.row_bytes - first, _MADV_DONTNEED)
+        if not self.mapped or _madvise is None or not end > begin:
+            return
+        if self.order is not None:
+            picked = self.order[begin:end]
+            begin, end = int(picked.min()), int(picked.max()) + 1
+        piece = self.data[begin:end]
+        span = sum((n - 1) * stride for n, stride in zip(piece.shape, piece.stride(), strict=True)) + 1
+        if piece.numel():
+            first = piece.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+            _madvise(first, piece.data_ptr() + span * piece.element_size() - first, _MADV_DONTNEED)
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Row ranges of about ``_CHUNK`` bytes that cover the tensor; never a part of an interleaved head."""
-        unit = self.interleaved or 1
-        step = max(1, _CHUNK // max(1, self.row_bytes) // unit) * unit
+        """Row ranges of about ``_CHUNK`` bytes that cover the tensor."""
+        step = max(1, _CHUNK // max(1, self.row_bytes))
         return [(a, min(a + step, self.num_rows)) for a in range(0, self.num_rows, step)]
 
-    def copy_to(self, target: Tensor, take: Slice | None = None, report: Callable[[int], object] | None = None) -> None:
-        """Copy into ``target`` (any dtype and device, shape of ``take`` or of all), converting piece by piece.
-
-        ``report`` is called with the number of bytes read after each piece.
-        """
-        shape = take.of(self.shape) if take else self.shape
-        assert tuple(target.shape) == shape, (tuple(target.shape), shape)
-        if not self.shape:
-            target.copy_(self.rows(0, 1)[0])
-            return
-        low, high = (take.start, take.start + take.length) if take and take.axis == 0 else (0, self.num_rows)
+    def copy_to(self, target: Tensor, report: Report = None) -> None:
+        """Copy into ``target`` of the same shape and of any dtype and device, converting piece by piece."""
+        assert tuple(target.shape) == self.shape, (tuple(target.shape), self.shape)
+        rows = target if self.shape else target.view(1)
         for begin, end in self.chunks():
-            a, b = max(begin, low), min(end, high)
-            if a < b:
-                piece = self.rows(begin, end)[a - begin : b - begin]
-                if take and take.axis == 1:
-                    piece = piece[:, take.start : take.start + take.length]
-                target[a - low : b - low].copy_(piece)
-                self.release(begin, end)
+            rows[begin:end].copy_(self.rows(begin, end))
+            self.release(begin, end)
             if report:
                 report((end - begin) * self.row_bytes)
 
     def equals(self, other: StoredTensor) -> bool:
-        """Whether both hold the same values; they may share memory."""
+        """Whether both hold the same values."""
         if self.shape != other.shape or self.dtype != other.dtype:
             return False
-        if self.raw.data_ptr() == other.raw.data_ptr():
-            return True
         for begin, end in self.chunks():
             same = torch.equal(self.rows(begin, end), other.rows(begin, end))
             self.release(begin, end)
@@ -162,7 +158,10 @@ _madvise = _find_madvise()
 
 
 def map_file(path: Path) -> Tensor:
-    """The file's bytes as a read-only mapping, uint8 [size]. It lives as long as a view of it does."""
+    """The bytes of the file ``path``, which is not empty, as a read-only mapping, uint8 [size].
+
+    The mapping lives as long as a view of it does.
+    """
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
@@ -170,18 +169,13 @@ def map_file(path: Path) -> Tensor:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def _is_zip(path: Path) -> bool:
-    """Whether ``path`` has the format that torch.save has written since 1.6, the one that can be mapped."""
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
-def read_torch_file(path: Path) -> dict[str, Any]:
-    """The dictionary in a file of torch.save, mapped where its format allows.
+def read_torch_file(path: Path) -> tuple[dict[str, Any], bool]:
+    """The dictionary in a file of torch.save, and whether it is mapped: the format from before torch 1.6 cannot be.
 
     No code in the file is run. Raises CheckpointError when it is damaged or holds more than tensors and plain values.
     """
-    mapped = _is_zip(path)
+    with open(path, "rb") as file:
+        mapped = file.read(4) == b"PK\x03\x04"
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as e:  # torch raises whatever its readers do: pickle, zip, runtime, key and index errors
@@ -193,10 +187,10 @@ def read_torch_file(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not a dictionary of tensors")
-    return value
+    return value, mapped
 
 
-def stored_tensors(values: Mapping[str, Any], path: Path) -> dict[str, StoredTensor]:
+def stored_tensors(values: Mapping[str, Any], path: Path, mapped: bool) -> dict[str, StoredTensor]:
     """Wrap the tensors of a state dict read by :func:`read_torch_file`."""
     for name, value in values.items():
         if not isinstance(value, Tensor):
@@ -204,5 +198,4 @@ def stored_tensors(values: Mapping[str, Any], path: Path) -> dict[str, StoredTen
         # A tensor may repeat one number without end; such a one would take memory that the file does not have.
         if value.layout != torch.strided or value.nbytes > value.untyped_storage().nbytes():
             raise CheckpointError(f"{path}: {name!r} of shape {list(value.shape)} is not stored whole")
-    mapped = _is_zip(path)
-    return {name: StoredTensor.of(value, mapped=mapped) for name, value in values.items()}
+    return {name: StoredTensor(value.detach(), mapped=mapped) for name, value in values.items()}

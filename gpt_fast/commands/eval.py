@@ -42,32 +42,26 @@ def run(arguments: argparse.Namespace) -> int:
     """Load the model without an engine, measure, print."""
     import torch
 
-    from gpt_fast.checkpoint.families import read_config
-    from gpt_fast.checkpoint.loading import stored_dtype
+    from gpt_fast.checkpoint.checkpoint import Checkpoint
     from gpt_fast.evaluate import Scorer, evaluate_tasks, perplexity, read_examples
+    from gpt_fast.memory import check_weights
     from gpt_fast.model.steps import serve
-    from gpt_fast.placement import place, usable_threads
-    from gpt_fast.quantize import check_memory, load_model
-    from gpt_fast.tokenizer import load_tokenizer
+    from gpt_fast.placement import choose_placement, usable_threads
 
     if arguments.threads is not None:
         torch.set_num_threads(usable_threads(arguments.threads))
-    where = place(
-        read_config(arguments.checkpoint),
-        stored_dtype(arguments.checkpoint),
+    checkpoint = Checkpoint.open(arguments.checkpoint)
+    where = choose_placement(
+        checkpoint.config,
+        checkpoint.stored_dtype,
         device=arguments.device,
         dtype=arguments.dtype,
         kernels=arguments.kernels,
     )
-    tokenizer = load_tokenizer(arguments.checkpoint)
-    check_memory(arguments.checkpoint, where.dtype, where.device, arguments.quantize)
-    loaded = load_model(
-        arguments.checkpoint,
-        where.dtype,
-        where.device,
-        progress=True,
-        column_major=where.column_major,
-        quantize=arguments.quantize,
+    tokenizer = checkpoint.tokenizer
+    check_weights(checkpoint.num_bytes(where.dtype, arguments.quantize), where.device)
+    loaded = checkpoint.build(
+        where.dtype, where.device, quantize=arguments.quantize, progress=True, column_major=where.column_major
     )
     model = serve(loaded, kernels=where.kernels, compile=False)
     facts: dict[str, Any] = {

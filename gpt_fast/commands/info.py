@@ -51,20 +51,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoint_facts(arguments: argparse.Namespace, device: Any, machine: dict[str, Any]) -> dict[str, Any]:
-    from gpt_fast.checkpoint.families import read_config, read_generation_defaults
-    from gpt_fast.checkpoint.loading import stored_dtype
+    from gpt_fast.checkpoint.checkpoint import Checkpoint
     from gpt_fast.kernels.roofline import Roofline
     from gpt_fast.model.description import describe
     from gpt_fast.model.transformer import weight_bytes
     from gpt_fast.placement import pick_dtype
-    from gpt_fast.quantize import outline, quantization_method
-    from gpt_fast.tokenizer import load_tokenizer
 
-    config = read_config(arguments.checkpoint)
-    defaults = read_generation_defaults(arguments.checkpoint)
-    tokenizer = load_tokenizer(arguments.checkpoint)
-    dtype = pick_dtype(arguments.dtype, device, config, stored_dtype(arguments.checkpoint))
-    model = outline(arguments.checkpoint, dtype, arguments.quantize)
+    checkpoint = Checkpoint.open(arguments.checkpoint)
+    config, defaults, tokenizer = checkpoint.config, checkpoint.defaults, checkpoint.tokenizer
+    dtype = pick_dtype(arguments.dtype, device, config, checkpoint.stored_dtype)
+    model = checkpoint.meta_model(dtype, arguments.quantize)
     weights, bandwidth = weight_bytes(model), machine["read_bandwidth_gb_s"] * 1e9
     shape = {k: v for k, v in dataclasses.asdict(config).items() if k != "windows"}
     return {
@@ -72,7 +68,7 @@ def _checkpoint_facts(arguments: argparse.Namespace, device: Any, machine: dict[
         "sliding_window": max(config.windows, default=0) or None,
         "parameters": describe(config).num_parameters,
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": arguments.quantize or quantization_method(arguments.checkpoint),
+        "quantization": arguments.quantize or checkpoint.format.method,
         "weight_bytes": weights,
         "kv_bytes_per_token": config.kv_bytes_per_token(dtype.itemsize),
         **_cache_facts(config, dtype, device.type, machine["free_bytes"] - weights),

@@ -36,7 +36,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Quantize; the directory appears whole or not at all."""
-    from gpt_fast.quantize import quant_config, quantize_checkpoint
+    from gpt_fast.checkpoint.checkpoint import Checkpoint
+    from gpt_fast.quantize.scheme import quant_config
+    from gpt_fast.quantize.writer import quantize_checkpoint
 
     mode, gptq = arguments.mode.removesuffix("-gptq"), arguments.mode.endswith("-gptq")
     if mode != "int4" and arguments.group_size is not None:
@@ -44,10 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     if gptq != bool(arguments.calibration):
         raise ValueError("--mode int4-gptq and --calibration need each other")
     quant = quant_config(mode, arguments.group_size or 32, quantize_head=not arguments.keep_head)
+    checkpoint = Checkpoint.open(arguments.checkpoint)
     if gptq:
-        _quantize_with_text(arguments, quant)
+        _quantize_with_text(arguments, checkpoint, quant)
     else:
-        quantize_checkpoint(arguments.checkpoint, arguments.out, quant, resume=arguments.resume, progress=True)
+        quantize_checkpoint(checkpoint, arguments.out, quant, resume=arguments.resume, progress=True)
     print(f"wrote {arguments.out}: {_what_became_what(arguments.out)}", file=sys.stderr)
     return 0
 
@@ -55,27 +58,20 @@ def run(arguments: argparse.Namespace) -> int:
 def _what_became_what(directory: str) -> str:
     import torch
 
-    from gpt_fast.quantize import outline
+    from gpt_fast.checkpoint.checkpoint import Checkpoint
     from gpt_fast.quantize.linear import QuantizedLinear
 
     counts: Counter[str] = Counter()
-    for module in outline(directory, torch.float32).modules():
+    for module in Checkpoint.open(directory).meta_model(torch.float32).modules():
         if isinstance(module, QuantizedLinear):
             counts[str(module.scheme)] += module.in_features * module.out_features
     return ", ".join(f"{count / 1e6:,.1f} M weights in {scheme}" for scheme, count in counts.most_common())
 
 
-def _quantize_with_text(arguments: argparse.Namespace, quant: Any) -> None:
-    from gpt_fast.checkpoint.families import read_config
+def _quantize_with_text(arguments: argparse.Namespace, checkpoint: Any, quant: Any) -> None:
     from gpt_fast.evaluate import documents
     from gpt_fast.quantize.calibrate import calibration_tokens, quantize_with_text
-    from gpt_fast.tokenizer import load_tokenizer
 
     text = [d for file in arguments.calibration for d in documents(Path(file).read_text(encoding="utf-8"))]
-    tokens = calibration_tokens(
-        text,
-        load_tokenizer(arguments.checkpoint).encode,
-        read_config(arguments.checkpoint),
-        arguments.calibration_sequences,
-    )
-    quantize_with_text(arguments.checkpoint, arguments.out, quant, tokens, resume=arguments.resume, progress=True)
+    tokens = calibration_tokens(text, checkpoint.tokenizer.encode, checkpoint.config, arguments.calibration_sequences)
+    quantize_with_text(checkpoint, arguments.out, quant, tokens, resume=arguments.resume, progress=True)

@@ -55,7 +55,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     def geometric(count: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / count) for i in range(count)]
 
-    return torch.tensor(geometric(power) + geometric(2 * power)[::2][: num_heads - power])
+    return torch.tensor(geometric(power) + geometric(2 * power)[::2][: num_heads - power], device="cpu")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring) -> Tensor:

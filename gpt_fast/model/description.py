@@ -214,6 +214,7 @@ class Matrix(NamedTuple):
     unit: int = 1
     num_experts: int = 0
     tied: bool = False
+    runs: tuple[int, ...] = ()  # of rows that ranks divide each: queries, keys, values; gate, up
 
     @property
     def outputs(self) -> int:
@@ -275,11 +276,15 @@ class Description(NamedTuple):
     def blocks(self) -> tuple[Block, ...]:
         return (self.embed, *self.layers, self.head)
 
+    def block(self, prefix: str) -> Block:
+        """The block called ``prefix``: ``embed``, ``layers.3`` or ``head``."""
+        kind, _, index = prefix.partition(".")
+        return {"embed": self.embed, "head": self.head}[kind] if not index else self.layers[int(index)]
+
     def matrix(self, module: str) -> Matrix:
         """The matrix of the Transformer's linear layer ``module``, such as ``layers.3.wo``."""
         prefix, _, name = module.rpartition(".")
-        block = self.layers[int(prefix[len("layers.") :])] if prefix.startswith("layers.") else self.head
-        return block.matrix(name)
+        return self.block(prefix).matrix(name)
 
     @property
     def num_parameters(self) -> int:
@@ -320,6 +325,11 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     layout: Layout = PLAIN
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The tensor's own shape in an unquantized checkpoint."""
+        return self.shape[::-1] if self.layout.kind == "transposed" else self.shape
+
 
 @lru_cache(maxsize=64)
 def parts(config: ModelConfig) -> list[Part]:
@@ -345,6 +355,21 @@ def _parts(description: Description) -> Iterator[Part]:
                     layout = PLAIN if rows.layout.kind == "transposed" else rows.layout
                     yield Part(rows.source + ".bias", target + ".bias", start, (rows.number,), layout)
                 start += rows.number
+
+
+def split_of(target: str, config: ModelConfig) -> tuple[str, tuple[int, ...]]:
+    """How ranks divide the parameter ``target``: rows, columns or whole, and the runs of rows that are divided each."""
+    module, _, _ = target.rpartition(".")
+    prefix, _, name = module.rpartition(".")
+    block = describe(config).block(prefix)
+    for table in block.tables:
+        if table.name == name:
+            return ("rows", (table.num_rows,)) if name == "tokens" else ("whole", ())
+    for vector in block.vectors:
+        if vector.name == name:
+            return vector.split, (vector.size,)
+    matrix = block.matrix(name)
+    return matrix.split, matrix.runs
 
 
 @lru_cache(maxsize=64)
@@ -375,7 +400,14 @@ def _head(c: ModelConfig, row: Family) -> Block:
     ops: list[Op] = [_norm(c, "x", "normed", "norm"), Product("normed", "logits", "output", scale=c.logits_scale)]
     if c.logits_cap:
         ops.append(Cap("logits", "logits", c.logits_cap))
-    output = Matrix("output", c.dim, (Rows(row.names["output"], c.vocab_size),), c.head_bias, tied=c.tie_embeddings)
+    output = Matrix(
+        "output",
+        c.dim,
+        (Rows(row.names["output"], c.vocab_size),),
+        c.head_bias,
+        tied=c.tie_embeddings,
+        runs=(c.vocab_size,),
+    )
     return Block("head.", tuple(ops), (output,), (_vector(c, row, "norm", row.names["norm"]),))
 
 
@@ -423,7 +455,7 @@ def _attention(c: ModelConfig, row: Family, names: dict[str, str], i: int, x: st
     rotary = 0 if c.unrotated and c.unrotated[i] else c.rotary
     local = c.local_rope_theta is not None and c.window(i) > 0
     counts = (c.q_dim, c.kv_dim, c.kv_dim)
-    wqkv = Matrix("wqkv", c.dim, _rows(row, names, "wqkv", counts, c, unit=c.head_dim), c.qkv_bias)
+    wqkv = Matrix("wqkv", c.dim, _rows(row, names, "wqkv", counts, c, unit=c.head_dim), c.qkv_bias, runs=counts)
     wo = Matrix("wo", c.q_dim, _rows(row, names, "wo", (c.dim,), c), c.out_bias, "columns", c.head_dim)
     vectors = []
     if c.qk_norm != "no":
@@ -451,7 +483,8 @@ def _attention(c: ModelConfig, row: Family, names: dict[str, str], i: int, x: st
 
 
 def _feed_forward(c: ModelConfig, row: Family, names: dict[str, str], x: str, out: str) -> Block:
-    up = Matrix("w13", c.dim, _rows(row, names, "w13", (c.ffn_dim,) * (1 + c.gated), c), c.mlp_bias)
+    counts = (c.ffn_dim,) * (1 + c.gated)
+    up = Matrix("w13", c.dim, _rows(row, names, "w13", counts, c), c.mlp_bias, runs=counts)
     down = Matrix("w2", c.ffn_dim, _rows(row, names, "w2", (c.dim,), c), c.mlp_bias, "columns")
     ops = (
         Product(x, "inner", "w13"),
@@ -473,7 +506,7 @@ def _experts(c: ModelConfig, row: Family, names: dict[str, str], x: str, out: st
     if e.shared_ffn_dim:
         width = e.shared_ffn_dim
         matrices += [
-            Matrix("shared_w13", c.dim, _rows(row, names, "shared_w13", (width, width), c)),
+            Matrix("shared_w13", c.dim, _rows(row, names, "shared_w13", (width, width), c), runs=(width, width)),
             Matrix("shared_w2", width, _rows(row, names, "shared_w2", (c.dim,), c), split="columns"),
             Matrix("shared_gate", c.dim, (Rows(names["shared_gate"], 1),), split="whole"),
         ]
@@ -496,7 +529,8 @@ def _expert_matrices(c: ModelConfig, e: ExpertsConfig, row: Family, names: dict[
         each = (_rows(row, {slot: names[slot].replace("{e}", str(n))}, slot, counts, c) for n in range(e.num_experts))
         return tuple(rows for expert in each for rows in expert)
 
-    up = Matrix("experts_w13", c.dim, stacked("experts_w13", (e.ffn_dim, e.ffn_dim)), num_experts=e.num_experts)
+    up = Matrix("experts_w13", c.dim, stacked("experts_w13", (e.ffn_dim,) * 2), num_experts=e.num_experts)
+    up = up._replace(runs=(e.ffn_dim,) * (2 * e.num_experts))
     down = Matrix("experts_w2", e.ffn_dim, stacked("experts_w2", (c.dim,)), split="columns", num_experts=e.num_experts)
     if c.mlp_bias:
         up, down = up._replace(bias=True), down._replace(bias=True)

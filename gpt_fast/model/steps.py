@@ -1,8 +1,9 @@
 """A ``Transformer`` behind the engine (engine/model.py): what it caches, and what runs its steps.
 
-On a CPU the C++ kernels run it where they can (cpu_model.py), on a GPU Triton's run its short steps. Else torch compiles
-it block by block, once for one token and once for any larger number, so a model of any depth compiles in the time of one
-block and no later step compiles anything. Without a working C++ compiler the blocks run uncompiled, after one warning.
+On a CPU the C++ kernels run it where they can (cpu_model.py), on a GPU Triton's run its short steps. Else torch
+compiles it block by block, once for one token and once for any larger number, so a model of any depth compiles in the
+time of one block and no later step compiles anything. Without a working C++ compiler the blocks run uncompiled, after
+one warning.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ _BLOCK_VARIANTS = 128
 
 
 def serve(model: Transformer | Served, *, kernels: bool = True, compile: bool = True) -> Served:
-    """``model`` for the engine, or as it is if it is that already. ``kernels``: own kernels run its steps where they can, and take its weights away on a
-    CPU; ``compile``: else torch.compile's code does."""
+    """``model`` for the engine, or as it is if it is that already.
+
+    ``kernels``: own kernels run its steps where they can, and take its weights away on a CPU. ``compile``: else
+    torch.compile's code does.
+    """
     if not isinstance(model, Transformer):
         return model
     packed = pack_model(model.eval()) if kernels else None

@@ -7,28 +7,21 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from gpt_fast.checkpoint.families import Part
-from gpt_fast.checkpoint.loading import Slice
-from gpt_fast.checkpoint.stored import StoredTensor
-from gpt_fast.config import ModelConfig
+from gpt_fast.errors import ConfigError
+from gpt_fast.model.description import Part
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.quantize.linear import KINDS, QuantizedLinear, SplitLinear
 from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
 
 _CHUNK = 1 << 18  # weights quantized at a time: with what the search needs beside them they fit a cache
 
-Choose = Callable[[str], Scheme | Split | None]  # by the module's name in Transformer
+SchemeOf = Callable[[str], Scheme | Split | None]  # how a linear layer is stored, by the module's name in Transformer
 
 
-def chooser(quant: QuantConfig, config: ModelConfig) -> Choose:
-    """``quant.scheme`` for models of ``config``."""
-    return lambda module: quant.scheme(module, config)
-
-
-def locate(part: Part, choose: Choose) -> tuple[Part, Scheme | None]:
+def quantized_part(part: Part, scheme_of: SchemeOf) -> tuple[Part, Scheme | None]:
     """``part`` as the quantized model holds it, and the scheme of the linear weight that it is of, else None."""
     module, _, kind = part.target.rpartition(".")
-    scheme = choose(module)
+    scheme = scheme_of(module)
     if isinstance(scheme, Split) and part.start < scheme.num_queries:
         part, scheme = part._replace(target=f"{module}.queries.{kind}"), scheme.queries
     elif isinstance(scheme, Split):
@@ -37,13 +30,13 @@ def locate(part: Part, choose: Choose) -> tuple[Part, Scheme | None]:
     return part, scheme if kind == "weight" and len(part.shape) == 2 else None
 
 
-def swap_layers(model: nn.Module, choose: Choose, device: torch.device | str) -> None:
-    """Replace the linear layers that ``choose`` has a scheme for by quantized ones on ``device``, not yet written.
+def swap_layers(model: nn.Module, scheme_of: SchemeOf, device: torch.device | str) -> None:
+    """Replace the linear layers that have a scheme by quantized ones on ``device``, not yet written.
 
-    For a model whose weights are not there yet (``checkpoint.build``): theirs are not looked at. Biases stay.
+    For a model whose weights are not there yet (``empty_model``): theirs are not looked at. Biases stay.
     """
     for name, module in list(model.named_modules()):
-        scheme = choose(name) if isinstance(module, nn.Linear) else None
+        scheme = scheme_of(name) if isinstance(module, nn.Linear) else None
         if scheme is not None:
             assert isinstance(module, nn.Linear)
             _replace(model, name, _like(module, scheme, device))
@@ -51,14 +44,14 @@ def swap_layers(model: nn.Module, choose: Choose, device: torch.device | str) ->
 
 def quantize_model(model: Transformer, config: QuantConfig) -> None:
     """Round the weights of ``model``, in memory, to nearest, in place; each is let go of as soon as it is done."""
-    quantize_layers(model, chooser(config, model.config))
+    quantize_layers(model, lambda name: config.scheme(name, model.config))
 
 
-def quantize_layers(model: nn.Module, choose: Choose) -> None:
-    """Round those linear layers of ``model`` that ``choose`` has a scheme for, as :func:`quantize_model` does."""
+def quantize_layers(model: nn.Module, scheme_of: SchemeOf) -> None:
+    """Round those linear layers of ``model`` that ``scheme_of`` has one for, as :func:`quantize_model` does."""
     with torch.no_grad():
         for name, module in list(model.named_modules()):
-            scheme = choose(name) if isinstance(module, nn.Linear) else None
+            scheme = scheme_of(name) if isinstance(module, nn.Linear) else None
             if scheme is None:
                 continue
             assert isinstance(module, nn.Linear)
@@ -72,35 +65,16 @@ def quantize_layers(model: nn.Module, choose: Choose) -> None:
             _replace(model, name, layer)
 
 
-def row_writer(
-    model: Transformer,
-) -> Callable[[Part, StoredTensor, Slice | None, Callable[[int], object] | None], bool]:
-    """What ``checkpoint.fill`` hands weights to: those of quantized layers are rounded as they are read.
+def check_device(quant: QuantConfig | None, device: torch.device) -> None:
+    """Raise ConfigError when ``device`` cannot multiply with weights that are stored as ``quant`` says.
 
-    A few rows at a time, so that no matrix is ever held in full precision.
+    fp8 needs CUDA with compute capability 8.9, or ROCm. Elsewhere int8 has the same size and a smaller error.
     """
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-
-    def store(
-        part: Part, tensor: StoredTensor, take: Slice | None, report: Callable[[int], object] | None = None
-    ) -> bool:
-        name, _, kind = part.target.rpartition(".")
-        layer = layers.get(name)
-        if layer is None or kind != "weight":
-            return False
-        low, high = (take.start, take.start + take.length) if take and take.axis == 0 else (0, tensor.num_rows)
-        for begin in range(low, high, chunk_rows(tensor.shape[1])):
-            end = min(begin + chunk_rows(tensor.shape[1]), high)
-            rows = tensor.rows(begin, end)
-            if take and take.axis == 1:
-                rows = rows[:, take.start : take.start + take.length]
-            layer.write(part.start + begin - low, rows.to(layer.weight.device))
-            tensor.release(begin, end)
-            if report:
-                report((end - begin) * tensor.row_bytes)
-        return True
-
-    return store
+    if quant is None or "fp8" not in [scheme.kind for scheme in (quant.blocks, quant.head) if scheme]:
+        return
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 9)):
+        return
+    raise ConfigError(f"quantize: fp8 is not supported on {device}, which cannot multiply in it; use int8")
 
 
 def chunk_rows(width: int) -> int:

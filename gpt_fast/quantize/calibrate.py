@@ -19,28 +19,31 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gpt_fast.checkpoint.loading import progress_bar
+from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.progress import progress_bar
 from gpt_fast.checkpoint.safetensors_file import read_safetensors
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import ConfigError
+from gpt_fast.model.building import NoDraws
 from gpt_fast.model.description import Block as DescribedBlock
 from gpt_fast.model.description import Part, Product, describe, parts
 from gpt_fast.model.rope import Rope
 from gpt_fast.model.transformer import Block, Context
 from gpt_fast.quantize.apply import quantize_layers, swap_layers
-from gpt_fast.quantize.checkpoint import (
-    Source,
-    begin_writing,
-    finish_writing,
-    open_source,
-    stored_parts,
-    write_part,
-)
+from gpt_fast.quantize.formats import plain_weight
 from gpt_fast.quantize.gptq import Hessian, gptq
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
-from gpt_fast.quantize.writer import CheckpointWriter
+from gpt_fast.quantize.writer import (
+    CheckpointWriter,
+    Source,
+    begin_writing,
+    finish_writing,
+    source_of,
+    stored_parts,
+    write_part,
+)
 
 NUM_SEQUENCES = 128
 LENGTH = 512  # tokens
@@ -50,7 +53,7 @@ Schemes = Mapping[str, Scheme | Split | None]  # by the linear layer's name in a
 
 
 def quantize_with_text(
-    directory: str | Path,
+    checkpoint: Checkpoint,
     out: str | Path,
     quant: QuantConfig,
     tokens: Tensor,
@@ -58,16 +61,16 @@ def quantize_with_text(
     resume: bool = False,
     progress: bool = False,
 ) -> None:
-    """Write the checkpoint ``directory`` as ``out`` with blocks in int4 by GPTQ, the head rounded to nearest.
+    """Write ``checkpoint`` as ``out`` with blocks in int4 by GPTQ, the head rounded to nearest.
 
     ``tokens``: calibration sequences, int64 [S, T] (``calibration_tokens``). Raises CheckpointError or ConfigError.
     """
     if quant.blocks is None or quant.blocks.kind != "int4":
         raise ConfigError("GPTQ is for int4")
-    source = open_source(directory, quant)
+    source = source_of(checkpoint, quant)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
     writer = begin_writing(source, out, {"method": "gptq", "tokens": digest}, resume)
-    total = sum(tensor.num_bytes for tensor in source.weights.values())
+    total = sum(tensor.num_bytes for tensor in source.checkpoint.tensors.values())
     try:
         with progress_bar(total, progress, "quantizing") as report, torch.inference_mode():
             for part in parts(source.config):
@@ -134,7 +137,7 @@ def _quantize_blocks(
         for begin in range(0, len(x), _BATCH):
             x[begin : begin + _BATCH] = block(x[begin : begin + _BATCH], context)
         if report:
-            report(sum(source.weights[part.source].num_bytes for part in own))
+            report(sum(source.checkpoint.tensors[part.source].num_bytes for part in own))
 
 
 def quantize_block(block: Block, x: Tensor, exact: Tensor, context: Context, schemes: Schemes) -> Tensor:
@@ -186,22 +189,21 @@ def _embed(source: Source, context: Context) -> Tensor:
 
 def _read_block(source: Source, described: DescribedBlock, own: Sequence[Part]) -> Block:
     """A block of the unquantized model in float32."""
-    with torch.device("meta"):
+    with NoDraws():
         block = Block(described)
-    block.to_empty(device="cpu")
     parameters = dict(block.named_parameters())
     for part in own:
         target = parameters[part.target.removeprefix(described.prefix)]
-        source.weights[part.source].copy_to(target[part.start : part.start + part.shape[0]])
-    return block.float()
+        plain_weight(part, source.checkpoint.tensors).copy_to(target[part.start : part.start + part.shape[0]])
+    return block.requires_grad_(False)
 
 
 def _schemes(source: Source, block: Block) -> Schemes:
-    return {m.name: source.choose(block.block.prefix + m.name) for m in block.block.matrices}
+    return {m.name: source.scheme_of(block.block.prefix + m.name) for m in block.block.matrices}
 
 
 def _quantized_parts(source: Source, prefix: str) -> list[Part]:
-    return [p for p, dtype in stored_parts(source.config, source.choose) if dtype and p.target.startswith(prefix)]
+    return [p for p, dtype in stored_parts(source.config, source.scheme_of) if dtype and p.target.startswith(prefix)]
 
 
 def _write_block(block: Block, source: Source, writer: CheckpointWriter, prefix: str) -> None:

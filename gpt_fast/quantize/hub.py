@@ -18,30 +18,27 @@ by group, and the layer gathers its inputs in that order (``Int4Linear.order``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.checkpoint.families import FAMILIES, Part, parts, read_config, read_json
-from gpt_fast.checkpoint.loading import build, check_weights, open_weights, progress_bar, resolve_tying
-from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.checkpoint.shard import Cut
+from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.config import ModelConfig
-from gpt_fast.errors import CheckpointError
+from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.kernels.cpu.packing import nibbles
-from gpt_fast.model.transformer import Transformer
-from gpt_fast.quantize.apply import Choose, swap_layers
-from gpt_fast.quantize.linear import Int4Linear
+from gpt_fast.model.description import Part
+from gpt_fast.quantize.formats import Format, Specs
+from gpt_fast.quantize.linear import Int4Linear, QuantizedLinear
 from gpt_fast.quantize.rtn import LARGEST, ZERO_STEPS
 from gpt_fast.quantize.scheme import GROUP_SIZES, Scheme
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where outputs 0 .. 7 stand in an int32, in fours of bits from the lowest
-_NAMES = {"gptq": ("qweight", "qzeros", "scales", "g_idx"), "awq": ("qweight", "qzeros", "scales")}
 
 
-class Format(NamedTuple):
+class Header(NamedTuple):
     """What ``quantization_config`` says."""
 
     method: str  # gptq | awq
@@ -49,7 +46,7 @@ class Format(NamedTuple):
     zero_offset: int  # to add to stored zeros
 
 
-def parse_format(raw: Mapping[str, Any], where: str) -> Format:
+def parse_header(raw: Mapping[str, Any], where: str) -> Header:
     """Raises CheckpointError naming the key for what is not supported."""
     method = raw.get("quant_method")
     bits, group_size = raw.get("bits", raw.get("w_bit")), raw.get("group_size", raw.get("q_group_size"))
@@ -65,71 +62,68 @@ def parse_format(raw: Mapping[str, Any], where: str) -> Format:
                 f"{where}: AWQ in version {version!r} with zero_point {raw.get('zero_point')!r} is not supported, only "
                 "'gemm' with zero points"
             )
-        return Format("awq", group_size, 0)
+        return Header("awq", group_size, 0)
     layout = raw.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise CheckpointError(f"{where}: quantization_config.checkpoint_format {layout!r} is not supported")
-    return Format("gptq", group_size, 1 if layout == "gptq" else 0)
+    return Header("gptq", group_size, 1 if layout == "gptq" else 0)
 
 
-def load_hub(
-    directory: str | Path,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    progress: bool = False,
-    *,
-    column_major: bool = False,
-) -> Transformer:
-    """The model of a GPTQ or AWQ checkpoint. Raises CheckpointError naming files, keys and tensors."""
-    found = open_hub(directory)
-    model = build(found.config, dtype, device, column_major, lambda m: swap_layers(m, found.choose, device))
-    parameters = dict(model.named_parameters())
-    with progress_bar(len(found.wanted), progress, "loading tensors") as report, torch.no_grad():
-        for part in found.wanted:
-            if part.source in found.packed:
-                layer = model.get_submodule(part.target.removesuffix(".weight"))
-                assert isinstance(layer, Int4Linear)
-                _store(layer, part, _read(found.weights, part, found.format), str(directory))
-            else:
-                target = parameters[part.target][part.start : part.start + part.shape[0]]
-                found.weights[part.source].copy_to(target)
-            if report:
-                report(1)
-    return model
+class HubFormat(Format):
+    """The tensors of a GPTQ or AWQ checkpoint, each layer's as its ``quantization_config`` says."""
+
+    def __init__(self, header: Header, wanted: Sequence[Part], tensors: Mapping[str, StoredTensor], where: str) -> None:
+        """``tensors``: all of the checkpoint's. Raises CheckpointError for a fused layer that is quantized in part."""
+        self.method, self._header, self._where = header.method, header, where
+        self._packed = {part.source for part in wanted if _prefix(part) + "qweight" in tensors}
+        self._groups = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".g_idx")}
+        layers: dict[str, bool] = {}
+        for part in wanted:
+            module, _, kind = part.target.rpartition(".")
+            if kind == "weight" and layers.setdefault(module, part.source in self._packed) != (
+                part.source in self._packed
+            ):
+                raise CheckpointError(f"{where}: only a part of {module} is quantized, which is one matrix here")
+        self._layers = layers
+        self._scheme = Scheme("int4", header.group_size if header.group_size > 0 else max(GROUP_SIZES))
+
+    def scheme(self, module: str, config: ModelConfig) -> Scheme | None:
+        """int4 for what is stored so."""
+        return self._scheme if self._layers.get(module) else None
+
+    def tensors(self, part: Part, scheme: Scheme | None) -> Specs:
+        """Codes, zeros, scales and, where they are stored, the groups of the inputs."""
+        if part.source not in self._packed:
+            return super().tensors(part, None)
+        n, k = part.shape
+        groups = -(-k // self._header.group_size) if self._header.group_size > 0 else 1
+        prefix = _prefix(part)
+        out: Specs = {
+            prefix + "qweight": (torch.int32, (k // 8, n) if self.method == "gptq" else (k, n // 8)),
+            prefix + "qzeros": (torch.int32, (groups, n // 8)),
+            prefix + "scales": (None, (groups, n)),
+        }
+        if self.method == "gptq" and prefix + "g_idx" in self._groups:
+            out[prefix + "g_idx"] = (self._groups[prefix + "g_idx"], (k,))
+        return out
+
+    def fill(
+        self, layer: QuantizedLinear, part: Part, tensors: Mapping[str, StoredTensor], cut: Cut, report: Report
+    ) -> None:
+        """Unpack a whole layer and store it."""
+        if cut != Cut():
+            raise ConfigError(f"shard: {self.method} checkpoints cannot be divided between ranks; use int4 or int8")
+        assert isinstance(layer, Int4Linear)
+        _store(layer, part, _read(tensors, part, self._header), self._where)
+        if report:
+            report(sum(tensors[name].num_bytes for name in self.tensors(part, layer.scheme)))
 
 
-class HubCheckpoint(NamedTuple):
-    """A GPTQ or AWQ checkpoint, mapped and checked."""
-
-    config: ModelConfig
-    weights: Mapping[str, StoredTensor]
-    format: Format
-    wanted: list[Part]
-    packed: set[str]  # sources of ``wanted`` that are stored in 4 bits
-    choose: Choose
-
-
-def open_hub(directory: str | Path) -> HubCheckpoint:
-    """Raises CheckpointError, naming keys and tensors, before anything is built by what ``config.json`` says."""
-    directory = Path(directory)
-    where = str(directory / "config.json")
-    config = read_config(directory)
-    found = parse_format(read_json(directory / "config.json")["quantization_config"], where)
-    weights = open_weights(directory)
-    if FAMILIES[config.family].names["output"] + ".qweight" not in weights:
-        config, weights = resolve_tying(config, weights)
-    wanted = parts(config)
-    packed = {part.source for part in wanted if _prefix(part) + "qweight" in weights}
-    _check(wanted, packed, weights, found, str(directory))
-    scheme = Scheme("int4", found.group_size if found.group_size > 0 else max(GROUP_SIZES))
-
-    def choose(module: str) -> Scheme | None:
-        states = {part.source in packed for part in wanted if part.target == module + ".weight"}
-        if len(states) == 2:
-            raise CheckpointError(f"{directory}: only a part of {module} is quantized, which is one matrix here")
-        return scheme if True in states else None
-
-    return HubCheckpoint(config, weights, found, wanted, packed, choose)
+def without_empty_biases(wanted: Sequence[Part], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """``tensors`` without the biases of zeros that AutoGPTQ writes for layers that have none."""
+    known = {part.source for part in wanted}
+    empty = {_prefix(part) + "bias" for part in wanted if _prefix(part) + "qweight" in tensors} - known
+    return {name: t for name, t in tensors.items() if name not in empty or bool(_whole(t).any())}
 
 
 class _Layer(NamedTuple):
@@ -141,9 +135,9 @@ class _Layer(NamedTuple):
     group_of: Tensor  # int64 [K]
 
 
-def _read(weights: Mapping[str, StoredTensor], part: Part, found: Format) -> _Layer:
+def _read(weights: Mapping[str, StoredTensor], part: Part, found: Header) -> _Layer:
     k = part.shape[1]
-    qweight, qzeros, scales = (_whole(weights[_prefix(part) + name]) for name in _NAMES["awq"])
+    qweight, qzeros, scales = (_whole(weights[_prefix(part) + name]) for name in ("qweight", "qzeros", "scales"))
     size = found.group_size if found.group_size > 0 else k
     if found.method == "awq":
         codes, zeros = _unpack(qweight, _AWQ_ORDER).t(), _unpack(qzeros, _AWQ_ORDER)
@@ -196,32 +190,3 @@ def _whole(tensor: StoredTensor) -> Tensor:
 
 def _prefix(part: Part) -> str:
     return part.source.removesuffix("weight")
-
-
-def _check(wanted: list[Part], packed: set[str], weights: dict[str, StoredTensor], found: Format, where: str) -> None:
-    """As check_weights for plain tensors, and every quantized layer must have its tensors in their shapes."""
-    known = set()
-    for part in wanted:
-        if part.source not in packed:
-            continue
-        n, k = part.shape
-        groups = -(-k // found.group_size) if found.group_size > 0 else 1
-        shapes = {
-            "qweight": (k // 8, n) if found.method == "gptq" else (k, n // 8),
-            "qzeros": (groups, n // 8),
-            "scales": (groups, n),
-        }
-        for name, shape in shapes.items():
-            tensor = weights.get(_prefix(part) + name)
-            if tensor is None or tensor.shape != shape or (name != "scales" and tensor.dtype != torch.int32):
-                stored = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-                raise CheckpointError(f"{where}: {_prefix(part)}{name} is {stored}, not {list(shape)}")
-        known |= {_prefix(part) + name for name in _NAMES[found.method]}
-        bias = _prefix(part) + "bias"
-        if bias in weights and bias not in {p.source for p in wanted} and not _whole(weights[bias]).any():
-            known.add(bias)  # AutoGPTQ writes biases of zeros for layers that have none
-    check_weights(
-        [part for part in wanted if part.source not in packed],
-        {name: tensor for name, tensor in weights.items() if name not in known},
-        where,
-    )

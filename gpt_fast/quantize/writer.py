@@ -1,4 +1,7 @@
-"""A quantized checkpoint being written: tensors in any order and by rows, in a directory that can be resumed.
+"""Writes quantized checkpoints: Hugging Face directories whose ``config.json`` has a ``quantization_config`` of ours.
+
+:func:`quantize_checkpoint` rounds to nearest (calibrate.py does better with a text). Tensors are stored as the family
+names them, so q, k and v stay apart on disk, in any order and by rows, in a directory that can be resumed.
 
 The directory is called ``OUT.partial`` until it is whole. Its safetensors file has its final size and header from the
 beginning; ``progress.json`` names the parts that are complete, and what they were made from.
@@ -6,7 +9,6 @@ beginning; ``progress.json`` names the parts that are complete, and what they we
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
@@ -14,23 +16,30 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.convert import COMPANIONS
 from gpt_fast.checkpoint.families import read_json
-from gpt_fast.checkpoint.loading import weight_files
-from gpt_fast.checkpoint.safetensors_file import CODES
-from gpt_fast.errors import CheckpointError
+from gpt_fast.checkpoint.progress import progress_bar
+from gpt_fast.checkpoint.safetensors_file import Specs, layout, write_rows
+from gpt_fast.checkpoint.stored import Report
+from gpt_fast.config import ModelConfig
+from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.model.description import Part, parts
+from gpt_fast.quantize.apply import SchemeOf, chunk_rows, quantized_part
+from gpt_fast.quantize.formats import plain_weight
+from gpt_fast.quantize.rtn import quantize_rows
+from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
 
-Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor by name
 _PROGRESS = "progress.json"
 
 
 class CheckpointWriter:
-    """Writes ``specs`` into ``out``, made from the Hugging Face directory ``source`` with ``settings``.
+    """Writes ``specs`` into ``out``, made from the checkpoint ``source`` with ``settings``.
 
     ``resume`` goes on with what an interrupted run with the same ``source`` and ``settings`` left behind.
     Raises CheckpointError when ``out`` exists, or when there is something left and it is not to be resumed or does not
@@ -38,7 +47,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, source: Path, out: Path, specs: Specs, settings: Mapping[str, Any], resume: bool = False
+        self, source: Checkpoint, out: Path, specs: Specs, settings: Mapping[str, Any], resume: bool = False
     ) -> None:
         self.source, self.out = source, out
         self.partial = out.with_name(out.name + ".partial")
@@ -47,7 +56,7 @@ class CheckpointWriter:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise CheckpointError(f"{out} exists and is not empty; choose another output directory")
         self.path = self.partial / "model.safetensors"
-        header, self._begin = _layout(specs)
+        header, self._begin = layout(specs)
         self._specs = specs
         if self.partial.exists():
             self._take_up(resume)
@@ -58,7 +67,6 @@ class CheckpointWriter:
                 file.write(header)
                 file.truncate(len(header) + sum(math.prod(s) * d.itemsize for d, s in specs.values()))
             self._note()
-        self._offset = len(header)
         self._file = open(self.path, "r+b")  # noqa: SIM115 - closed by finish or leave
 
     def _take_up(self, resume: bool) -> None:
@@ -80,10 +88,8 @@ class CheckpointWriter:
         assert rows.dtype == dtype, (name, rows.dtype)
         assert tuple(rows.shape[1:]) == shape[1:], (name, rows.shape)
         assert start + rows.shape[0] <= shape[0], (name, rows.shape)
-        rows = rows.contiguous()
-        size = rows.numel() * rows.element_size()
-        self._file.seek(self._offset + self._begin[name] + start * math.prod(shape[1:]) * dtype.itemsize)
-        self._file.write((ctypes.c_char * size).from_address(rows.data_ptr()))
+        self._file.seek(self._begin[name] + start * math.prod(shape[1:]) * dtype.itemsize)
+        write_rows(self._file, rows)
 
     def complete(self, part: str) -> None:
         """Note that everything of ``part`` is on disk; a resumed run finds it in ``done``."""
@@ -105,9 +111,10 @@ class CheckpointWriter:
     def finish(self, changes: Mapping[str, Any]) -> None:
         """Add ``config.json``, which is the source's with ``changes``, the tokenizer's files, and give it its name."""
         self._file.close()
-        raw = read_json(self.source / "config.json") | dict(changes)
+        raw = self.source.raw | dict(changes)
         (self.partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        companions = [self.source / name for name in COMPANIONS] + list(self.source.glob("*.tiktoken"))
+        folder = self.source.directory
+        companions = [folder / name for name in COMPANIONS] + list(folder.glob("*.tiktoken"))
         for path in companions:
             if path.is_file():
                 shutil.copyfile(path, self.partial / path.name)
@@ -117,25 +124,113 @@ class CheckpointWriter:
         self.partial.rename(self.out)
 
 
-def _layout(specs: Specs) -> tuple[bytes, dict[str, int]]:
-    """The file's header, and where each tensor begins in its data."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin: dict[str, int] = {}
-    end = 0
-    # Widest dtypes first, so that every tensor is aligned to its own.
-    for name, (dtype, shape) in sorted(specs.items(), key=lambda item: -item[1][0].itemsize):
-        begin[name] = end
-        end += math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin[name], end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, begin
-
-
-def _fingerprint(source: Path) -> str:
+def _fingerprint(source: Checkpoint) -> str:
     """Changes when the checkpoint does: its configuration, and its files' names, sizes and times."""
-    digest = hashlib.sha256((source / "config.json").read_bytes())
-    for path in weight_files(source):
+    digest = hashlib.sha256(json.dumps(source.raw).encode())
+    for path in source.files:
         stat = path.stat()
         digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
+
+
+class Source(NamedTuple):
+    """An unquantized checkpoint and how it is to be quantized."""
+
+    checkpoint: Checkpoint
+    quant: QuantConfig
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.checkpoint.config
+
+    def scheme_of(self, module: str) -> Scheme | Split | None:
+        """How the linear layer ``module`` is to be stored."""
+        return self.quant.scheme(module, self.config)
+
+
+def source_of(checkpoint: Checkpoint, quant: QuantConfig) -> Source:
+    """Raises CheckpointError for a checkpoint that is quantized already, ConfigError for groups that fit no layer."""
+    directory = checkpoint.directory
+    if checkpoint.format.method is not None:
+        raise CheckpointError(
+            f"{directory} is quantized already ({checkpoint.format.method}); start from the unquantized checkpoint"
+        )
+    source, wanted = Source(checkpoint, quant), quant.blocks
+    schemes = [quantized_part(part, source.scheme_of)[1] for part in parts(source.config)]
+    if wanted is not None and wanted not in schemes:
+        raise ConfigError(
+            f"group_size: {wanted.group_size} fits no layer of {directory}; the inputs must fill whole groups"
+        )
+    return source
+
+
+def stored_parts(config: ModelConfig, scheme_of: SchemeOf) -> list[tuple[Part, torch.dtype | None]]:
+    """Every tensor of a quantized checkpoint, and its dtype where the scheme gives it."""
+    out: list[tuple[Part, torch.dtype | None]] = []
+    for part in parts(config):
+        part, scheme = quantized_part(part, scheme_of)
+        if scheme is None:
+            out.append((part, None))
+            continue
+        source, target = part.source.removesuffix("weight"), part.target.removesuffix("weight")
+        for name, (dtype, shape) in scheme.tensors(*part.shape).items():
+            out.append((Part(source + name, target + name, part.start, shape), dtype))
+    return out
+
+
+def begin_writing(
+    source: Source, out: str | Path, settings: Mapping[str, Any], resume: bool = False
+) -> CheckpointWriter:
+    """The writer of everything that ``source`` becomes."""
+    specs = {
+        part.source: (dtype or source.checkpoint.tensors[part.source].dtype, part.shape)
+        for part, dtype in stored_parts(source.config, source.scheme_of)
+    }
+    return CheckpointWriter(source.checkpoint, Path(out), specs, {**source.quant.to_json(), **settings}, resume)
+
+
+def finish_writing(source: Source, writer: CheckpointWriter) -> None:
+    """Give the checkpoint its name and its ``config.json``."""
+    tied = source.config.tie_embeddings
+    writer.finish({"quantization_config": source.quant.to_json(), "tie_word_embeddings": tied})
+
+
+def write_part(source: Source, writer: CheckpointWriter, part: Part, report: Report = None) -> None:
+    """Write one tensor of ``source``, rounded to nearest if it is to be quantized and as it is otherwise."""
+    tensor, (_, scheme) = plain_weight(part, source.checkpoint.tensors), quantized_part(part, source.scheme_of)
+    prefix = part.source.removesuffix("weight")
+    for first, last in tensor.chunks():
+        step = chunk_rows(tensor.shape[1]) if scheme else last - first
+        for begin in range(first, last, step):
+            rows = tensor.rows(begin, min(begin + step, last))
+            if scheme is None:
+                writer.write(part.source, begin, rows)
+            else:
+                for name, quantized in quantize_rows(rows, scheme).items():
+                    writer.write(prefix + name, begin, quantized)
+        tensor.release(first, last)
+        if report:
+            report((last - first) * tensor.row_bytes)
+
+
+def quantize_checkpoint(
+    checkpoint: Checkpoint, out: str | Path, quant: QuantConfig, *, resume: bool = False, progress: bool = False
+) -> None:
+    """Write ``checkpoint`` quantized by rounding to nearest as ``out``, which must not exist yet.
+
+    Holds a few megabytes of weights at a time. Raises CheckpointError.
+    """
+    source = source_of(checkpoint, quant)
+    writer = begin_writing(source, out, {"method": "rtn"}, resume)
+    wanted = [part for part in parts(source.config) if part.source not in writer.done]
+    total = sum(source.checkpoint.tensors[part.source].num_bytes for part in wanted)
+    try:
+        with progress_bar(total, progress, "quantizing") as report, torch.no_grad():
+            for part in wanted:
+                write_part(source, writer, part, report)
+                if part.target.endswith("feed_forward.w2.weight"):
+                    writer.complete(part.source)
+    except BaseException:
+        writer.leave()
+        raise
+    finish_writing(source, writer)

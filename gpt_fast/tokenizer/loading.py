@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gpt_fast.errors import TokenizerError, TokenizerMissing
 from gpt_fast.tokenizer.protocol import Tokenizer
-from gpt_fast.tokenizer.settings import Settings, read_added_tokens, read_json_object, read_settings
+from gpt_fast.tokenizer.settings import Settings, parse_json_object, read_added_tokens, read_json_object, read_settings
 
 Format = Literal["sentencepiece", "tiktoken", "json"]
 
@@ -36,7 +36,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     if path.is_file():
-        return _load_file(path, read_settings(path.parent))
+        return _load_file({path: path.read_bytes()}, path, read_settings(path.parent))
     if not path.is_dir():
         raise TokenizerError(f"{path} does not exist; give a checkpoint directory or a tokenizer file")
     missing: ImportError | None = None
@@ -79,41 +79,40 @@ def sniff(data: bytes, source: str) -> Format:
 def _candidates(directory: Path) -> list[Callable[[], Tokenizer]]:
     settings = read_settings(directory)
     files = [directory / "tokenizer.model", directory / "tokenizer.json", *sorted(directory.glob("*.tiktoken"))]
-    formats = {file: sniff(_head(file), str(file)) for file in files if file.is_file()}
+    found = {file: file.read_bytes() for file in files if file.is_file()}  # each is opened once
+    formats = {file: sniff(data, str(file)) for file, data in found.items()}
     rank: list[Format] = ["sentencepiece", "json", "tiktoken"]
     ordered = sorted(formats, key=lambda file: rank.index(formats[file]))
-    candidates: list[Callable[[], Tokenizer]] = [partial(_load_file, file, settings) for file in ordered]
+    candidates: list[Callable[[], Tokenizer]] = [partial(_load_file, found, file, settings) for file in ordered]
     if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
         candidates.append(partial(_load_vocab_and_merges, directory, settings))
     return candidates
 
 
-def _head(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(4096)
-
-
-def _load_file(path: Path, settings: Settings) -> Tokenizer:
-    data = path.read_bytes()
+def _load_file(found: Mapping[Path, bytes], path: Path, settings: Settings) -> Tokenizer:
+    """The tokenizer in ``path``, one of the files ``found`` in its directory."""
+    data = found[path]
     format = sniff(data, str(path))
     if format == "json":
         from gpt_fast.tokenizer.hf_json import HfJsonTokenizer
 
-        return HfJsonTokenizer(read_json_object(path), settings, source=str(path))
+        return HfJsonTokenizer(parse_json_object(data, path), settings, source=str(path))
     if format == "tiktoken":
         from gpt_fast.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
         return TiktokenTokenizer(data, settings, source=str(path))
-    return _load_sentencepiece(path, data, settings)
+    beside = path.parent / "tokenizer.json"
+    if beside == path:
+        return _load_sentencepiece(path, data, {}, settings)
+    converted = parse_json_object(found[beside], beside) if beside in found else read_json_object(beside)
+    return _load_sentencepiece(path, data, converted, settings)
 
 
-def _load_sentencepiece(path: Path, data: bytes, settings: Settings) -> Tokenizer:
+def _load_sentencepiece(path: Path, data: bytes, converted: dict[str, Any], settings: Settings) -> Tokenizer:
     from gpt_fast.tokenizer.hf_json import prefixes_every_segment
     from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
-    beside = path.parent / "tokenizer.json"
-    converted = {} if beside == path else read_json_object(beside)
-    added = read_added_tokens(converted, str(beside))
+    added = read_added_tokens(converted, str(path.parent / "tokenizer.json"))
     added |= {token.id: token for token in settings.added}
     return SentencePieceTokenizer(
         data,

@@ -79,10 +79,13 @@ def read_settings(directory: Path) -> Settings:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file's object, empty if there is no such file. Raises TokenizerError if it is not JSON or no object."""
-    if not path.exists():
-        return {}
+    return parse_json_object(path.read_bytes(), path) if path.exists() else {}
+
+
+def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
+    """The object in ``data``, the content of ``path``. Raises TokenizerError if it is not JSON or no object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(data.decode("utf-8"))
     except ValueError as error:
         raise TokenizerError(f"{path} is not valid JSON ({error}); fetch the file again") from error
     if not isinstance(value, dict):

@@ -14,8 +14,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from gpt_fast import LLM, SamplingParams, kernels
-from gpt_fast.checkpoint.loading import random_model
 from gpt_fast.engine.runner import Runner
+from gpt_fast.model.building import random_model
 from gpt_fast.model.shapes import shape
 from gpt_fast.model.steps import ServedTransformer
 

@@ -1,0 +1,257 @@
+"""A Hugging Face directory, read once, and the models that are made of it.
+
+:class:`Checkpoint` knows the configuration, the tensors (mapped, not read), how they are quantized, what the checkpoint
+says about generation, and its tokenizer. It builds the model: every parameter is allocated once, in its final dtype on
+its final device, and filled from the mapped files piece by piece (stored.py), so that a load peaks at the weights it
+leaves behind plus some megabytes. Formats that are not Hugging Face's go through convert.py first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpt_fast.checkpoint.families import (
+    FAMILIES,
+    GenerationDefaults,
+    parse_config,
+    read_generation_defaults,
+    read_json,
+)
+from gpt_fast.checkpoint.progress import progress_bar
+from gpt_fast.checkpoint.shard import Cut, Shard
+from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.checkpoint.weight_files import open_weights, weight_files
+from gpt_fast.config import ModelConfig
+from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.model.building import empty_model
+from gpt_fast.model.description import Part, parts
+from gpt_fast.model.transformer import Transformer, weight_bytes
+from gpt_fast.quantize.apply import SchemeOf, quantized_part, swap_layers
+from gpt_fast.quantize.formats import Format, OwnFormat, RoundedFormat, Specs
+from gpt_fast.quantize.hub import HubFormat, parse_header, without_empty_biases
+from gpt_fast.quantize.linear import QuantizedLinear
+from gpt_fast.quantize.scheme import METHOD, Scheme, Split, parse_quant_config, quant_config
+from gpt_fast.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+_SHOWN = 5  # names listed in an error
+_OF_QUANTIZED = (".scale", ".scales", ".row_scale")  # tensors whose dtype says nothing about the others
+
+
+class Checkpoint:
+    """A directory that has been opened: see :meth:`open`.
+
+    ``raw``: the content of ``config.json``. ``config``: the model; its ``tie_embeddings`` says what the files have.
+    ``files``: those that hold the weights. ``tensors``: all of theirs by name, without a head that is tied.
+    ``format``: how they hold linear weights. ``defaults``: what the checkpoint says about generation.
+    """
+
+    def __init__(self, directory: Path, raw: dict[str, Any], config: ModelConfig) -> None:
+        self.directory, self.raw = directory, raw
+        self.defaults: GenerationDefaults = read_generation_defaults(directory, raw)
+        self.files = weight_files(directory)
+        self.config, self.tensors = resolve_tying(config, open_weights(self.files))
+        self.format = self._stored_format()
+        check_tensors(self._specs(self.format), self.tensors, str(directory))
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Checkpoint:
+        """Read ``directory``; every file in it is opened once, the tokenizer's when it is asked for.
+
+        Raises CheckpointError, naming files, keys and tensors, for whatever is missing, unexpected, not supported,
+        mis-shaped or damaged. Nothing of the size that ``config.json`` claims is built or allocated before that.
+        """
+        where = Path(directory) / "config.json"
+        raw = read_json(where)
+        return cls(Path(directory), raw, parse_config(raw, str(where)))
+
+    def _stored_format(self) -> Format:
+        found, where = self.raw.get("quantization_config"), str(self.directory / "config.json")
+        if not found:
+            return Format()
+        if found["quant_method"] == METHOD:
+            return OwnFormat(parse_quant_config(found, where))
+        header, wanted = parse_header(found, where), parts(self.config)
+        self.tensors = without_empty_biases(wanted, self.tensors)
+        return HubFormat(header, wanted, self.tensors, str(self.directory))
+
+    def _specs(self, form: Format) -> Specs:
+        out: Specs = {}
+        for part in parts(self.config):
+            out |= form.tensors(*quantized_part(part, lambda module: form.scheme(module, self.config)))
+        return out
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises TokenizerMissing where there is none, TokenizerError for one that is damaged."""
+        return load_tokenizer(self.directory)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The floating-point dtype of most bytes of the weights, quantized ones left out. Raises CheckpointError."""
+        num_bytes: dict[torch.dtype, int] = {}
+        for name, tensor in self.tensors.items():
+            if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and not name.endswith(_OF_QUANTIZED):
+                num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.num_bytes
+        if not num_bytes:
+            raise CheckpointError(f"{self.directory} holds no floating-point weights")
+        return max(num_bytes, key=lambda dtype: num_bytes[dtype])
+
+    def format_for(self, quantize: str | None) -> Format:
+        """How weights are read with the mode ``quantize`` (``quant_config``). Raises ConfigError for quantized ones."""
+        if quantize is None:
+            return self.format
+        if self.format.method is not None:
+            raise ConfigError(
+                f"quantize: {self.directory} is quantized already ({self.format.method}); leave quantize out"
+            )
+        return RoundedFormat(quant_config(quantize))
+
+    def meta_model(self, dtype: torch.dtype, quantize: str | None = None) -> Transformer:
+        """The model that :meth:`build` makes, on the meta device: modules, shapes and dtypes without memory."""
+        form = self.format_for(quantize)
+        return empty_model(
+            self.config, dtype, "meta", swap=lambda m: swap_layers(m, lambda n: form.scheme(n, self.config), "meta")
+        )
+
+    def num_bytes(self, dtype: torch.dtype, quantize: str | None = None) -> int:
+        """Bytes of the weights of the model that :meth:`build` makes. Nothing is allocated."""
+        return weight_bytes(self.meta_model(dtype, quantize))
+
+    def build(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        quantize: str | None = None,
+        shard: Shard | None = None,
+        progress: bool = False,
+        column_major: bool = False,
+    ) -> Transformer:
+        """The model, its unquantized weights in ``dtype`` on ``device``, without gradients.
+
+        ``quantize``: a mode of ``quant_config``; each weight is rounded as it is read, so that the whole model is never
+        held unquantized. ``shard``: only what that tensor-parallel rank holds is read (shard.py). ``progress``: a bar
+        by bytes, when stderr is a terminal. ``column_major``: see ``empty_model``.
+
+        Raises ConfigError for a mode that is not known or does not apply, and for a shape that ranks do not divide.
+        """
+        form = self.format_for(quantize)
+        config = shard.config(self.config) if shard else self.config
+
+        def scheme_of(module: str) -> Scheme | Split | None:
+            scheme = form.scheme(module, self.config)
+            return scheme._replace(num_queries=config.q_dim) if isinstance(scheme, Split) else scheme
+
+        plan = [_read_by(part, self.config, shard, scheme_of) for part in parts(self.config)]
+        model = empty_model(config, dtype, device, column_major, lambda m: swap_layers(m, scheme_of, device))
+        targets, layers = dict(model.named_parameters()), dict(model.named_modules())
+        total = sum(tensor.num_bytes for tensor in self.tensors.values()) // (shard.num_ranks if shard else 1)
+        with progress_bar(total, progress, "loading weights") as report, torch.no_grad():
+            for part, cut, scheme in plan:
+                if scheme is None:
+                    target = targets[part.target][part.start : part.start + part.shape[0]]
+                    cut.of(form.weight(part, self.tensors)).copy_to(target, report)
+                else:
+                    layer = layers[part.target.removesuffix(".weight")]
+                    assert isinstance(layer, QuantizedLinear)
+                    form.fill(layer, part, self.tensors, cut, report)
+        _warn_not_finite(model, str(self.directory))
+        return model
+
+
+def _read_by(
+    part: Part, config: ModelConfig, shard: Shard | None, scheme_of: SchemeOf
+) -> tuple[Part, Cut, Scheme | None]:
+    """``part`` as the model that is built holds it, what is read for it, and its scheme. Raises ConfigError."""
+    cut, part = shard.cut(part, config) if shard else (Cut(), part)
+    part, scheme = quantized_part(part, scheme_of)
+    if scheme is not None and cut.num_columns > 1 and scheme.padded(part.shape[1]) != part.shape[1]:
+        raise ConfigError(f"shard: {part.target} has {part.shape[1]} inputs a rank, no whole groups of {scheme}")
+    return part, cut, scheme
+
+
+def resolve_tying(
+    config: ModelConfig, tensors: Mapping[str, StoredTensor]
+) -> tuple[ModelConfig, dict[str, StoredTensor]]:
+    """``config`` and ``tensors`` agreeing on whether the head is the embedding table; a tied head is left out.
+
+    The file has the last word, as in transformers: a missing head is tied, two tables that differ are not.
+    """
+    names = FAMILIES[config.family].names
+    table, head = names["tokens"] + ".weight", names["output"] + ".weight"
+    tensors = dict(tensors)
+    tied = config.tie_embeddings
+    if names["output"] + ".qweight" in tensors:  # a head that others quantized
+        return config, tensors
+    if head not in tensors:
+        tied = True
+    elif tied and table not in tensors:
+        tensors[table] = tensors.pop(head)
+    elif tied and tensors[head].equals(tensors[table]):
+        del tensors[head]
+    else:
+        tied = False
+    return replace(config, tie_embeddings=tied), tensors
+
+
+def plain_specs(config: ModelConfig) -> Specs:
+    """What the unquantized checkpoint of ``config`` holds."""
+    return {part.source: (None, part.stored_shape) for part in parts(config)}
+
+
+def check_tensors(wanted: Specs, tensors: Mapping[str, StoredTensor], where: str) -> None:
+    """Raise CheckpointError unless ``tensors``, of ``where``, are exactly ``wanted``."""
+    found = {name: tensors[name] for name in wanted if name in tensors}
+    problems = {
+        "missing": [name for name in wanted if name not in tensors],
+        "unexpected": [name for name in tensors if name not in wanted],
+        "of the wrong shape": [
+            f"{name} {list(tensor.shape)}, not {list(wanted[name][1])}"
+            for name, tensor in found.items()
+            if tensor.shape != wanted[name][1]
+        ],
+        "of the wrong dtype": [
+            f"{name} is stored as {tensor.dtype}, not as {wanted[name][0]}"
+            for name, tensor in found.items()
+            if wanted[name][0] not in (None, tensor.dtype)
+        ],
+        "not floating-point": [
+            f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
+            for name, tensor in found.items()
+            if wanted[name][0] is None and not tensor.dtype.is_floating_point
+        ],
+    }
+    said = [f"{len(names)} tensors {what}: {_some(names)}" for what, names in problems.items() if names]
+    if said:
+        raise CheckpointError(f"{where} does not fit its configuration: " + "; ".join(said))
+
+
+def _warn_not_finite(model: nn.Module, where: str) -> None:
+    """Log a warning that names the weights of ``model``, loaded from ``where``, that hold NaN or infinity."""
+    # The extremes are NaN or infinite if any value is, and are found at the speed of memory.
+    tensors = {n: t for n, t in model.state_dict().items() if t.is_floating_point() and t.dtype.itemsize > 1}
+    rows = {n: t if t.is_contiguous() else t.t() for n, t in tensors.items()}  # aminmax would copy columns
+    damaged = [n for n, t in rows.items() if not all(extreme.isfinite() for extreme in t.aminmax())]
+    if damaged:
+        log.warning(
+            "%s: %d weights are not finite (NaN or infinity): %s. The checkpoint is damaged, or too large in value for "
+            "the dtype; what it generates means nothing",
+            where,
+            len(damaged),
+            _some(damaged),
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,84 @@
+"""What one of several tensor-parallel ranks holds of each weight (Shoeybi et al. 2019, arXiv 1909.08053).
+
+Heads, the MLP's inner dimension and the vocabulary are divided evenly. Weights whose outputs these are give a rank its
+rows, weights whose inputs these are its columns; what is neither (norms, the biases of such outputs) every rank has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.config import ModelConfig
+from gpt_fast.errors import ConfigError
+from gpt_fast.model.description import Part, split_of
+
+
+class Cut(NamedTuple):
+    """The share of one stored tensor: all of it, or some of its rows, or one of several equal runs of its columns."""
+
+    rows: tuple[tuple[int, int], ...] | None = None  # start and number of each run; None: all
+    column: int = 0  # which run of columns
+    num_columns: int = 1  # how many runs there are
+
+    def rows_of(self, stored: StoredTensor) -> StoredTensor:
+        """The rows that are read of ``stored``."""
+        if self.rows is None:
+            return stored
+        if len(self.rows) == 1:
+            return stored.part(*self.rows[0])
+        return stored.picked(torch.cat([torch.arange(start, start + num) for start, num in self.rows]))
+
+    def columns_of(self, rows: Tensor) -> Tensor:
+        """The columns of ``rows`` [n, ...]; a vector has none and is kept."""
+        return rows.chunk(self.num_columns, dim=1)[self.column] if rows.dim() == 2 and self.num_columns > 1 else rows
+
+    def of(self, stored: StoredTensor) -> StoredTensor:
+        """The rows and columns of ``stored``; a vector has no columns and is kept."""
+        stored = self.rows_of(stored)
+        if self.num_columns == 1 or len(stored.shape) < 2:
+            return stored
+        width = stored.shape[1] // self.num_columns
+        return stored.columns(self.column * width, width)
+
+
+class Shard(NamedTuple):
+    """Rank ``rank`` of ``num_ranks``."""
+
+    rank: int
+    num_ranks: int
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """The shape of what a rank holds. Raises ConfigError for one that the ranks do not divide."""
+        if not 0 <= self.rank < self.num_ranks:
+            raise ConfigError(f"shard: rank {self.rank} is not one of {self.num_ranks}, which are counted from 0")
+        sizes = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")}
+        for name, size in sizes.items():
+            if size % self.num_ranks:
+                raise ConfigError(f"shard: {name} ({size}) is not a multiple of the {self.num_ranks} ranks")
+        return replace(config, **{name: size // self.num_ranks for name, size in sizes.items()})
+
+    def cut(self, part: Part, config: ModelConfig) -> tuple[Cut, Part]:
+        """What this rank reads of ``part``, and where it goes: the part of the rank's own model."""
+        split, runs = split_of(part.target, config)
+        if split == "columns" and len(part.shape) == 2:
+            n, k = part.shape
+            return Cut(None, self.rank, self.num_ranks), part._replace(shape=(n, k // self.num_ranks))
+        if split != "rows":
+            return Cut(), part
+        taken: list[tuple[int, int]] = []
+        first, start, end = 0, 0, part.start + part.shape[0]
+        for size in runs:
+            own = size // self.num_ranks
+            low = first + self.rank * own
+            if low < part.start:
+                start += own  # rows of the tensors before this one
+            elif low < end:
+                taken.append((low - part.start, own))
+            first += size
+        num_rows = sum(num for _, num in taken)
+        return Cut(tuple(taken)), part._replace(start=start, shape=(num_rows, *part.shape[1:]))
