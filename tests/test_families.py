@@ -24,6 +24,7 @@ from gpt_fast.checkpoint.families import (
 )
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
+from gpt_fast.model.description import describe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -147,12 +148,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"BambooForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM",
     ),
     "model_type": ({"architectures": None, "model_type": "bamboo"}, "bamboo"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type 'yarn'"),
-    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type 'longrope'"),
-    "rope by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+    "activation": ({"hidden_act": "softplus"}, "hidden_act 'softplus'"),
+    "rope type": ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope_scaling.rope_type 'ntk'"),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "rope_scaling.factor"),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor"),
+    "rope by layer": ({"rope_parameters": {"chunked_attention": {"rope_type": "default"}}}, "chunked_attention"),
     "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
-    "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    "partial rope": ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
     "quantized": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
     "string size": ({"hidden_size": "64"}, "hidden_size must be int, not '64'"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be between 1 and 4096, not 0"),
@@ -198,8 +200,8 @@ def test_published_parameter_counts() -> None:
         vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
     )  # fmt: skip
-    assert llama32.num_parameters == 1_235_814_400
-    assert published().num_parameters == 6_738_415_616  # Llama 2 7B is what transformers defaults to
+    assert describe(llama32).num_parameters == 1_235_814_400
+    assert describe(published()).num_parameters == 6_738_415_616  # Llama 2 7B is what transformers defaults to
 
 
 def write_generation(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None) -> Path:

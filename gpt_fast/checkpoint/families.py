@@ -164,8 +164,8 @@ class _Reader:
         return value
 
     def field(self, name: str, key: str) -> Any:
-        """The field ``name`` of ModelConfig by ``key``; None stays None where the family's default is None."""
-        if self.value(key) is None and key in self.row.defaults:
+        """The field ``name`` of ModelConfig by ``key``; None for sizes that follow from others."""
+        if self.value(key) is None and name in ("num_kv_heads", "head_dim", "ffn_dim"):
             return None
         if name == "activation":
             given = self(key, str)

@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from gpt_fast import LLM, SamplingParams, kernels
+from gpt_fast import LLM, SamplingParams
 from gpt_fast.engine.runner import Runner
+from gpt_fast.kernels.cpu.library import available
 from gpt_fast.model.building import random_model
 from gpt_fast.model.shapes import shape
-from gpt_fast.model.steps import ServedTransformer
+from gpt_fast.model.steps import serve
 
 PATHS: dict[str, dict[str, bool]] = {
     "eager": {"kernels": False, "compile": False},
     "compiled": {"kernels": False},
-    **({"kernels": {}} if kernels.available() else {}),
+    **({"kernels": {}} if available() else {}),
 }
 # A compilation takes seconds. These have, together, everything that a block can have.
 COMPILED = ("llama", "llama-dynamic", "llama-biases", "qwen2-windows", "qwen3-windows")
@@ -94,7 +95,7 @@ def test_other_models_of_the_process_leave_room_to_compile() -> None:
         shape("tinyllama-1.1b"), num_layers=1, dim=32, ffn_dim=64, num_heads=2, num_kv_heads=2, head_dim=16
     )
     runner = Runner(
-        ServedTransformer(random_model(config, torch.float32), kernels=False),
+        serve(random_model(config, torch.float32), kernels=False),
         max_batch=1,
         max_seq_len=32,
         num_pages=3,
