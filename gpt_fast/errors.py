@@ -60,3 +60,19 @@ class UnavailableError(RuntimeError):
 
 class CompilerError(UnavailableError):
     """The compiler did not accept the sources or the flags."""
+
+
+class MissingPackageError(RuntimeError):
+    """An optional package is not installed; the message names it and the pip command."""
+
+
+class LoadError(RuntimeError):
+    """The endpoint of a load test does not answer as it should; a measurement would mean nothing."""
+
+
+class TransferError(Exception):
+    """A connection of the load client, or what came over it, broke; the same cause has the same short message."""
+
+
+class AnswerError(Exception):
+    """The server said in the body that the request failed, or the body is not what the protocol promises."""

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import sys
@@ -220,7 +221,6 @@ def run_load(url: str, given: dict[str, Any]) -> dict[str, Any]:
 def load_options(url: str, given: dict[str, Any]) -> tuple[Iterator[Prompt], Prompt, LoadOptions]:
     """What to ask, the prompt to warm up with, and how to ask. Raises ValueError for what contradicts itself."""
     from gpt_fast.bench.load import LoadOptions, read_prompts, synthetic_prompts
-    from gpt_fast.bench.load.prompts import endless
 
     if "dataset" in given:
         _exclude(given, "dataset", "random_input_len", "random_vocab_size")
@@ -238,7 +238,7 @@ def load_options(url: str, given: dict[str, Any]) -> tuple[Iterator[Prompt], Pro
         # Where lengths are taken for granted the longest is tried: if its answer fits the context, every answer does.
         fixed = made.ignore_eos and made.protocol == "native"
         longest = max(known, key=lambda p: len(p.content) + (p.max_new_tokens or 0))
-        return endless(known), longest if fixed else known[0], made
+        return itertools.cycle(known), longest if fixed else known[0], made
     prompts = synthetic_prompts(
         given.get("random_input_len", _DEFAULT_INPUT_LEN),
         given.get("random_vocab_size", _DEFAULT_VOCAB_SIZE),

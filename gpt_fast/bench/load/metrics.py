@@ -20,10 +20,11 @@ Where n comes from is said by ``output_tokens_from``:
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from gpt_fast.bench.load.client import Level, Record
 
@@ -50,14 +51,6 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
         if not limits[name] > 0:
             raise ValueError(f"goodput {word!r}: the limit must be more than 0")
     return limits
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of ascending values, by linear interpolation between the closest ranks (numpy's default)."""
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def summarize(
@@ -106,7 +99,7 @@ def summarize(
     if goodput:
         result["request_goodput"] = _rate(_num_good(done, outputs, goodput), seconds)
     for name in METRICS:
-        result |= _statistics(name, sorted(1e3 * value for value in samples[name]), percentiles)
+        result |= _statistics(name, samples[name], percentiles)
     return result
 
 
@@ -186,16 +179,14 @@ def _num_good(done: Sequence[Record], outputs: Sequence[int], limits: Mapping[st
     return good
 
 
-def _statistics(name: str, ordered: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    keys = {f"p{p:g}_{name}_ms": p for p in percentiles}
-    if not ordered:
-        return dict.fromkeys([*(f"{what}_{name}_ms" for what in ("mean", "median", "std")), *keys])
-    return {
-        f"mean_{name}_ms": statistics.fmean(ordered),
-        f"median_{name}_ms": percentile(ordered, 50),
-        f"std_{name}_ms": statistics.pstdev(ordered),
-        **{key: percentile(ordered, p) for key, p in keys.items()},
-    }
+def _statistics(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """``values`` in seconds; milliseconds come out. Percentiles by linear interpolation, numpy's default."""
+    keys = [f"{what}_{name}_ms" for what in ("mean", "median", "std", *(f"p{p:g}" for p in percentiles))]
+    if not values:
+        return dict.fromkeys(keys)
+    ms = 1e3 * np.array(values)
+    numbers = (ms.mean(), np.median(ms), ms.std(), *np.percentile(ms, percentiles))
+    return dict(zip(keys, map(float, numbers), strict=True))
 
 
 def _rate(count: int, seconds: float) -> float | None:

@@ -32,22 +32,17 @@ async def _show(level: Level, name: str) -> None:
     from tqdm import tqdm
 
     total = None if level.options.duration_s is not None else level.options.num_prompts
-    seen = 0
     with tqdm(total=total, desc=name, unit="req", file=sys.stderr) as bar:
-        try:
-            while True:
-                await asyncio.sleep(_REFRESH_S)
-                rate, seen = (level.num_pieces - seen) / _REFRESH_S, level.num_pieces
-                bar.set_postfix_str(_state(level, rate), refresh=False)
-                bar.update(len(level.records) - bar.n)
-        finally:
-            bar.set_postfix_str(_state(level, None), refresh=False)
+
+        def draw(*running: str) -> None:
+            ended = [f"{level.counts[o]} {o}" for o in ("failed", "refused", "aborted") if level.counts[o]]
+            bar.set_postfix_str(", ".join([*running, *ended]), refresh=False)
             bar.update(len(level.records) - bar.n)
 
-
-def _state(level: Level, rate: float | None) -> str:
-    parts = [f"{level.in_flight} running"] if rate is not None else []
-    if rate is not None:
-        parts.append(f"{rate:.0f} tok/s")
-    parts += [f"{level.counts[o]} {o}" for o in ("failed", "refused", "aborted") if level.counts[o]]
-    return ", ".join(parts)
+        try:
+            while True:
+                seen = level.num_pieces
+                await asyncio.sleep(_REFRESH_S)
+                draw(f"{level.in_flight} running", f"{(level.num_pieces - seen) / _REFRESH_S:.0f} tok/s")
+        finally:
+            draw()

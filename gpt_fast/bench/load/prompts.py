@@ -1,11 +1,11 @@
-"""What a load test asks: prompts from a file, or drawn at random. Both go on for as long as they are asked for."""
+"""What a load test asks: prompts from a file, or drawn at random."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life
 
 
 class Prompt(NamedTuple):
-    """``content``: text or token ids. ``max_new_tokens``: its own, where the file gives one."""
+    """``content``: text or token ids. ``max_new_tokens``: the limit of this prompt alone, where the file gives one."""
 
     content: str | list[int]
     max_new_tokens: int | None = None
@@ -47,28 +47,18 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def endless(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    """``prompts`` over and over. The second time round a server with a prefix cache knows them."""
-    return itertools.cycle(prompts)
-
-
 def synthetic_prompts(input_len: int, vocab_size: int, seed: int, as_text: bool = False) -> Iterator[Prompt]:
-    """Prompts of ``input_len`` token ids drawn from 3 to ``vocab_size`` - 1, no two alike; the same for the same seed.
+    """Prompts without end, of ``input_len`` token ids drawn from 3 to ``vocab_size`` - 1; the same for the same seed.
 
-    Ids below 3 are special tokens almost everywhere. ``as_text``: so many common words instead, for protocols without
-    token ids; how many tokens that makes is up to the server. Raises ValueError.
+    Ids below 3 are special tokens almost everywhere. ``as_text``: ``input_len`` common words instead, for protocols
+    without token ids; how many tokens that makes is up to the server. Raises ValueError.
     """
     if input_len < 1 or vocab_size < 4:
         raise ValueError("synthetic prompts need at least one token and a vocabulary of at least 4")
-    return _draw(input_len, vocab_size, random.Random(seed), as_text)
-
-
-def _draw(input_len: int, vocab_size: int, rng: random.Random, as_text: bool) -> Iterator[Prompt]:
-    while True:
-        if as_text:
-            yield Prompt(" ".join(rng.choices(_WORDS, k=input_len)))
-        else:
-            yield Prompt(rng.choices(range(3, vocab_size), k=input_len))
+    rng = random.Random(seed)
+    if as_text:
+        return (Prompt(" ".join(rng.choices(_WORDS, k=input_len))) for _ in itertools.count())
+    return (Prompt(rng.choices(range(3, vocab_size), k=input_len)) for _ in itertools.count())
 
 
 def _parse(text: str, where: str) -> Any:
