@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -68,12 +69,14 @@ def summarize(
     """
     done = [r for r in level.records if r.outcome == "completed"]
     outputs, source = _output_lengths(done, count_tokens)
-    inputs = [_input_length(r, count_tokens) for r in done]
-    total_input = sum(n for n in inputs if n is not None) if None not in inputs else None
+    inputs = [
+        count_tokens(str(r.prompt.content)) if r.num_input is None and count_tokens else r.num_input for r in done
+    ]
+    total_input = sum(n or 0 for n in inputs) if None not in inputs else None
     total_output = sum(outputs)
     num_pieces = sum(len(r.times) for r in done)
     seconds = level.duration_s
-    samples = _samples(done, outputs)
+    latencies = [_latencies(r, n) for r, n in zip(done, outputs, strict=True)]
     o = level.options
     result: dict[str, Any] = {
         "max_concurrency": o.max_concurrency,
@@ -97,9 +100,10 @@ def summarize(
         "client_cpu_us_per_piece": 1e6 * level.cpu_s / level.num_pieces if level.num_pieces else None,
     }
     if goodput:
-        result["request_goodput"] = _rate(_num_good(done, outputs, goodput), seconds)
+        good = [all(ms <= limit for name, limit in goodput.items() for ms in found[name]) for found in latencies]
+        result["request_goodput"] = _rate(sum(good), seconds)
     for name in METRICS:
-        result |= _statistics(name, samples[name], percentiles)
+        result |= _statistics(name, [ms for found in latencies for ms in found[name]], percentiles)
     return result
 
 
@@ -148,44 +152,24 @@ def _output_lengths(done: Sequence[Record], count_tokens: Callable[[str], int] |
     return [len(r.times) if n is None else n for r, n in zip(done, known, strict=True)], "pieces"
 
 
-def _input_length(record: Record, count_tokens: Callable[[str], int] | None) -> int | None:
-    if record.num_input is not None or count_tokens is None:
-        return record.num_input
-    return count_tokens(str(record.prompt.content))
-
-
-def _samples(done: Sequence[Record], outputs: Sequence[int]) -> dict[str, list[float]]:
-    """Seconds, by metric."""
-    return {
-        "ttft": [r.ttft_s for r in done if r.ttft_s is not None],
-        "tpot": [t for r, n in zip(done, outputs, strict=True) if (t := _tpot(r, n)) is not None],
-        "itl": [after - before for r in done for before, after in zip(r.times, r.times[1:], strict=False)],
-        "e2el": [r.e2el_s for r in done],
+def _latencies(record: Record, num_output: int) -> dict[str, list[float]]:
+    """Milliseconds, by metric; empty where there is nothing to measure, such as the TPOT of an answer of one token."""
+    first = record.times[:1]
+    seconds = {
+        "ttft": [time - record.start for time in first],
+        "tpot": [(record.end - time) / (num_output - 1) for time in first if num_output > 1],
+        "itl": [after - before for before, after in pairwise(record.times)],
+        "e2el": [record.e2el_s],
     }
+    return {name: [1e3 * value for value in values] for name, values in seconds.items()}
 
 
-def _tpot(record: Record, num_output: int) -> float | None:
-    if record.ttft_s is None or num_output < 2:
-        return None
-    return (record.e2el_s - record.ttft_s) / (num_output - 1)
-
-
-def _num_good(done: Sequence[Record], outputs: Sequence[int], limits: Mapping[str, float]) -> int:
-    good = 0
-    for record, n in zip(done, outputs, strict=True):
-        values = {"ttft": record.ttft_s, "tpot": _tpot(record, n), "e2el": record.e2el_s}
-        # An answer of one token has no TPOT, and so none that is too long.
-        good += all(1e3 * (values[name] or 0.0) <= limit for name, limit in limits.items())
-    return good
-
-
-def _statistics(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    """``values`` in seconds; milliseconds come out. Percentiles by linear interpolation, numpy's default."""
+def _statistics(name: str, ms: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """Percentiles are by linear interpolation, numpy's default."""
     keys = [f"{what}_{name}_ms" for what in ("mean", "median", "std", *(f"p{p:g}" for p in percentiles))]
-    if not values:
+    if not ms:
         return dict.fromkeys(keys)
-    ms = 1e3 * np.array(values)
-    numbers = (ms.mean(), np.median(ms), ms.std(), *np.percentile(ms, percentiles))
+    numbers = (np.mean(ms), np.median(ms), np.std(ms), *np.percentile(ms, percentiles))
     return dict(zip(keys, map(float, numbers), strict=True))
 
 
