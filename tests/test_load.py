@@ -21,20 +21,11 @@ from fake_http import END, HEAD, Answer, Exchange, FakeServer, chunk, event, who
 
 from gpt_fast import cli
 from gpt_fast.bench import plots
-from gpt_fast.bench.load import (
-    Level,
-    LoadOptions,
-    Prompt,
-    Record,
-    describe,
-    read_prompts,
-    run_level,
-    summarize,
-    synthetic_prompts,
-    warm_up,
-)
+from gpt_fast.bench.load.client import Level, Record, run_level, warm_up
 from gpt_fast.bench.load.http import ResponseParser
-from gpt_fast.bench.load.metrics import parse_goodput
+from gpt_fast.bench.load.metrics import describe, parse_goodput, summarize
+from gpt_fast.bench.load.options import LoadOptions
+from gpt_fast.bench.load.prompts import Prompt, read_prompts, synthetic_prompts
 from gpt_fast.bench.load.wire import EventReader, NativeReader, Usage
 from gpt_fast.errors import AnswerError, LoadError, MissingPackageError, TransferError
 
@@ -44,7 +35,9 @@ HANG_S = 120.0  # whoever waits longer waits for ever
 
 def run(server: FakeServer, prompts: Sequence[Prompt] = (Prompt("a"),), **options: Any) -> Level:
     defaults = {"num_prompts": 1, "timeout_s": HANG_S}
-    return asyncio.run(run_level(LoadOptions(server.url, **(defaults | options)), itertools.cycle(prompts)))
+    level = Level(LoadOptions(server.url, **(defaults | options)))
+    asyncio.run(run_level(level, itertools.cycle(prompts)))
+    return level
 
 
 def story(num_pieces: int, first_s: float = 0.0, gap_s: float = 0.0) -> Answer:
@@ -347,7 +340,8 @@ def test_nobody_listening() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         options = LoadOptions(f"http://127.0.0.1:{closed.getsockname()[1]}/", num_prompts=1)
-        level = asyncio.run(run_level(options, itertools.cycle([Prompt("a")])))
+        level = Level(options)
+        asyncio.run(run_level(level, itertools.cycle([Prompt("a")])))
         assert level.records[0].error == "connection refused"
         with pytest.raises(LoadError, match="connection refused"):
             asyncio.run(warm_up(options, Prompt("a")))
@@ -574,13 +568,12 @@ def test_goodput_words_are_checked(words: str) -> None:
 )
 def test_impossible_options_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        asyncio.run(
-            run_level(LoadOptions(**({"url": "http://127.0.0.1:1/"} | options)), itertools.cycle([Prompt("a")]))
-        )
+        level = Level(LoadOptions(**({"url": "http://127.0.0.1:1/"} | options)))
+        asyncio.run(run_level(level, itertools.cycle([Prompt("a")])))
 
 
 def test_the_client_needs_no_torch() -> None:
-    modules = "gpt_fast.bench.load, gpt_fast.bench.load.progress, gpt_fast.bench.plots"
+    modules = "gpt_fast.bench.load.metrics, gpt_fast.bench.load.progress, gpt_fast.bench.plots"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

@@ -1,5 +1,6 @@
 """A load client for streaming completion servers, timed at the socket. It needs no torch.
 
+    options.py    one load level: which endpoint, which requests, when
     prompts.py    what to ask: a file's prompts, or token ids drawn at random
     wire.py       how to ask and how to read the pieces of an answer: native, OpenAI completions, OpenAI chat
     http.py       bytes to pieces of body, by httptools
@@ -9,20 +10,3 @@
 
 It is not a general HTTP client: no redirects, no proxies, no compression, no retries.
 """
-
-from gpt_fast.bench.load.client import Level, LoadOptions, Record, run_level, warm_up
-from gpt_fast.bench.load.metrics import describe, summarize
-from gpt_fast.bench.load.prompts import Prompt, read_prompts, synthetic_prompts
-
-__all__ = [
-    "Level",
-    "LoadOptions",
-    "Prompt",
-    "Record",
-    "describe",
-    "read_prompts",
-    "run_level",
-    "summarize",
-    "synthetic_prompts",
-    "warm_up",
-]

@@ -15,64 +15,17 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gpt_fast.bench.load import wire
 from gpt_fast.bench.load.connection import Endpoint, raise_file_limit
+from gpt_fast.bench.load.options import LoadOptions
 from gpt_fast.bench.load.prompts import Prompt
 from gpt_fast.errors import AnswerError, LoadError, TransferError
 
 _SPARE_FILES = 64  # open files of the process itself
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """One load level against one endpoint. Raises ValueError naming the option that is wrong.
-
-    ``num_prompts`` requests are sent, or with ``duration_s`` as many as start within that many seconds; then those
-    under way are waited for. ``burstiness``: shape of the gamma distribution of the gaps between arrivals; 1 is
-    Poisson, below it they come in bursts, above it they are more regular. ``abort_fraction``: share of requests that
-    hang up after the first piece of text. ``seed`` fixes arrivals and hang-ups, and request i samples with ``seed`` +
-    i. ``timeout_s``: for one whole request.
-    """
-
-    url: str
-    protocol: str = "native"
-    model: str = "gpt-fast"  # the name that OpenAI requests carry
-    max_new_tokens: int = 128
-    temperature: float | None = 0.0
-    ignore_eos: bool = False
-    stream: bool = True
-    num_prompts: int = 100
-    duration_s: float | None = None
-    request_rate: float = math.inf  # requests per second; inf: all at once
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    abort_fraction: float = 0.0
-    seed: int = 0
-    timeout_s: float = 600.0
-    keep_alive: bool = False
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.protocol not in wire.PROTOCOLS:
-            raise ValueError(f"protocol {self.protocol!r} is not one of {', '.join(wire.PROTOCOLS)}")
-        for name in ("num_prompts", "max_new_tokens", "max_concurrency"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("request_rate", "burstiness", "timeout_s", "duration_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be more than 0, not {value}")
-        if not 0 <= self.abort_fraction <= 1:
-            raise ValueError(f"abort_fraction must be between 0 and 1, not {self.abort_fraction}")
-        if self.abort_fraction and not self.stream:
-            raise ValueError("abort_fraction needs a stream: a whole answer has no first piece to hang up after")
-        if self.duration_s is not None and self.max_concurrency is None and math.isinf(self.request_rate):
-            raise ValueError("duration needs a request rate or a concurrency; else nothing limits the requests")
 
 
 @dataclass
@@ -154,14 +107,11 @@ async def warm_up(options: LoadOptions, prompt: Prompt) -> None:
         )
 
 
-async def run_level(
-    options: LoadOptions, prompts: Iterator[Prompt], watch: Callable[[Level], object] = lambda level: None
-) -> Level:
-    """Send the requests of one level, wait for all of them. ``watch`` is given the level before it starts."""
-    level = Level(options)
+async def run_level(level: Level, prompts: Iterator[Prompt]) -> None:
+    """Send the requests of ``level``, wait for all of them, and fill it in."""
+    options = level.options
     endpoint = Endpoint(options.url, headers=options.headers, keep_alive=options.keep_alive)
     raise_file_limit((options.max_concurrency or options.num_prompts) + _SPARE_FILES)
-    watch(level)
     tasks: set[asyncio.Task[None]] = set()
     cpu = time.process_time()
     level.begin = time.perf_counter()
@@ -174,7 +124,6 @@ async def run_level(
         endpoint.close()
     level.duration_s = max((r.end for r in level.records), default=level.begin) - level.begin
     level.cpu_s = time.process_time() - cpu
-    return level
 
 
 async def _dispatch(
@@ -211,7 +160,6 @@ async def _dispatch(
 async def _send(level: Level, endpoint: Endpoint, record: Record, seed: int, stream: bool) -> None:
     """Send one request, fill in its record and count it; whatever goes wrong becomes its outcome and error."""
     o = level.options
-    max_new_tokens = record.prompt.max_new_tokens or o.max_new_tokens
     answer = wire.reader(o.protocol, stream)
     refusal: list[bytes] = []
 
@@ -224,17 +172,7 @@ async def _send(level: Level, endpoint: Endpoint, record: Record, seed: int, str
         level.num_pieces += num_texts
         return not (record.hang_up and record.times)
 
-    body = wire.request_body(
-        o.protocol,
-        record.prompt.content,
-        max_new_tokens,
-        model=o.model,
-        temperature=o.temperature,
-        seed=seed,
-        ignore_eos=o.ignore_eos,
-        stream=stream,
-    )
-    request = endpoint.request(body)
+    request = endpoint.request(wire.request_body(o, record.prompt, seed, stream))
     level.in_flight += 1
     level.peak_in_flight = max(level.peak_in_flight, level.in_flight)
     record.start = time.perf_counter()
@@ -250,7 +188,7 @@ async def _send(level: Level, endpoint: Endpoint, record: Record, seed: int, str
             answer.finish()
             record.outcome = "completed"
             record.usage, record.text = answer.usage, answer.text
-            record.fixed_output = max_new_tokens if o.ignore_eos else None
+            record.fixed_output = (record.prompt.max_new_tokens or o.max_new_tokens) if o.ignore_eos else None
     except (asyncio.TimeoutError, TransferError, AnswerError) as error:
         record.end = time.perf_counter()
         record.error = "timeout" if isinstance(error, asyncio.TimeoutError) else str(error)

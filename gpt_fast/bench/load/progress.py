@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import Iterator
 
-from gpt_fast.bench.load.client import Level, LoadOptions, run_level
+from gpt_fast.bench.load.client import Level, run_level
 from gpt_fast.bench.load.prompts import Prompt
 
 _REFRESH_S = 0.5
 
 
-async def run_level_shown(options: LoadOptions, prompts: Iterator[Prompt], name: str) -> Level:
+async def run_level_shown(level: Level, prompts: Iterator[Prompt], name: str) -> None:
     """``run_level`` with a bar named ``name`` where stderr is a terminal; elsewhere nothing is written."""
-    if not sys.stderr.isatty():
-        return await run_level(options, prompts)
-    bars: list[asyncio.Task[None]] = []
+    bar = asyncio.create_task(_show(level, name)) if sys.stderr.isatty() else None
     try:
-        return await run_level(options, prompts, lambda level: bars.append(asyncio.create_task(_show(level, name))))
+        await run_level(level, prompts)
     finally:
-        for bar in bars:
+        if bar is not None:
             bar.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await bar
+            await asyncio.wait([bar])
 
 
 async def _show(level: Level, name: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpt_fast.bench.load.options import LoadOptions
+from gpt_fast.bench.load.prompts import Prompt
 from gpt_fast.errors import AnswerError
 
-PROTOCOLS = ("native", "openai-completions", "openai-chat")
 REFUSED = (429, 503)  # the server says that it is full: no failure, but no answer either
 
 _TAIL = 4096  # bytes; an error that ends a native stream is shorter
@@ -112,30 +112,21 @@ def reader(protocol: str, stream: bool) -> Reader:
     return NativeReader() if protocol == "native" else EventReader()
 
 
-def request_body(
-    protocol: str,
-    prompt: str | Sequence[int],
-    max_new_tokens: int,
-    *,
-    model: str,
-    temperature: float | None,
-    seed: int,
-    ignore_eos: bool,
-    stream: bool,
-) -> bytes:
+def request_body(o: LoadOptions, prompt: Prompt, seed: int, stream: bool) -> bytes:
     """The JSON of one request; what is None or off is left out, for servers that know fewer fields."""
+    limit = prompt.max_new_tokens or o.max_new_tokens
     body: dict[str, Any] = {"stream": stream, "seed": seed}
-    if protocol == "native":
-        body |= {"prompt": prompt, "max_new_tokens": max_new_tokens}
+    if o.protocol == "native":
+        body |= {"prompt": prompt.content, "max_new_tokens": limit}
     else:
-        chat = {"messages": [{"role": "user", "content": prompt}]}
-        body |= {"model": model, "max_tokens": max_new_tokens}
-        body |= chat if protocol == "openai-chat" else {"prompt": prompt}
+        chat = {"messages": [{"role": "user", "content": prompt.content}]}
+        body |= {"model": o.model, "max_tokens": limit}
+        body |= chat if o.protocol == "openai-chat" else {"prompt": prompt.content}
         if stream:
             body["stream_options"] = {"include_usage": True}
-    if temperature is not None:
-        body["temperature"] = temperature
-    if ignore_eos:
+    if o.temperature is not None:
+        body["temperature"] = o.temperature
+    if o.ignore_eos:
         body["ignore_eos"] = True
     return json.dumps(body).encode()
 
