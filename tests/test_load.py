@@ -567,9 +567,9 @@ def test_goodput_words_are_checked(words: str) -> None:
     ],
 )
 def test_impossible_options_are_named(options: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"url": "http://127.0.0.1:1/"} | options
     with pytest.raises(ValueError, match=words):
-        level = Level(LoadOptions(**({"url": "http://127.0.0.1:1/"} | options)))
-        asyncio.run(run_level(level, itertools.cycle([Prompt("a")])))
+        asyncio.run(run_level(Level(LoadOptions(**given)), itertools.cycle([Prompt("a")])))
 
 
 def test_the_client_needs_no_torch() -> None:

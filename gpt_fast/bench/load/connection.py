@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import resource
 import ssl
 import time
@@ -169,12 +170,11 @@ class Endpoint:
             transport, connection = await asyncio.get_running_loop().create_connection(
                 Connection, self._address, self._port, ssl=self._tls, server_hostname=server
             )
-        except ConnectionRefusedError:
-            raise TransferError("connection refused") from None
         except ssl.SSLError as error:
             raise TransferError(f"TLS: {error.reason}") from None
         except OSError as error:
-            raise TransferError(f"cannot connect: {error.strerror or error}") from None
+            refused = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # asyncio lists the errors of several addresses
+            raise TransferError("connection refused" if refused else f"cannot connect: {error}") from None
         # The numbers that answered: resolving a name takes a thread each time, and "localhost" is often ::1 first.
         self._address = transport.get_extra_info("peername")[0]
         return connection
