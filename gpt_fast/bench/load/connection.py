@@ -173,10 +173,9 @@ class Endpoint:
         except ssl.SSLError as error:
             raise TransferError(f"TLS: {error.reason}") from None
         except OSError as error:
-            refused = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # asyncio lists the errors of several addresses
-            raise TransferError(
-                "connection refused" if refused else f"cannot connect: {error.strerror or error}"
-            ) from None
+            if f"[Errno {errno.ECONNREFUSED}]" in str(error):  # asyncio lists the errors of several addresses
+                raise TransferError("connection refused") from None
+            raise TransferError(f"cannot connect: {error.strerror or error}") from None
         # The numbers that answered: resolving a name takes a thread each time, and "localhost" is often ::1 first.
         self._address = transport.get_extra_info("peername")[0]
         return connection
