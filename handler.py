@@ -56,7 +56,7 @@ from gpt_fast.serve.lanes import Lanes  # noqa: E402
 from gpt_fast.serve.metrics import Metrics, worker_id, write_torchserve  # noqa: E402
 from gpt_fast.serve.model_yaml import serves_continuously  # noqa: E402
 from gpt_fast.serve.protocol import native  # noqa: E402
-from gpt_fast.serve.routes import Api  # noqa: E402
+from gpt_fast.serve.routes import Routes  # noqa: E402
 from gpt_fast.serve.session import TOO_MANY_LARGE, Piece, Session, as_request_error, wait_for_news  # noqa: E402
 from gpt_fast.serve.settings import HandlerSettings, read_settings  # noqa: E402
 
@@ -76,7 +76,7 @@ class GPTFastHandler:
         self.settings: HandlerSettings
         self.llm: Any = None  # an LLM, or what tests put in its place
         self.metrics: Metrics
-        self.api: Api
+        self.routes: Routes
         self.continuous = False
         self.lanes = Lanes.start()
         self.sessions: dict[str, Session] = {}  # by TorchServe's request id; continuous batching alone
@@ -117,7 +117,8 @@ class GPTFastHandler:
         self.metrics.watch(self.llm.engine)
         if os.environ.get("LOCAL_RANK", "0") == "0":  # TorchServe would add up the lines of every rank
             self.metrics.start(write_torchserve)
-        self.api = Api(self.llm, self.settings, served_names(ctx.model_name, self.settings.checkpoint), self.metrics)
+        names = served_names(ctx.model_name, self.settings.checkpoint)
+        self.routes = Routes(self.llm, self.settings, names, self.metrics)
 
     def build(self, checkpoint: Path, options: Mapping[str, Any]) -> Any:
         """The engine; tests replace it."""
@@ -195,7 +196,7 @@ class GPTFastHandler:
         route = ctx.get_request_header(index, "url_path") or ""
         return Session(
             self.llm,
-            lambda: self.api.open(route, entry, length),
+            lambda: self.routes.open(route, entry, length),
             self.lanes,
             num_bytes=num_bytes,
             announce=self.continuous,

@@ -28,11 +28,12 @@ from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import ConfigError, RequestError, TokenizerMissing
+from gpt_fast.fields import show
 from gpt_fast.kernels.roofline import Roofline, read_bandwidth
 from gpt_fast.model.packed import pack_model
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
-from gpt_fast.params import SamplingParams, show
+from gpt_fast.params import SamplingParams
 from gpt_fast.placement import place, usable_threads
 from gpt_fast.quantize import check_device, check_memory, load_model, quant_config, quantize_model
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer

@@ -1,7 +1,8 @@
 """One HTTP request between a wire protocol and the engine, whatever server carries it. No torch, no TorchServe here.
 
-A :class:`Session` has its request understood, submits its sequences and turns what the engine says into pieces of the
-answer. Before the first piece a failure has a status; after it a failure can only be told in the body.
+A :class:`Session` has its request parsed, gives its sequences to the engine, and makes pieces of the answer out of what
+the engine generates. A request that fails before its first piece is answered with an HTTP status that says so. After
+the first piece the status has been sent, and the failure can only be written into the body.
 
 Whatever may take long (a large body, a grammar, a long answer in one piece) is done in other threads (lanes.py):
 the thread that talks to the server serves everybody, and must not wait for one request.
@@ -21,7 +22,7 @@ from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import MAX_SHOWN, SamplingParams, brief, try_later, without_frames
 from gpt_fast.serve.lanes import Lanes
-from gpt_fast.serve.protocol.job import Job, Page
+from gpt_fast.serve.protocol.request import Page, WireRequest
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ UNDERSTAND_S = 10.0  # to understand a request: past it, it is refused
 TOO_MANY_LARGE = "too many large requests are waiting"
 
 
-class Sequence(Protocol):
+class HandleLike(Protocol):
     """What a session needs of engine.handle.Handle."""
 
     completion: Completion | None
@@ -47,7 +48,7 @@ class Sequence(Protocol):
     def cancel(self) -> None: ...
 
 
-class Engine(Protocol):
+class LLMLike(Protocol):
     """What a session needs of LLM."""
 
     changed: threading.Condition  # notified when any sequence has something new
@@ -66,10 +67,10 @@ class Piece(NamedTuple):
 
 
 class _Understood(NamedTuple):
-    """A job, and its sequences once they are in the engine."""
+    """A request, and its sequences once they are in the engine."""
 
-    job: Job
-    sequences: list[Sequence] | None
+    request: WireRequest
+    sequences: list[HandleLike] | None
 
 
 class Session:
@@ -83,8 +84,8 @@ class Session:
 
     def __init__(
         self,
-        engine: Engine,
-        read: Callable[[], Job | Page],
+        llm: LLMLike,
+        read: Callable[[], WireRequest | Page],
         lanes: Lanes,
         *,
         num_bytes: int = 0,
@@ -94,13 +95,13 @@ class Session:
         self.num_bytes = num_bytes
         self.started = False  # a piece has been given out
         self.failure: Exception | None = None  # what went wrong after that
-        self._engine = engine
+        self._llm = llm
         self._lanes = lanes
         self._announce = announce
         self._one_piece_s = one_piece_s
         self._cancelled = False
-        self._job: Job
-        self._sequences: list[Sequence] = []
+        self._request: WireRequest
+        self._sequences: list[HandleLike] = []
         self._completions: list[Completion | None] = []
         self._since = time.monotonic()
         self._work: Future[Any] | None = None  # what a lane does for this session at present
@@ -113,7 +114,7 @@ class Session:
         if self._work is not None:
             return self._work.done()
         running = [s for s, completion in zip(self._sequences, self._completions, strict=True) if completion is None]
-        return any(s.has_news if self._job.stream else s.finished for s in running)
+        return any(s.has_news if self._request.stream else s.finished for s in running)
 
     @property
     def ending(self) -> bool:
@@ -145,7 +146,7 @@ class Session:
             failure = as_request_error(error)
             self.failure = without_frames(error)
             log.warning("a request failed after its first piece: %s", failure.message[:MAX_SHOWN])
-            return Piece(self._job.broken(failure), last=True, plain=False, content_type=self._job.content_type)
+            return Piece(self._request.write_error(failure), True, False, self._request.content_type)
 
     # In the lanes.
 
@@ -156,9 +157,9 @@ class Session:
     def _wake(self, work: Future[Any]) -> None:
         if self._cancelled:
             self._drop(work)
-        with self._engine.changed:
-            self._engine.changed.notify_all()
-            self._engine.pressing.notify_all()
+        with self._llm.changed:
+            self._llm.changed.notify_all()
+            self._llm.pressing.notify_all()
 
     @staticmethod
     def _drop(work: Future[Any]) -> None:
@@ -168,7 +169,7 @@ class Session:
             for sequence in (found.sequences or ()) if isinstance(found, _Understood) else ():
                 sequence.cancel()
 
-    def _understand(self, read: Callable[[], Job | Page], light: bool) -> Page | _Understood:
+    def _understand(self, read: Callable[[], WireRequest | Page], light: bool) -> Page | _Understood:
         opened = read()
         if isinstance(opened, Page):
             return opened
@@ -176,18 +177,18 @@ class Session:
             return _Understood(opened, None)  # compiling it is for the heavy lane
         return self._submit(opened)
 
-    def _submit(self, job: Job) -> _Understood:
+    def _submit(self, request: WireRequest) -> _Understood:
         parts = []
-        for part in job.sequences:
+        for part in request.sequences:
             params = part.params
-            if not job.stream and params.timeout_s is None:
+            if not request.stream and params.timeout_s is None:
                 params = dataclasses.replace(params, timeout_s=self._one_piece_s)
             parts += [(part.prompt, sample) for sample in params.samples()]
         try:
             # An answer in one piece is collected at its end.
-            return _Understood(job, self._engine.submit_all(parts, MAX_UNCOLLECTED if job.stream else None))
+            return _Understood(request, self._llm.submit_all(parts, MAX_UNCOLLECTED if request.stream else None))
         except RequestError as error:
-            raise job.named(error) from None
+            raise request.as_written(error) from None
 
     # In the thread that talks to the server.
 
@@ -205,10 +206,10 @@ class Session:
             if isinstance(found, Page):
                 return Piece(found.body, last=True, plain=True, content_type=found.content_type)
             if isinstance(found, str):
-                return Piece(found, last=True, plain=True, content_type=self._job.content_type)
-            self._job = found.job
+                return Piece(found, last=True, plain=True, content_type=self._request.content_type)
+            self._request = found.request
             if found.sequences is None:
-                self._begin(self._lanes.heavy, self._submit, found.job)
+                self._begin(self._lanes.heavy, self._submit, found.request)
             else:
                 self._sequences = found.sequences
                 self._completions = [None] * len(self._sequences)
@@ -229,19 +230,19 @@ class Session:
         text = self._collect()
         completions = [c for c in self._completions if c is not None]
         last = len(completions) == len(self._sequences)
-        if not self._job.stream:
+        if not self._request.stream:
             if not last:
                 return None
-            self._begin(self._lane_for(completions), self._job.end, completions)
+            self._begin(self._lane_for(completions), self._request.write_end, completions)
             return self._finished_work()
         if last:
-            text += self._job.end(completions)
+            text += self._request.write_end(completions)
         has_begun = self._announce and (self.started or any(s.has_begun for s in self._sequences))
         if not text and not last and not has_begun:
             return None
         plain = last and not self.started
         self.started = True
-        return Piece(text, last, plain, self._job.content_type)
+        return Piece(text, last, plain, self._request.content_type)
 
     def _lane_for(self, completions: Collection[Completion]) -> Executor:
         entries = [e for c in completions for e in (*(c.logprobs or ()), *(c.prompt_logprobs or ())) if e is not None]
@@ -255,8 +256,8 @@ class Session:
                 continue
             if delta.finish_reason == "abort":
                 raise RequestError("the request was aborted: its time was up", "timeout_s", "timeout", 504)
-            if self._job.stream:
-                parts.append(self._job.delta(i, delta))
+            if self._request.stream:
+                parts.append(self._request.write_delta(i, delta))
             self._completions[i] = delta.completion
         return "".join(parts)
 
@@ -271,21 +272,19 @@ def as_request_error(error: Exception) -> RequestError:
     )
 
 
-def wait_for_news(
-    engine: Engine, sessions: Collection[Session], timeout_s: float, pause_s: float, since: float
-) -> None:
+def wait_for_news(llm: LLMLike, sessions: Collection[Session], timeout_s: float, pause_s: float, since: float) -> None:
     """Sleep until a session has something to say, or ``timeout_s`` is over.
 
     A piece of a stream that already runs waits until ``pause_s`` after ``since`` (monotonic), so that a fast engine
     does not drown in exchanges; a first piece or an ending does not wait.
     """
     deadline = time.monotonic() + timeout_s
-    with engine.changed:
+    with llm.changed:
         while (now := time.monotonic()) < deadline:
             talking = [s for s in sessions if s.has_news]
             if any(not s.started or s.ending for s in talking) or (talking and now >= since + pause_s):
                 return
             if talking:
-                engine.pressing.wait(since + pause_s - now)
+                llm.pressing.wait(since + pause_s - now)
             else:
-                engine.changed.wait(deadline - now)
+                llm.changed.wait(deadline - now)
