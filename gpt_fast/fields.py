@@ -12,10 +12,10 @@ import difflib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 from gpt_fast.errors import RequestError
 
@@ -58,12 +58,15 @@ class Real:
     above: bool = False
 
     def __call__(self, value: Any, name: str) -> float:
-        takes = f"a number {'above' if self.above else 'from'} {self.least:g} to {self.most:g}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            refuse(name, takes, value, "invalid_type")
+            refuse(name, self.takes, value, "invalid_type")
         if not self.least <= value <= self.most or (self.above and value == self.least):  # NaN is not between anything
-            refuse(name, takes, value)
+            refuse(name, self.takes, value)
         return float(value)
+
+    @property
+    def takes(self) -> str:
+        return f"a number {f'above {self.least:g} and up' if self.above else f'from {self.least:g}'} to {self.most:g}"
 
 
 def flag(value: Any, name: str) -> bool:
@@ -84,7 +87,7 @@ class Text:
         if len(value) < self.least or (self.most is not None and len(value) > self.most):
             limits = f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
             refuse(name, f"a string of {limits} characters", value)
-        check_values(value, name)
+        check_text(value, name)
         return value
 
 
@@ -119,7 +122,16 @@ class ListOf:
         if len(values) < self.least or (self.most is not None and len(values) > self.most):
             limits = f"at least {self.least}" if len(values) < self.least else f"at most {self.most}"
             raise RequestError(f"{name} must be {takes}, {limits} of them, not {len(values)}", name)
-        return tuple([self.item(item, name) for item in values])
+        read = []
+        for item in values:
+            try:
+                read.append(self.item(item, name))
+            except RequestError as error:
+                if error.code == "invalid_text":
+                    raise
+                wrong = show(item) if values is not value else f"a list with {show(item)}"
+                raise RequestError(f"{name} must be {takes}, not {wrong}", name, error.code) from None
+        return tuple(read)
 
 
 @dataclass(frozen=True)
@@ -131,12 +143,14 @@ class Struct:
 
     def __call__(self, value: Any, name: str) -> dict[str, Any]:
         given = json_object(value, name)
-        for inner in given:
-            if inner not in self.kinds:
-                where = f"{name}.{inner[:100]}"
-                raise RequestError(f"{name}: {unknown(inner, self.kinds)}", where, "unknown_parameter")
-        wanted = (key for key in self.kinds if key in self.needed or given.get(key) is not None)
-        return {key: self.kinds[key](given.get(key), f"{name}.{key}") for key in wanted}
+        read = {key: self.kinds[key](given.get(key), f"{name}.{key}") for key in self.needed}
+        for key, inner in given.items():
+            if key not in self.kinds:
+                message = f"{name}: {unknown(key, self.kinds)}"
+                raise RequestError(message, f"{name}.{key[:100]}", "unknown_parameter")
+            if key not in read and inner is not None:
+                read[key] = self.kinds[key](inner, f"{name}.{key}")
+        return read
 
 
 def json_object(value: Any, name: str) -> Mapping[str, Any]:
@@ -144,9 +158,13 @@ def json_object(value: Any, name: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else refuse(name, "an object", value, "invalid_type")
 
 
-@cache
-def kinds_of(cls: Any) -> dict[str, Kind]:
+def kinds_of(cls: type) -> dict[str, Kind]:
     """The fields of the dataclass ``cls``, and the kind of each; bool and str need no annotation."""
+    return _kinds_of(cast(Hashable, cls))
+
+
+@cache
+def _kinds_of(cls: Any) -> dict[str, Kind]:
     hints = inspect.get_annotations(cls, eval_str=True)
     return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(cls)}
 
@@ -162,8 +180,10 @@ def _kind(hint: Any) -> Kind:
 
 def check_fields(instance: Any) -> None:
     """Replace each field of a dataclass by what its kind reads. Raises RequestError naming the field."""
-    for name, kind in kinds_of(type(instance)).items():
-        object.__setattr__(instance, name, kind(getattr(instance, name), name))
+    cls, values = type(instance), vars(instance)
+    for name, kind in kinds_of(cls).items():
+        if values[name] is not getattr(cls, name, values):  # a class attribute is the default, which needs no check
+            object.__setattr__(instance, name, kind(values[name], name))
 
 
 def values_in(value: object) -> Iterator[object]:
@@ -183,16 +203,20 @@ def texts_of(item: object) -> Iterable[str]:
     return (item,) if isinstance(item, str) else map(str, item) if isinstance(item, Mapping) else ()
 
 
+def check_text(text: str, name: str) -> None:
+    """Raise RequestError if ``text`` holds half of a surrogate pair."""
+    if not text.isascii() and (half := _SURROGATE.search(text)):
+        message = f"{name} is not valid text: half of a surrogate pair at character {half.start()}"
+        raise RequestError(message, name.partition(".")[0], "invalid_text")
+
+
 def check_values(value: object, name: str) -> None:
     """Raise RequestError if ``value`` holds half of a surrogate pair, or an integer of more than 64 bits."""
-    param = name.partition(".")[0]
     for item in values_in(value):
         for text in texts_of(item):
-            if not text.isascii() and (half := _SURROGATE.search(text)):
-                message = f"{name} is not valid text: half of a surrogate pair at character {half.start()}"
-                raise RequestError(message, param, "invalid_text")
+            check_text(text, name)
         if isinstance(item, int) and abs(item) >= _INT_LIMIT:
-            raise RequestError(f"{name} holds a number of more than 64 bits", param)
+            raise RequestError(f"{name} holds a number of more than 64 bits", name)
 
 
 def unknown(name: str, known: Iterable[str], what: str = "field", where: str = "") -> str:

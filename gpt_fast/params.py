@@ -72,7 +72,8 @@ def _grammar(kind: Kind) -> Kind:
 
 _TOKEN = Whole(0, 2**31, or_float=True)
 _BIAS = Real(-100, 100)
-_STOPS = ListOf(Text(1, MAX_STOP_LENGTH), "strings", most=MAX_STOP_STRINGS, or_text=True)
+_STOP = f"strings of 1 to {MAX_STOP_LENGTH} characters"
+_STOPS = ListOf(Text(1, MAX_STOP_LENGTH), _STOP, most=MAX_STOP_STRINGS, or_text=True)
 _TOKENS = ListOf(_TOKEN, "token ids", most=MAX_STOP_TOKENS)
 _CHOICES = ListOf(Text(1), "non-empty strings", 1, MAX_CHOICES)
 _LOGPROBS = Whole(0, MAX_LOGPROBS, or_float=True)

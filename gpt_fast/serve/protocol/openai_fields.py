@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpt_fast.errors import RequestError
-from gpt_fast.fields import Kind, OneOf, Struct, Text, Whole, check_values, flag, json_object, refuse, show
+from gpt_fast.fields import Kind, OneOf, Struct, Text, Whole, flag, json_object, refuse, show
 from gpt_fast.params import GRAMMARS, MAX_LOGPROBS, SamplingParams
 from gpt_fast.serve.protocol.request import SAMPLING, as_given, read_fields, read_prompt, read_sampling
 
@@ -76,8 +76,8 @@ def read_request(body: Mapping[str, Any], kinds: Mapping[str, Kind], models: tup
     if model not in models:
         message = f"the model {show(model)} does not exist here; served: {', '.join(map(repr, models))}"
         raise RequestError(message, "model", "model_not_found", 404)
-    best_of = given.get("best_of", given.get("n", 1))
-    if isinstance(best_of, bool) or best_of != given.get("n", 1):
+    best_of = given.get("best_of")
+    if best_of is not None and (isinstance(best_of, bool) or best_of != given.get("n", 1)):
         raise RequestError(f"best_of is not supported: {_INSTEAD['best_of']}", "best_of", "unsupported_parameter")
     if "stream_options" in given and not given.get("stream"):
         raise RequestError('stream_options is only allowed with "stream": true', "stream_options")
@@ -151,17 +151,20 @@ def _messages(value: Any, name: str) -> list[dict[str, str]]:
         refuse(name, "a list of messages", value, "invalid_type")
     if not value:
         raise RequestError(f"{name} is empty; give at least one message", name)
-    messages = [_MESSAGE(message, f"{name}.{i}") for i, message in enumerate(value)]
-    # "developer" is handed to the template as "system", the word that templates know.
-    return [message | {"role": _ROLES[message["role"]]} for message in messages]
+    return [_message(message, f"{name}.{i}") for i, message in enumerate(value)]
+
+
+def _message(value: Any, name: str) -> dict[str, str]:
+    read = _MESSAGE(value, name)
+    read["role"] = _ROLES[read["role"]]
+    return {key: text for key, text in read.items() if text is not None}
 
 
 def _content(value: Any, name: str) -> str:
     if value is None:
         raise RequestError(f"{name} is missing", name, "missing_required_parameter")
     if isinstance(value, str):
-        check_values(value, name)
-        return value
+        return _TEXT(value, name)
     if not isinstance(value, list):
         refuse(name, "a string or a list of text parts", value, "invalid_type")
     return "\n".join([_part(part, f"{name}.{i}") for i, part in enumerate(value)])
@@ -172,7 +175,7 @@ def _part(value: Any, name: str) -> str:
     if kind != "text":
         message = f"{name}.type is {show(kind)}; this server reads text only"
         raise RequestError(message, f"{name}.type", "unsupported_value")
-    return Text()(value.get("text"), f"{name}.text")
+    return _TEXT(value.get("text"), f"{name}.text")
 
 
 def _prompts(value: Any, name: str) -> list[str | list[int]]:
@@ -181,6 +184,8 @@ def _prompts(value: Any, name: str) -> list[str | list[int]]:
     return [read_prompt(one, f"{name}.{i}") for i, one in enumerate(value)] if several else [read_prompt(value, name)]
 
 
+_TEXT = Text()
+# A role, and the word for it that templates know.
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _LABEL = re.compile(r"[^\s<|\\/>]{1,64}")  # OpenAI's rule for a participant's name
 _MESSAGE = Struct(
@@ -201,7 +206,7 @@ _BOTH: dict[str, Kind] = {
     **dict.fromkeys(WITHOUT_EFFECT, as_given),
     **dict.fromkeys(UNSUPPORTED, _unsupported),
     "best_of": as_given,
-    "model": Text(),
+    "model": _TEXT,
     "stream": flag,
     "stream_options": _STREAM_OPTIONS,
     "response_format": _response_format,
