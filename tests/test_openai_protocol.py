@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, FinishReason, TokenLogprobs
 from gpt_fast.params import MAX_STOP_STRINGS, SamplingParams
-from gpt_fast.serve.protocol.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
 from gpt_fast.serve.protocol.native import error_body
 from gpt_fast.serve.protocol.openai_chat import ChatRequest, parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext, model_body, models_body
 from gpt_fast.serve.protocol.openai_completions import CompletionRequest, parse_completion
 from gpt_fast.tokenizer import BaseTokenizer, IncrementalDetokenizer, Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
+from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, _byte_level_alphabet
 from gpt_fast.tokenizer.settings import Settings
 

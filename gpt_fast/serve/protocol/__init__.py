@@ -6,5 +6,4 @@ native.py              this project's own JSON
 openai_fields.py       every field of OpenAI's requests: used, without effect, or refused by name
 openai_common.py       what OpenAI's two ways to generate share: the server's facts, ids, usage, events, models
 openai_chat.py, openai_completions.py    POST v1/chat/completions and POST v1/completions
-chat_prompt.py         chat messages to token ids, safe against forged turns
 """

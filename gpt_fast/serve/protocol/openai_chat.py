@@ -13,7 +13,6 @@ from gpt_fast.errors import RequestError
 from gpt_fast.fields import check_values, texts_of, values_in
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
 from gpt_fast.params import MAX_STOP_STRINGS
-from gpt_fast.serve.protocol.chat_prompt import FALLBACK_STOPS, encode_chat, special_names
 from gpt_fast.serve.protocol.openai_common import (
     OpenAIContext,
     OpenAIRequest,
@@ -21,9 +20,9 @@ from gpt_fast.serve.protocol.openai_common import (
     check_length,
     finite,
     token_bytes,
-    token_name,
 )
 from gpt_fast.serve.protocol.openai_fields import CHAT, read_params, read_request, require
+from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, encode_chat, special_names
 
 _OF_TEMPLATE = frozenset(
     {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token", "pad_token", "unk_token"}
@@ -63,10 +62,6 @@ class ChatRequest(OpenAIRequest):
             "finish_reason": completion.finish_reason,
         }
 
-    @property
-    def _wants_logprobs(self) -> bool:
-        return self.params.logprobs is not None
-
     def _logprobs(self, entries: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
         content = []
         for entry in map(finite, entries):
@@ -75,10 +70,9 @@ class ChatRequest(OpenAIRequest):
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        tokenizer = self.context.tokenizer
-        name = token_name(tokenizer, token).decode(errors="replace")
+        name = self._token_name(token).decode(errors="replace")
         # A special token has no bytes, so that the bytes of all tokens joined are the text.
-        return {"token": name, "logprob": logprob, "bytes": list(token_bytes(tokenizer, token) or b"")}
+        return {"token": name, "logprob": logprob, "bytes": list(token_bytes(self.context.tokenizer, token) or b"")}
 
 
 def parse_chat(body: Mapping[str, Any], context: OpenAIContext) -> ChatRequest:

@@ -16,11 +16,11 @@ from typing import Any
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
 from gpt_fast.params import SamplingParams
-from gpt_fast.serve.protocol.chat_prompt import FALLBACK, special_names
 from gpt_fast.serve.protocol.native import JSON_TYPE, error_body
 from gpt_fast.serve.protocol.request import SequenceRequest, as_written
 from gpt_fast.tokenizer import Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
+from gpt_fast.tokenizer.chat_prompt import FALLBACK, special_names
 
 EVENT_TYPE = "text/event-stream; charset=utf-8"
 _DONE = "data: [DONE]\n\n"
@@ -147,6 +147,17 @@ class OpenAIRequest:
         """``error`` of the engine about a sequence, with the field named as the client wrote it."""
         return as_written(error, self.given)
 
+    @property
+    def _wants_logprobs(self) -> bool:
+        return self.params.logprobs is not None
+
+    def _token_name(self, token: int) -> bytes:
+        """The bytes that stand for ``token`` in a list of tokens: its text, a special token's name, or its number."""
+        tokenizer = self.context.tokenizer
+        if token_bytes(tokenizer, token) is None or tokenizer is None:
+            return b"token_id:%d" % token
+        return tokenizer.token_bytes(token, skip_special=False)
+
     def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """The choice of each event that tells ``delta``."""
         raise NotImplementedError
@@ -221,13 +232,6 @@ def token_bytes(tokenizer: Tokenizer | None, token: int) -> bytes | None:
     """What ``token`` adds to the text, nothing for a special one; None for an id that has no text at all."""
     known = tokenizer is not None and 0 <= token < tokenizer.vocab_size
     return tokenizer.token_bytes(token) if tokenizer is not None and known else None
-
-
-def token_name(tokenizer: Tokenizer | None, token: int) -> bytes:
-    """The bytes that stand for ``token`` in a list of tokens: its text, a special token's name, or its number."""
-    if token_bytes(tokenizer, token) is None or tokenizer is None:
-        return b"token_id:%d" % token
-    return tokenizer.token_bytes(token, skip_special=False)
 
 
 def finite(entry: TokenLogprobs) -> TokenLogprobs:

@@ -20,7 +20,6 @@ from gpt_fast.serve.protocol.openai_common import (
     check_length,
     finite,
     token_bytes,
-    token_name,
 )
 from gpt_fast.serve.protocol.openai_fields import COMPLETION, read_params, read_request, require
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -82,10 +81,6 @@ class CompletionRequest(OpenAIRequest):
                 logprobs = {name: front[name] + logprobs[name] for name in front}
         return _choice(index, echo + completion.text, logprobs, completion.finish_reason)
 
-    @property
-    def _wants_logprobs(self) -> bool:
-        return self.params.logprobs is not None
-
     def _prompt(self, index: int) -> list[int]:
         return self.prompts[index // self.params.n]
 
@@ -122,7 +117,7 @@ class CompletionRequest(OpenAIRequest):
         return lists
 
     def _name(self, token: int) -> str:
-        name = token_name(self.context.tokenizer, token)
+        name = self._token_name(token)
         try:
             return name.decode()
         except UnicodeDecodeError:
