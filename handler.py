@@ -2,7 +2,7 @@
 
 TorchServe wants exactly one class in this module and calls its ``initialize`` once in each worker, then ``handle``.
 Continuous batching (``continuousBatching: true``) is the main mode: every call brings all active requests, new ones
-with their body, and takes what each has to say; the engine runs in a thread of its own meanwhile. In sync mode
+with their body, and returns the next piece of each answer; the engine runs in another thread meanwhile. In sync mode
 (``batchSize: 1``) a call is one request from beginning to end, its pieces sent as intermediate responses.
 """
 
@@ -133,8 +133,8 @@ class GPTFastHandler:
     def exchange(self, data: list[Mapping[str, Any]], ctx: Any) -> list[str]:
         """Take in the ids not seen before, drop those that are missing, return what the others have to say.
 
-        An entry that has said nothing yet is left out of the answer (TorchServe then asks again): its status is still
-        open, so that a request that fails in the queue gets an error of its own and not an empty success.
+        An entry without a piece is left out of the result, and TorchServe asks for it again. Its HTTP status has not
+        been sent then, so that a request that fails in the queue is answered with an error, not with an empty success.
         """
         ctx.metrics.add_time = _no_line
         ids: dict[int, str] = dict(ctx.request_ids)

@@ -110,13 +110,14 @@ class SamplingParams:
     ``top_k`` 0: off. ``top_p`` 1: off. ``min_p`` 0: off, else the least probability relative to the likeliest token.
     ``seed`` None: drawn afresh for each request.
     ``stop``: strings that end the completion and are not part of it. ``stop_token_ids``: the same by token.
-    ``ignore_eos``: go on past the end-of-sequence tokens. ``min_tokens``: no end before so many tokens.
+    ``ignore_eos``: go on past the end-of-sequence tokens. ``min_tokens``: the completion does not end before it has
+    this number of tokens.
     ``presence_penalty`` and ``frequency_penalty`` (OpenAI): subtracted from the logit of every token generated so far,
     once, or once for each time. ``repetition_penalty`` (Keskar et al. 2019, arXiv 1909.05858): divides positive and
     multiplies negative logits of tokens in prompt and completion. ``logit_bias``: token id to a number added.
     ``n``: completions of the same prompt; the i-th one is drawn with seed + i.
-    ``logprobs``: log probabilities of each token and of so many likeliest ones, of the model's own distribution, before
-    anything above. ``prompt_logprobs``: the same of the prompt's tokens.
+    ``logprobs``: the number of likeliest tokens whose log probabilities come with each token's. They are those of the
+    model's distribution, before anything above. ``prompt_logprobs``: the same of the prompt's tokens.
     ``json_schema`` (an object), ``regex``, ``choice`` (strings): the completion must match. MAX_CHOICES,
     MAX_SCHEMA_VALUES and MAX_GRAMMAR_CHARS limit them.
     ``timeout_s``: seconds after which the request is aborted.

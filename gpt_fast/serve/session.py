@@ -26,10 +26,10 @@ from gpt_fast.serve.protocol.request import Page, WireRequest
 
 log = logging.getLogger(__name__)
 
-MAX_UNCOLLECTED = 256  # tokens that a sequence may be ahead of its server
+MAX_UNCOLLECTED = 256  # tokens of a stream that wait to be sent; then the engine pauses that sequence
 LIGHT_BYTES = 8192  # a larger body takes the heavy lane
 LIGHT_NUMBERS = 1000  # an answer with more log probabilities does, too
-UNDERSTAND_S = 10.0  # to understand a request: past it, it is refused
+PARSE_S = 10.0  # to parse a request and prepare its prompt and grammar; one that takes longer is refused
 TOO_MANY_LARGE = "too many large requests are waiting"
 
 
@@ -66,20 +66,20 @@ class Piece(NamedTuple):
     content_type: str
 
 
-class _Understood(NamedTuple):
-    """A request, and its sequences once they are in the engine."""
+class _Parsed(NamedTuple):
+    """A parsed request. ``sequences``: its handles; None while the engine does not have them yet."""
 
     request: WireRequest
     sequences: list[HandleLike] | None
 
 
 class Session:
-    """Answers one request, which ``read`` understands. ``num_bytes``: the size of its body.
+    """Answers one request, which ``read`` parses. ``num_bytes``: the size of its body.
 
-    ``announce``: give out an empty first piece of a stream as soon as the first token is there, even if its text is
-    not: a server that looks whether its client is still there only when it sends something then looks early.
-    ``one_piece_s``: the time limit of answers in one piece that have none of their own. While such an answer is made,
-    the server cannot see that its client has gone; so this bounds what is computed for nobody.
+    ``announce``: give out an empty first piece of a stream as soon as the first token is there, even if that token has
+    no whole character yet. Some servers notice a client that has gone only when they send something: they notice early.
+    ``one_piece_s``: the time limit of requests for one whole answer that give no ``timeout_s``. While such an answer is
+    made, the server cannot notice that its client has gone; the limit bounds what is computed for nobody.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Session:
         self._since = time.monotonic()
         self._work: Future[Any] | None = None  # what a lane does for this session at present
         light = num_bytes <= LIGHT_BYTES
-        self._begin(lanes.light if light else lanes.heavy, self._understand, read, light)
+        self._begin(lanes.light if light else lanes.heavy, self._parse, read, light)
 
     @property
     def has_news(self) -> bool:
@@ -166,18 +166,18 @@ class Session:
         """Cancel what ``work`` has put into the engine, if it has."""
         if work.done() and not work.cancelled() and work.exception() is None:
             found = work.result()
-            for sequence in (found.sequences or ()) if isinstance(found, _Understood) else ():
+            for sequence in (found.sequences or ()) if isinstance(found, _Parsed) else ():
                 sequence.cancel()
 
-    def _understand(self, read: Callable[[], WireRequest | Page], light: bool) -> Page | _Understood:
+    def _parse(self, read: Callable[[], WireRequest | Page], light: bool) -> Page | _Parsed:
         opened = read()
         if isinstance(opened, Page):
             return opened
         if light and any(part.params.has_grammar for part in opened.sequences):
-            return _Understood(opened, None)  # compiling it is for the heavy lane
+            return _Parsed(opened, None)  # compiling it is for the heavy lane
         return self._submit(opened)
 
-    def _submit(self, request: WireRequest) -> _Understood:
+    def _submit(self, request: WireRequest) -> _Parsed:
         parts = []
         for part in request.sequences:
             params = part.params
@@ -186,7 +186,7 @@ class Session:
             parts += [(part.prompt, sample) for sample in params.samples()]
         try:
             # An answer in one piece is collected at its end.
-            return _Understood(request, self._llm.submit_all(parts, MAX_UNCOLLECTED if request.stream else None))
+            return _Parsed(request, self._llm.submit_all(parts, MAX_UNCOLLECTED if request.stream else None))
         except RequestError as error:
             raise request.as_written(error) from None
 
@@ -216,11 +216,11 @@ class Session:
         return None
 
     def _check_time(self) -> None:
-        """Raise RequestError if the request takes too long to understand."""
-        if self._sequences or time.monotonic() < self._since + UNDERSTAND_S:
+        """Raise RequestError if the request takes too long to parse and prepare."""
+        if self._sequences or time.monotonic() < self._since + PARSE_S:
             return
         if self._work is not None and self._work.running():
-            message = f"the request takes longer than {UNDERSTAND_S:g} s to prepare: make its grammar or prompt smaller"
+            message = f"the request takes longer than {PARSE_S:g} s to prepare: make its grammar or prompt smaller"
             raise RequestError(message, None, "too_complex")
         raise try_later(TOO_MANY_LARGE)
 

@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenAIContext:
-    """What the translation has to know of the server. Made once, at load.
+    """What the protocol needs to know about the server. Made once, when the model is loaded.
 
     ``models``: the names that requests may use. ``max_model_len``: tokens of prompt and answer together.
-    ``default_temperature``: the checkpoint's own, of generation_config.json; None: it has none.
+    ``default_temperature``: of generation_config.json; None: the file has none.
     ``completion_max_tokens`` and ``chat_max_tokens``: for requests that do not say; None: as many as fit.
     ``max_sequences``: prompts times ``n`` of one request. ``created``: the models' date, unix seconds.
     """
@@ -74,8 +74,8 @@ def model_body(name: str, context: OpenAIContext) -> str:
 
 
 def models_body(context: OpenAIContext) -> str:
-    """The answer to ``GET v1/models``. Beside OpenAI's fields, ``max_model_len`` (as vLLM has it) and where the chat
-    template is from."""
+    """The answer to ``GET v1/models``. OpenAI's fields, vLLM's ``max_model_len``, and where the chat template comes
+    from."""
     return json.dumps({"object": "list", "data": [_model(name, context) for name in context.models]}) + "\n"
 
 

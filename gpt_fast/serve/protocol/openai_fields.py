@@ -16,12 +16,12 @@ from gpt_fast.fields import Kind, OneOf, Struct, Text, Whole, flag, json_object,
 from gpt_fast.params import GRAMMARS, MAX_LOGPROBS, SamplingParams
 from gpt_fast.serve.protocol.request import SAMPLING, as_given, read_fields, read_prompt, read_sampling
 
-# Notes about the caller, and hints to OpenAI's own cache of prompts; ours finds common prefixes without them.
+# Notes about the caller, and hints to OpenAI's cache of prompts; the cache here finds common prefixes without them.
 WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 )
 
-# Field: values besides null that ask for nothing. best_of has a rule of its own.
+# Field: the values besides null that ask for what happens anyway. read_request checks best_of.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
