@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import re
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from gpt_fast.errors import RequestError
 
 Kind = Callable[[Any, str], Any]  # (value, name of the field) -> value
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half of a pair; no tokenizer takes it
 _INT_LIMIT = 2**64  # beyond the range of every field; float() and str() fail on much larger ones
 
 
@@ -204,10 +202,14 @@ def texts_of(item: object) -> Iterable[str]:
 
 
 def check_text(text: str, name: str) -> None:
-    """Raise RequestError if ``text`` holds half of a surrogate pair."""
-    if not text.isascii() and (half := _SURROGATE.search(text)):
-        message = f"{name} is not valid text: half of a surrogate pair at character {half.start()}"
-        raise RequestError(message, name.partition(".")[0], "invalid_text")
+    """Raise RequestError if ``text`` holds half of a surrogate pair: JSON can spell it, and no tokenizer takes it."""
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"{name} is not valid text: half of a surrogate pair at character {error.start}"
+        raise RequestError(message, name.partition(".")[0], "invalid_text") from None
 
 
 def check_values(value: object, name: str) -> None:

@@ -7,17 +7,16 @@ to :meth:`WireRequest.write_delta` and sends what it returns.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from gpt_fast.errors import RequestError
-from gpt_fast.fields import Kind, Text, refuse, unknown
+from gpt_fast.fields import Kind, Text, kinds_of, refuse, unknown
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import SamplingParams
 
-SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
+SAMPLING = kinds_of(SamplingParams)
 # A field of SamplingParams, or of the prompt: the names under which the protocols know it.
 _WRITTEN = {
     "max_tokens": ("max_tokens", "max_completion_tokens", "max_new_tokens"),
@@ -94,13 +93,13 @@ def read_sampling(given: Mapping[str, Any], default_max_tokens: int | None, **va
     Where ``max_tokens`` is None, ``default_max_tokens`` applies, raised to the request's ``min_tokens``.
     Raises RequestError, naming the field as the client wrote it.
     """
+    values = {name: given[name] for name in SAMPLING if name in given} | values
+    if values.get("max_tokens") is None and default_max_tokens is not None:
+        values["max_tokens"] = max(default_max_tokens, SAMPLING["min_tokens"](given.get("min_tokens", 0), "min_tokens"))
     try:
-        params = SamplingParams(**{name: given[name] for name in SAMPLING if name in given} | values)
+        return SamplingParams(**values)
     except RequestError as error:
         raise as_written(error, given) from None
-    if params.max_tokens is not None or default_max_tokens is None:
-        return params
-    return dataclasses.replace(params, max_tokens=max(default_max_tokens, params.min_tokens))
 
 
 def as_written(error: RequestError, given: Mapping[str, Any]) -> RequestError:
