@@ -331,7 +331,7 @@ def test_llm_generates_alike_from_a_checkpoint_and_by_an_option(tmp_path: Path) 
 
 def test_llm_refuses_modes_and_devices(tmp_path: Path) -> None:
     source = write(tmp_path / "a")
-    with pytest.raises(ConfigError, match="quantize: 'int3'"):
+    with pytest.raises(ConfigError, match=r"quantize in LLM\(\) must be one of int8, int4, fp8, not 'int3'"):
         LLM(source, quantize="int3")
     with pytest.raises(ConfigError, match="fp8 is not supported on cpu"):
         LLM(source, quantize="fp8", device="cpu")
