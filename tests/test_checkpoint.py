@@ -353,7 +353,7 @@ def test_missing_unexpected_and_misshaped_are_named(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         for i in range(7):
             tensors[f"extra.{i}"] = torch.zeros(1)
-        del tensors["model.head.norm.weight"]
+        del tensors["model.norm.weight"]
         tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(3, 3)
 
     with pytest.raises(CheckpointError) as caught:
@@ -410,8 +410,8 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": names}))
     Checkpoint.open(tmp_path).build(torch.float32)
     for weight_map, words in (
-        (names | {"model.head.norm.weight": "b.safetensors"}, r"b.safetensors is missing"),
-        (names | {"model.head.norm.weight": "../b.safetensors"}, "outside its own directory"),
+        (names | {"model.norm.weight": "b.safetensors"}, r"b.safetensors is missing"),
+        (names | {"model.norm.weight": "../b.safetensors"}, "outside its own directory"),
         (["a.safetensors"], "no weight_map"),
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
@@ -497,7 +497,7 @@ def test_a_value_too_large_for_the_dtype_is_named(tmp_path: Path, caplog: pytest
     Checkpoint.open(tmp_path).build(torch.float32, column_major=True)
     assert not caplog.records
     Checkpoint.open(tmp_path).build(torch.float16)
-    assert "1 weights are not finite (NaN or infinity): norm.weight." in caplog.text
+    assert "1 weights are not finite (NaN or infinity): head.norm.weight." in caplog.text
 
 
 def test_random_models_are_seeded(tmp_path: Path) -> None:
