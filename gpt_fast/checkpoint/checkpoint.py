@@ -148,6 +148,11 @@ class Checkpoint:
         """
         form = self.format_for(quantize)
         config = shard.config(self.config) if shard else self.config
+        if shard and not form.can_be_divided:
+            raise ConfigError(
+                f"shard: {self.directory} ({form.method}) cannot be divided between ranks; use the unquantized "
+                "checkpoint and quantize"
+            )
 
         def scheme_of(module: str) -> Scheme | Split | None:
             scheme = form.scheme(module, self.config)
