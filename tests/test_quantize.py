@@ -12,8 +12,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from gpt_fast.kernels.cpu.packing import from_nibbles, nibbles
-from gpt_fast.kernels.reference import dequantize_int4
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -23,6 +21,8 @@ from gpt_fast.checkpoint.families import FAMILIES, read_json
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.kernels.cpu.packing import from_nibbles, nibbles
+from gpt_fast.kernels.reference import dequantize_int4
 from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
 from gpt_fast.model.description import parts
