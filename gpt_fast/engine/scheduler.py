@@ -11,13 +11,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpt_fast.engine.pages import PageAllocator, page_digest
 from gpt_fast.engine.request import Request, Status
 
 
-@dataclass(frozen=True)
-class SequencePlan:
+class SequencePlan(NamedTuple):
     """One sequence's part in a step: compute ``tokens``, the first at position ``start``, in ``slot``.
 
     The last of the tokens may be drafts, which the request does not have yet. Of the slot's pages the first
