@@ -88,7 +88,7 @@ class Scheduler:
     def schedule(self, among: Collection[Request] | None = None) -> tuple[StepPlan, list[Request]]:
         """The next step and, for each sequence of its plan, the request it belongs to.
 
-        ``among``: look at these requests alone. Planning again before the step is computed gives the same step.
+        ``among``: look at these requests alone. Planning again before the step is computed plans the same of them.
         """
         chosen: list[tuple[Request, int, tuple[int, ...]]] = []  # request, how many of its tokens, and drafts
         decoding = any(r.num_pending == 1 and not r.paused for r in self.running)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from gpt_fast.kernels.layers import layer_weights
 from gpt_fast.model.attention import StepLayout
 from gpt_fast.model.transformer import KVCache, Transformer
 from gpt_fast.quantize.linear import Int4Linear, Int8Linear, SplitLinear
+
+if TYPE_CHECKING:
+    from gpt_fast.kernels.gpu.step import GpuStep
 
 log = logging.getLogger(__name__)
 
@@ -111,21 +114,7 @@ def pack_model(model: Transformer) -> bool:
     return True
 
 
-class Step(Protocol):
-    """Called as ``Transformer.step`` is, always with the cache that it was made for."""
-
-    def __call__(
-        self, tokens: Tensor, positions: Tensor, lengths: Tensor, cache: KVCache, layout: StepLayout, rows: Tensor
-    ) -> Tensor: ...
-
-    def warm_up(self, report: Callable[[str], None]) -> None:
-        """Compile and record what steps need; before the first one."""
-
-    def takes(self, num_tokens: int) -> bool:
-        """Whether a step of ``num_tokens`` new tokens reads the host's tensors: all but the page table and ``rows``."""
-
-
-def fast_step(model: Transformer, cache: KVCache, page_table: Tensor) -> Step | None:
+def fast_step(model: Transformer, cache: KVCache, page_table: Tensor) -> FastStep | GpuStep | None:
     """``Transformer.step`` by own kernels, for a packed model or one on a GPU; None where they do not run it.
 
     ``page_table`` [S, P] int32, updated in place, is that of every step's layout.
@@ -143,7 +132,7 @@ def fast_step(model: Transformer, cache: KVCache, page_table: Tensor) -> Step | 
 
 
 class FastStep:
-    """A ``Step`` on a CPU."""
+    """Steps on a CPU. Called as ``Transformer.step`` is, always with the cache that it was made for."""
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
         table: Tensor | LinearWeights = model.tok_embeddings.weight

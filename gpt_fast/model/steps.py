@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,37 +29,17 @@ class ServedTransformer:
     ``compile``: else torch.compile's code does."""
 
     def __init__(self, model: Transformer, *, kernels: bool = True, compile: bool = True) -> None:
-        self.transformer = model.eval()
-        self._kernels, self._compile = kernels, compile
+        self._model, self._kernels, self._compile = model.eval(), kernels, compile
         if kernels:
             pack_model(model)
-
-    @property
-    def device(self) -> torch.device:
-        return self.transformer.tok_embeddings.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.transformer.norm.weight.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        return self.transformer.config.vocab_size
-
-    @cached_property
-    def cache_layers(self) -> list[PagedLayer]:
-        """Pages in every layer."""
-        config = self.transformer.config
-        return [PagedLayer(config.num_kv_heads, config.head_dim)] * config.num_layers
-
-    def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
-        return self.transformer.bytes_per_token(context_len, cache_itemsize)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.transformer.forward(tokens)
+        config = model.config
+        self.device, self.dtype = model.tok_embeddings.weight.device, model.norm.weight.dtype
+        self.vocab_size = config.vocab_size
+        self.cache_layers = [PagedLayer(config.num_kv_heads, config.head_dim)] * config.num_layers
+        self.bytes_per_token, self.forward = model.bytes_per_token, model.forward
 
     def make_step(self, cache: KVCache, page_table: Tensor) -> TransformerStep:
-        return TransformerStep(self.transformer, cache, page_table, kernels=self._kernels, compile=self._compile)
+        return TransformerStep(self._model, cache, page_table, kernels=self._kernels, compile=self._compile)
 
 
 class TransformerStep:
