@@ -208,9 +208,9 @@ def test_drafts_take_no_page_from_anybody_and_none_past_the_end_is_computed() ->
     s.advance(a, 3)
     assert (a.num_computed, a.num_tokens, a.drafts) == (10, 11, ())
     s.check_integrity()
-    a.drafts = (8, 8)
+    a.max_tokens, a.end_ids, a.drafts = 20, frozenset({8}), (8, 8)
     plan, _ = s.schedule()
-    a.append([8, 8, 8], 0.0)  # two of them reach max_tokens
+    a.append([8, 8, 8], 0.0)  # the first ends it
     s.advance(a, len(plan.sequences[0].tokens))
-    assert a.finish_reason == "length"
-    assert (a.num_computed, a.num_tokens) == (13, 13), "what was dropped does not count"
+    assert a.finish_reason == "stop"
+    assert (a.num_computed, a.num_tokens) == (12, 12), "what was dropped does not count"
