@@ -40,7 +40,7 @@ SHAPES = {
     "untied": TINY,
     "tied": replace(TINY, tie_embeddings=True),
     "biases": replace(TINY, qkv_bias=True, out_bias=True, mlp_bias=True),
-    "qwen3": replace(TINY, family="qwen3", qk_norm=True),
+    "qwen3": replace(TINY, family="qwen3", qk_norm="head"),
 }
 SCHEMES = [Scheme("int8"), Scheme("fp8"), Scheme("int4", 32), Scheme("int4", 64), Scheme("int4", 128)]
 
