@@ -260,7 +260,7 @@ class LLM:
             seed=seed,
             max_tokens=min(room, resolved.max_tokens or room),
             end_ids=frozenset((*eos_ids, *resolved.stop_token_ids)),
-            text=TextStream(IncrementalDetokenizer(self.tokenizer, token_ids, padded=True), resolved.stop),
+            text=TextStream(IncrementalDetokenizer(self.tokenizer, token_ids), resolved.stop),
             grammar=self._grammars.compile(resolved),
         )
 

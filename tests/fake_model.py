@@ -23,7 +23,7 @@ from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.kernels.cache import LayerCache, PagedLayer
 from gpt_fast.model.attention import StepLayout
-from gpt_fast.tokenizer import BaseTokenizer
+from gpt_fast.tokenizer import Tokenizer
 
 VOCAB_SIZE = 260  # of the model; the tokenizer has two ids less, as where a vocabulary is padded
 EOS = 257
@@ -75,7 +75,7 @@ class FakeStep:
         run(1)
 
 
-class Bytes(BaseTokenizer):
+class Bytes(Tokenizer):
     """One token a byte, then a beginning and an end."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from gpt_fast.serve.protocol.native import error_body
 from gpt_fast.serve.protocol.openai_chat import ChatRequest, parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext, model_body, models_body
 from gpt_fast.serve.protocol.openai_completions import CompletionRequest, parse_completion
-from gpt_fast.tokenizer import BaseTokenizer, IncrementalDetokenizer, Tokenizer
+from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, _byte_level_alphabet
@@ -55,7 +55,7 @@ def byte_level(bos: str | None = LLAMA3[0]) -> Tokenizer:
     return HfJsonTokenizer(spec, Settings(bos_token=bos, add_bos_token=bos is not None), source="the test")
 
 
-class SpaceFirst(BaseTokenizer):
+class SpaceFirst(Tokenizer):
     """One token a byte, and as SentencePiece a space in front of a text: also behind a special token, or not."""
 
     def __init__(self, every_segment: bool) -> None:

@@ -128,7 +128,7 @@ class _Offsets:
     """Where each token begins in a text that starts behind ``prompt`` and counts from ``start``, at most ``end``."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], start: int, end: int | None = None) -> None:
-        self._stream = IncrementalDetokenizer(tokenizer, prompt, padded=True)
+        self._stream = IncrementalDetokenizer(tokenizer, prompt)
         self._next = start
         self._end = end
 
