@@ -119,3 +119,18 @@ class FakeModelLLM(LLM):
         pages = PageAllocator(num_pages, page_size, prefix_cache)
         self.engine = Engine(runner, scheduler(pages, max_batch, prefill_chunk), max_waiting=max_waiting, threads=1)
         self.engine.start(runner.warm_up)
+
+
+def check_idle(llm: LLM, timeout_s: float = 5.0) -> None:
+    """Wait until nothing runs; then every page must be free or cached, and accounted for."""
+    engine = llm.engine
+    with engine.changed:
+        assert engine.changed.wait_for(lambda: not engine._handles and not engine._inbox, timeout_s), "still running"
+        engine.scheduler.check_integrity()
+        assert engine.scheduler.pages.num_used == 0
+
+
+def hit_rate(llm: LLM) -> float:
+    """Share of all prompt tokens that were found in the prefix cache."""
+    pages = llm.engine.scheduler.pages
+    return pages.hits / pages.queries

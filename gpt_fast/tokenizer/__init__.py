@@ -1,10 +1,10 @@
 """Text to token ids and back, over SentencePiece, tiktoken and Hugging Face tokenizers. It needs no torch.
 
-    tokenizer = load_tokenizer(checkpoint_directory)
-    ids = tokenizer.encode("The capital of France")
-    stream = IncrementalDetokenizer(tokenizer, ids)
-    for token in generated: print(stream.push(token), end="")
-    print(stream.flush())
+tokenizer = load_tokenizer(checkpoint_directory)
+ids = tokenizer.encode("The capital of France")
+stream = IncrementalDetokenizer(tokenizer, ids)
+for token in generated: print(stream.push(token), end="")
+print(stream.flush())
 """
 
 from gpt_fast.errors import TokenizerError, TokenizerMissing

@@ -98,7 +98,7 @@ def read_added_tokens(spec: Mapping[str, Any], source: str) -> dict[int, AddedTo
 
 
 def token_text(token: Any) -> str | None:
-    # A token is written as its string, or as an object that also has the flags of an added token.
+    """The string of a token, which is written as that or as an object with the flags of an added token; or None."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None

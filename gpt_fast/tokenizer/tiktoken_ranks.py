@@ -37,9 +37,11 @@ _LONG_RUN = re.compile(rf"\s{{{_MAX_RUN_CHARS}}}|\S{{{_MAX_RUN_CHARS}}}")
 _LLAMA3_NAMES = (
     "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id step_id "
     "start_header_id end_header_id eom_id eot_id python_tag image"
-).split()
-_LLAMA3_NAMES += [f"reserved_special_token_{2 + i}" for i in range(256 - len(_LLAMA3_NAMES))]
-_QWEN_NAMES = ["endoftext", "im_start", "im_end", *(f"extra_{i}" for i in range(205))]
+)
+
+
+def _special_tokens(named: str, *others: str) -> list[str]:
+    return [f"<|{name}|>" for name in [*named.split(), *others]]
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,14 @@ VOCABULARIES = {
     128_000: Vocabulary(
         name="Llama 3",
         pattern=LLAMA3_PATTERN,
-        special_tokens=[f"<|{name}|>" for name in _LLAMA3_NAMES],
+        special_tokens=_special_tokens(_LLAMA3_NAMES, *(f"reserved_special_token_{i}" for i in range(2, 246))),
         bos_token="<|begin_of_text|>",
         eos_tokens=("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"),
     ),
     151_643: Vocabulary(
         name="Qwen",
         pattern=QWEN_PATTERN,
-        special_tokens=[f"<|{name}|>" for name in _QWEN_NAMES],
+        special_tokens=_special_tokens("endoftext im_start im_end", *(f"extra_{i}" for i in range(205))),
         bos_token=None,
         eos_tokens=("<|endoftext|>", "<|im_end|>"),
         normalize=partial(unicodedata.normalize, "NFC"),
