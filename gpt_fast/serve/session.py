@@ -119,11 +119,9 @@ class Session:
             return self._finished_work() or self._news()
         except Exception as error:
             self.cancel()
-            if not self.started and isinstance(error, RequestError):
-                raise
-            if not self.started:
-                raise as_request_error(error) from error
             failure = as_request_error(error)
+            if not self.started:
+                raise failure from (None if failure is error else error)
             self.failure = without_frames(error)
             log.warning("a request failed after its first piece: %s", failure.message[:MAX_SHOWN])
             return Piece(self._request.write_error(failure), True, False, self._request.content_type)
@@ -248,9 +246,8 @@ def as_request_error(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     log.error("a request failed: %s", brief(error))
-    return RequestError(
-        f"the request failed: {type(error).__name__}; see the server's log", None, "internal_error", 500
-    )
+    message = f"the request failed: {type(error).__name__}; see the server's log"
+    return RequestError(message, None, "internal_error", 500)
 
 
 def wait_for_news(

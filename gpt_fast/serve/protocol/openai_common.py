@@ -43,10 +43,7 @@ class OpenAIContext:
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     default_temperature: float | None = None
-    completion_max_tokens: int | None = 16  # as OpenAI documents it
-    chat_max_tokens: int | None = None
     max_sequences: int = 256
-    system_fingerprint: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     clock: Callable[[], float] = time.time
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex
