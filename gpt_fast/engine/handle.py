@@ -36,7 +36,6 @@ class Handle:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
         return self.completion is not None or self.error is not None
 
     @property
@@ -46,7 +45,6 @@ class Handle:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a first token has been generated."""
         return self.request.first_token is not None
 
     def poll(self) -> Delta | None:

@@ -10,18 +10,14 @@ from gpt_fast.evaluate.scorer import Scorer
 
 
 def harness_model(scorer: Scorer) -> Any:
-    """``scorer`` as the harness' own ``LM``, for ``lm_eval.simple_evaluate(model=...)``.
-
-    Raises ConfigError when lm_eval is not installed.
-    """
+    """``scorer`` as the harness' own ``LM``, for ``lm_eval.simple_evaluate(model=...)``. Raises ConfigError when
+    lm_eval is not installed."""
     try:
         from lm_eval.api.model import LM
     except ImportError:
         raise ConfigError("tasks need lm-evaluation-harness: pip install 'gpt-fast-serve[eval]'") from None
 
     class Adapter(LM):  # type: ignore[misc]
-        """Hands each request's arguments on."""
-
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             return [(s.log_prob, s.is_greedy) for s in scorer.loglikelihood([r.args for r in requests])]
 
@@ -35,10 +31,8 @@ def harness_model(scorer: Scorer) -> Any:
 
 
 def evaluate_tasks(scorer: Scorer, tasks: Sequence[str], limit: int | None = None) -> dict[str, Any]:
-    """Metrics of each task: names of the harness, or paths of its YAML files, which may name local jsonl data.
-
-    Raises ConfigError when lm_eval is not installed.
-    """
+    """Metrics of each task: names of the harness, or paths of its YAML files, which may name local jsonl data. Raises
+    ConfigError when lm_eval is not installed."""
     model = harness_model(scorer)
     import lm_eval
 

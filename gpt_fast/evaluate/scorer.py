@@ -48,10 +48,8 @@ class Scorer:
             raise ConfigError(f"context: {self.context} is not between 2 and the model's {model.config.max_seq_len}")
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[LogLikelihood]:
-        """Of each pair's second text after its first.
-
-        White space between them belongs to the continuation, where tokenizers expect it.
-        """
+        """Of each pair's second text after its first. White space between them belongs to the continuation, where
+        tokenizers expect it."""
         out = [LogLikelihood(0.0, True)] * len(pairs)
         for index, scores in score(self.model, [self._window(*pair) for pair in pairs]):
             out[index] = LogLikelihood(scores.log_probs.double().sum().item(), bool(scores.is_greedy.all()))
@@ -84,10 +82,8 @@ class Scorer:
         return out
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Completions of prompts, each with ``until`` (texts that end it), ``max_gen_toks`` and ``temperature``.
-
-        The engine runs them together; a prompt that leaves no room loses its beginning.
-        """
+        """Completions of prompts, each with ``until`` (texts that end it), ``max_gen_toks`` and ``temperature``. The
+        engine runs them together; a prompt that leaves no room loses its beginning."""
         # A context that nobody chose may become shorter where memory is short.
         chosen = self.context if self.context < self.model.config.max_seq_len else None
         with LLM.from_model(self.model, tokenizer=self.tokenizer, compile=False, max_seq_len=chosen) as llm:
