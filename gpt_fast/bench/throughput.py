@@ -62,11 +62,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "prompt_tokens"):
-            values = getattr(self, name)
-            if not values:
-                raise ConfigError(f"{name}: give at least one")
-            for value in values:
-                at_least(name, value, 1)
+            at_least(name, min(getattr(self, name), default=0), 1)
         at_least("new_tokens", self.new_tokens, 2)  # the first one comes from prefill
         at_least("repeats", self.repeats, 1)
 

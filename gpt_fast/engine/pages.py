@@ -3,9 +3,7 @@
 Pages are numbered from 1; page 0 belongs to nobody and takes the writes of rows that only pad a step. A page is
 *used* (held by one or more sequences), *cached* (held by none, but its tokens are known and can be matched) or
 *free*. Every full page is known by a digest of all tokens up to its end, so equal prefixes share pages. Cached
-pages are given up in the order of their last use.
-
-Nothing here touches a tensor: this is bookkeeping, tested in microseconds.
+pages are given up in the order of their last use. Nothing here touches a tensor.
 """
 
 from __future__ import annotations

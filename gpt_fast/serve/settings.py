@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from gpt_fast.config import EngineConfig, from_mapping, unknown_key
 from gpt_fast.errors import ConfigError
-from gpt_fast.fields import Whole, kinds_of
+from gpt_fast.fields import Text, Whole, kinds_of
 from gpt_fast.serve.model_yaml import ModelYaml, check_torchserve_keys, read_model_yaml, serves_continuously
 
 BLOCK = "the handler block of model_config.yaml"
@@ -30,50 +30,37 @@ _WITHOUT_EFFECT = {
 _WEIGHTS = ("*.safetensors", "*.pth", "*.pt", "*.bin")
 
 
+def _path(value: Any, name: str) -> Path:
+    return Path(Text()(value, name))
+
+
 @dataclass(frozen=True)
 class HandlerSettings:
-    """What the handler needs to know. ``engine`` holds the keyword arguments of ``LLM`` that were given."""
+    """The handler's own keys; ``engine``: the keyword arguments of ``LLM`` that were given; ``warnings``: about keys
+    that are understood and change nothing."""
 
-    checkpoint: Path
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    max_new_tokens: int | None = None  # for requests that do not say; None: SamplingParams' own default
+    checkpoint: Annotated[Path, _path] = Path("auto")
+    max_new_tokens: Annotated[int | None, Whole(1, 2**24)] = None  # for requests that do not say; None: SamplingParams'
     stream: bool = True  # for requests that do not say
-    max_body_bytes: int = MIB
-    one_piece_timeout_s: int = 600  # for requests that are not streamed and do not say
-    warnings: tuple[str, ...] = ()  # keys that are understood and change nothing, for the log
+    max_body_bytes: Annotated[int, Whole(1, 256 * MIB)] = MIB
+    one_piece_timeout_s: Annotated[int, Whole(1, 86_400)] = 600  # for requests that are not streamed and do not say
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Own:
-    """The handler's own keys as they may be typed; what is left out is None."""
-
-    checkpoint: str | None = None
-    max_new_tokens: Annotated[int | None, Whole(1, 2**24)] = None  # more than any model's context
-    stream: bool | None = None
-    max_body_bytes: Annotated[int | None, Whole(1, 256 * MIB)] = None
-    one_piece_timeout_s: Annotated[int | None, Whole(1, 86_400)] = None
-
-
-_OWN = kinds_of(_Own)
+_OWN = kinds_of(HandlerSettings).keys() - {"engine", "warnings"}
 _ENGINE = kinds_of(EngineConfig)
 KNOWN = (*_OWN, *_ENGINE, *_ALIASES, *_WITHOUT_EFFECT)
 
 
 def read_settings(config: Mapping[str, Any] | None, model_dir: Path) -> HandlerSettings:
-    """Settings from ``config``, a whole model_config.yaml, for an archive unpacked at ``model_dir``.
-
-    Raises ConfigError for an unknown or misplaced key, a value of the wrong type or out of range, TorchServe's keys
-    included, or a checkpoint that is nowhere.
-    """
+    """Settings from ``config``, a whole model_config.yaml, for an archive unpacked at ``model_dir``. Raises ConfigError
+    for an unknown or misplaced key, a wrong value, TorchServe's keys included, or a checkpoint that is nowhere."""
     config = config or {}
-    own, engine = check(config)
-    given = {name: value for name, value in vars(own).items() if value is not None}
+    found = check(config)
     block = config.get("handler") or {}
-    return HandlerSettings(
-        **{**given, "checkpoint": find_checkpoint(own.checkpoint, model_dir)},
-        engine=engine,
-        warnings=tuple(f"{k} in {BLOCK} has no effect: {why}" for k, why in _WITHOUT_EFFECT.items() if k in block),
-    )
+    warnings = tuple(f"{k} in {BLOCK} has no effect: {why}" for k, why in _WITHOUT_EFFECT.items() if k in block)
+    return replace(found, checkpoint=find_checkpoint(found.checkpoint, model_dir), warnings=warnings)
 
 
 def check_file(path: Path) -> ModelYaml:
@@ -88,9 +75,8 @@ def check_file(path: Path) -> ModelYaml:
     return file
 
 
-def check(config: Mapping[str, Any]) -> tuple[_Own, dict[str, Any]]:
-    """The handler's own values and the engine's from ``config``, a whole model_config.yaml, all of it checked. Raises
-    ConfigError as :func:`read_settings` does. Looks for no checkpoint."""
+def check(config: Mapping[str, Any]) -> HandlerSettings:
+    """As :func:`read_settings`, but looks for no checkpoint."""
     for key in config:
         if key in KNOWN:  # TorchServe would ignore it
             raise ConfigError(f"{key} in model_config.yaml belongs under 'handler:', indented")
@@ -109,10 +95,10 @@ def check(config: Mapping[str, Any]) -> tuple[_Own, dict[str, Any]]:
             if name in values:
                 raise ConfigError(f"{alias} and {name} in {BLOCK} are the same key; give one of them")
             values[name] = values.pop(alias)
-    own = from_mapping(_Own, {k: v for k, v in values.items() if k in _OWN}, BLOCK)
+    own = from_mapping(HandlerSettings, {k: v for k, v in values.items() if k in _OWN and v is not None}, BLOCK)
     engine = {k: v for k, v in values.items() if k in _ENGINE}
     from_mapping(EngineConfig, engine, BLOCK)  # for its checks; LLM builds its own
-    return own, engine
+    return replace(own, engine=engine)
 
 
 def _line_of_fault(file: ModelYaml, message: str) -> int | None:
@@ -129,7 +115,7 @@ def _line_of_fault(file: ModelYaml, message: str) -> int | None:
     return None
 
 
-def find_checkpoint(value: str | None, model_dir: Path) -> Path:
+def find_checkpoint(named: Path, model_dir: Path) -> Path:
     """Where ``checkpoint: value`` is.
 
     None or "auto": inside the archive, its folder ``checkpoint`` or, as torch-model-archiver leaves the contents of
@@ -137,7 +123,7 @@ def find_checkpoint(value: str | None, model_dir: Path) -> Path:
     working directory, so the place where ``torchserve --start`` was typed is known only by the shell's $PWD, which
     is tried last. Raises ConfigError with every place that was tried.
     """
-    if value is None or value == "auto":
+    if str(named) == "auto":
         for place in (model_dir / "checkpoint", model_dir):
             if place.is_dir() and any(next(place.glob(pattern), None) for pattern in _WEIGHTS):
                 return place
@@ -145,7 +131,7 @@ def find_checkpoint(value: str | None, model_dir: Path) -> Path:
             f"the archive at {model_dir} holds no checkpoint: build it with scripts/archive.sh --checkpoint DIR, "
             f"or name one as checkpoint in {BLOCK}"
         )
-    path = Path(value).expanduser()
+    path = named.expanduser()
     started_in = os.environ.get("PWD")
     places = [model_dir / path, Path.cwd() / path] + ([Path(started_in) / path] if started_in else [])
     for place in places:
@@ -153,4 +139,4 @@ def find_checkpoint(value: str | None, model_dir: Path) -> Path:
             # The file of TorchServe's example stands for its folder, where the tokenizer is.
             return place.parent if place.name == "model.pth" else place
     tried = ", ".join(dict.fromkeys(str(place) for place in places))
-    raise ConfigError(f"checkpoint {value!r} in {BLOCK} does not exist; tried {tried}")
+    raise ConfigError(f"checkpoint {str(named)!r} in {BLOCK} does not exist; tried {tried}")

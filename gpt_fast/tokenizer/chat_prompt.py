@@ -5,9 +5,8 @@ inside a message would become a system turn. Two cases:
 
 1. No message contains the name of a special token, or a part of one that could be completed. The rendered prompt is
    encoded in one call, which gives exactly the ids of transformers' ``apply_chat_template``.
-2. Otherwise each dangerous string is replaced by one private-use character before the template sees it: a template can
-   trim around a character, but cannot take it apart. After rendering, the text between these characters was written by
-   the template, and its special tokens count. The dangerous strings are put back and encoded as plain text.
+2. Otherwise each dangerous string is replaced by one private-use character, which a template cannot take apart. After
+   rendering, what is between was written by the template; the dangerous strings are encoded as plain text.
 """
 
 from __future__ import annotations
@@ -120,15 +119,13 @@ def _hide(messages: Sequence[Mapping[str, str]], names: SpecialNames, hidden: di
     def shown(text: str, dangerous: bool) -> str:
         if not dangerous:
             return text
-        # White space stays outside, for the template to trim or keep.
-        bare = text.strip()
-        before, _, after = text.partition(bare)
+        bare = text.strip()  # white space stays outside, for the template to trim or keep
         if bare not in hidden:
             char = next(unused, None)
             if char is None:
                 raise RequestError("messages use every private-use character there is", "messages")
             hidden[bare] = char
-        return before + hidden[bare] + after
+        return text.replace(bare, hidden[bare], 1)
 
     return [{key: "".join(shown(*piece) for piece in pieces) for key, pieces in message.items()} for message in cut]
 
@@ -166,14 +163,13 @@ def _encode_behind(tokenizer: Tokenizer, text: str, special: str) -> list[int]:
 def _alternatives(names: Sequence[str]) -> str:
     """A pattern that matches the longest of ``names``, which are sorted, in time that hardly depends on their number. A
     plain "a|b|c" would try hundreds of names that begin alike at every "<" of a hostile text."""
+    if len(names) == 1:
+        return re.escape(names[0])
     by_first: dict[str, list[str]] = {}
     for name in names:
         if name:
             by_first.setdefault(name[0], []).append(name)
-    branches = []
-    for first, group in by_first.items():
-        rests = [name[1:] for name in group]
-        branches.append(re.escape(first) + (re.escape(rests[0]) if len(rests) == 1 else _alternatives(rests)))
+    branches = [re.escape(first) + _alternatives([n[1:] for n in group]) for first, group in by_first.items()]
     if not branches:
         return ""
     choice = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"

@@ -47,9 +47,8 @@ class HfJsonTokenizer(Tokenizer):
         self._lock = threading.Lock()  # over the switch above: it belongs to the tokenizer, not to a call
         for token in added.values():
             if (found := self._library.token_to_id(token.content)) != token.id:
-                raise TokenizerError(
-                    f"{source}: the added token {token.content!r} has id {token.id}, but loads as {found}"
-                )
+                why = f"the added token {token.content!r} has id {token.id}, but loads as {found}"
+                raise TokenizerError(f"{source}: {why}")
         decoder = bytes_decoder(spec.get("decoder"))
         pieces, unnamed = _pieces(
             self._library.get_vocab(with_added_tokens=False), added, decoder[0] if decoder else str.encode
@@ -174,9 +173,8 @@ def _merge_added_tokens(spec: dict[str, Any], settings: Settings, source: str) -
     try:
         vocab = spec["model"]["vocab"]
     except (KeyError, TypeError) as error:
-        raise TokenizerError(
-            f"{source} is JSON, but not a tokenizer.json of the tokenizers library: {error!r}"
-        ) from error
+        why = "is JSON, but not a tokenizer.json of the tokenizers library"
+        raise TokenizerError(f"{source} {why}: {error!r}") from error
     for token in settings.added:
         tokens.setdefault(token.id, token)
         if token.special:
@@ -200,9 +198,8 @@ def _load(spec: dict[str, Any], source: str) -> Any:
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
     except Exception as error:  # the library raises plain Exception
-        raise TokenizerError(
-            f"{source} is refused by the tokenizers library ({error}); fetch the file again"
-        ) from error
+        why = f"is refused by the tokenizers library ({error}); fetch the file again"
+        raise TokenizerError(f"{source} {why}") from error
 
 
 def _pieces(

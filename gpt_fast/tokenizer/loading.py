@@ -22,14 +22,10 @@ _GPT2_END = "<|endoftext|>"
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint directory, or of one tokenizer file with what lies beside it.
 
-    Of several in a directory, the first of these is taken:
-
-    1. tokenizer.model, if it is a SentencePiece model. It is what the model was trained with; a tokenizer.json beside
-       it is a conversion, and some conversions in circulation tokenize differently. The tokenizer.json is still read
-       for its added tokens and for where text gets the dummy prefix, since chat templates are written against it.
-    2. tokenizer.json
-    3. tokenizer.model or a ``*.tiktoken`` file with tiktoken ranks
-    4. vocab.json with merges.txt
+    Of several in a directory the first is taken: SentencePiece's tokenizer.model, tokenizer.json, tiktoken ranks
+    (tokenizer.model or ``*.tiktoken``), vocab.json with merges.txt. The first is what the model was trained with; a
+    tokenizer.json beside it is a conversion, and some tokenize differently. It is still read for its added tokens and
+    for where text gets the dummy prefix, since chat templates are written against it.
 
     If the library of one is not installed, the next is tried. Nothing is downloaded, unpickled or executed.
     Raises TokenizerMissing if there is none, TokenizerError if the file is corrupt: naming it, and what to do.
@@ -59,9 +55,8 @@ def sniff(data: bytes, source: str) -> Format:
     if not data:
         raise TokenizerError(f"{source} is empty; fetch the file again")
     if start.startswith(b"version https://git-lfs"):
-        raise TokenizerError(
-            f"{source} is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository"
-        )
+        why = "is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository"
+        raise TokenizerError(f"{source} {why}")
     if start.startswith((b"\x80", b"PK\x03\x04")):
         raise TokenizerError(f"{source} is a pickle or an archive, which is never opened as a tokenizer")
     if start.lstrip().startswith(b"{"):

@@ -131,9 +131,8 @@ def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise TokenizerError(
-                f"{source}, line {number}: {line[:40]!r} is not a base64 token and its rank; fetch the file again"
-            ) from error
+            why = f"{line[:40]!r} is not a base64 token and its rank; fetch the file again"
+            raise TokenizerError(f"{source}, line {number}: {why}") from error
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise TokenizerError(f"{source}: the ranks are not 0 to {len(ranks) - 1}, once each; fetch the file again")
     if any(bytes([value]) not in ranks for value in range(256)):
