@@ -41,7 +41,7 @@ from gpt_fast.quantize.scheme import Scheme, quant_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from gpu import reference as plain  # noqa: E402
+from gpu import reference as plain
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILING = os.environ.get("GPT_FAST_TEST_COMPILE") == "1"
@@ -452,6 +452,17 @@ CONFIGS = {
     "plain": config(),
     "biases": config(qkv_bias=True, out_bias=True, mlp_bias=True, num_heads=4, num_kv_heads=2, head_dim=20),
     "norms": config(qk_norm="head", tie_embeddings=True, windows=(2, 0), num_layers=2),
+    "constants": config(
+        embedding_scale=5.5, residual_scale=0.3, logits_scale=0.25, attention_scale=0.4, norm_offset=1.0
+    ),
+    "rotations": config(
+        num_layers=3,
+        windows=(2, 0, 0),
+        local_rope_theta=3.0,
+        unrotated=(False, True, False),
+        rotary_dim=6,
+        qk_norm="head",
+    ),
     "dynamic": config(rope_scaling=RopeScaling("dynamic", 2.0, 2)),
 }
 MODES = (None, "int8", "int4", "fp8")
@@ -510,7 +521,8 @@ def fast_step(run: Any, step: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*(("plain", mode) for mode in MODES), ("biases", "int8"), ("norms", None), ("dynamic", None)],
+    [*(("plain", mode) for mode in MODES), ("biases", "int8"), ("norms", None), ("dynamic", None)]
+    + [("constants", "int8"), ("rotations", None)],
 )
 @torch.inference_mode()
 def check_programs_equal_the_model(name: str, mode: str | None) -> None:

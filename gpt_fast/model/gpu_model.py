@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.kernels.cache import LayerCache, check_cache
 from gpt_fast.kernels.gpu.linear import Weights, prepare
 from gpt_fast.kernels.gpu.program import BlockWeights, GpuProgram
 from gpt_fast.model.transformer import Block, KVCache, Transformer
@@ -17,6 +17,7 @@ from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 
 def gpu_program(model: Transformer, cache: KVCache, one_launch: bool = True) -> GpuProgram:
     """The steps of ``model`` over ``cache``. Raises UnsupportedError for what the kernels do not run."""
+    check_cache(cache, len(model.layers))
     modules: Sequence[Block] = (model.embed, *model.layers, model.head)
     caches: Sequence[LayerCache | None] = (None, *cache, None)
     weights = [_block_weights(module, c, model.dtype) for module, c in zip(modules, caches, strict=True)]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache, check_cache
+from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.gpu.attention import Scratch, attend, scratch
 from gpt_fast.kernels.gpu.fused import embed, prepare_norm, rope_write
 from gpt_fast.kernels.gpu.linear import MAX_ROWS, Row, Weights, launch, linear, linear_residual, scaled
@@ -76,7 +76,6 @@ class GpuProgram:
         self._ropes, self._tables, self._dtype, self._one_launch = ropes, description.ropes, dtype, one_launch
         self.device = weights[0].tables[next(iter(weights[0].tables))].device
         ops = [(op, w) for block, w in zip(description.blocks, weights, strict=True) for op in block.ops]
-        check_cache([w.cache for w in weights if w.cache is not None], sum(isinstance(op, d.Heads) for op, _ in ops))
         self._rows: set[str] = set()  # names of buffers, while the program is made
         self._waiting: set[str] = set()
         self._heads: dict[str, tuple[d.Heads, LayerCache]] = {}  # by the name of the queries
