@@ -521,8 +521,11 @@ def fast_step(run: Any, step: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*(("plain", mode) for mode in MODES), ("biases", "int8"), ("norms", None), ("dynamic", None)]
-    + [("constants", "int8"), ("rotations", None)],
+    [
+        *(("plain", mode) for mode in MODES),
+        *((name, None) for name in ("norms", "dynamic", "rotations")),
+        *((name, "int8") for name in ("biases", "constants")),
+    ],
 )
 @torch.inference_mode()
 def check_programs_equal_the_model(name: str, mode: str | None) -> None:

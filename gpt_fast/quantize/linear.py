@@ -41,6 +41,7 @@ class QuantizedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        self._kernels = gpu.available()  # asked here, because torch.compile cannot trace the question
         self._on_gpu: dict[torch.dtype, Weights] = {}
         for name, (dtype, shape) in scheme.tensors(out_features, in_features).items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
@@ -55,11 +56,13 @@ class QuantizedLinear(nn.Module):
         for name, tensor in quantize_rows(rows, self.scheme).items():
             self.get_buffer(name)[start : start + rows.shape[0]].copy_(tensor)
 
-    def forward(self, x: Tensor, rows: slice = ALL) -> Tensor:
+    def forward(self, x: Tensor, rows: slice | None = None) -> Tensor:
         """[..., K] -> [..., N] in the dtype of ``x``; ``rows``: some of the N outputs alone."""
-        on_gpu = x.device.type == "cuda" and gpu.available() and rows is ALL
-        out = self._gpu_product(x) if on_gpu else self.product(x, rows)
-        return out if self.bias is None else out + self.bias[rows]
+        if self._kernels and x.device.type == "cuda" and rows is None:
+            out = self._gpu_product(x)
+        else:
+            out = self.product(x, rows or ALL)
+        return out if self.bias is None else out + self.bias[rows or ALL]
 
     def product(self, x: Tensor, rows: slice = ALL) -> Tensor:
         """The output without the bias, in plain torch, float32 until it is whole."""
