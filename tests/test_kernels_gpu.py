@@ -35,7 +35,7 @@ from gpt_fast.model.attention import Scoring, paged_attention_eager, paged_atten
 from gpt_fast.model.rope import rotate
 from gpt_fast.model.transformer import Transformer, rms_norm
 from gpt_fast.quantize.apply import quantize_model
-from gpt_fast.quantize.linear import KINDS
+from gpt_fast.quantize.linear import KINDS, QuantizedLinear
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import Scheme, quant_config
 
@@ -583,7 +583,7 @@ def check_what_a_program_refuses() -> None:
     with pytest.raises(ValueError, match="no other, has scales"):
         gpu_model.gpu_program(model, [LayerCache(layer.k.to(torch.int8), layer.v.to(torch.int8)) for layer in cache])
     model.layers[0].wo.order = torch.arange(32)
-    model.layers[0].wo._on_gpu.clear()
+    model.layers[0].wo._gpu_weights.clear()
     with pytest.raises(UnsupportedError, match="sorted columns"):
         gpu_model.gpu_program(model, cache)
 
@@ -655,6 +655,31 @@ def check_short_steps_are_replayed_and_long_ones_are_not(monkeypatch: pytest.Mon
         got = fast(step["tokens"], step["positions"], step["lengths"], layout, rows)
         assert len(passes) == passed
         torch.testing.assert_close(got, plain_step(model, step, twin_cache), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4", "fp8"])
+@torch.inference_mode()
+def check_blocks_compile_whole(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their products are the same as uncompiled, which plain torch's are not."""
+    model = model_of(CONFIGS["biases"], mode, torch.bfloat16)
+    table = torch.arange(1, 9, dtype=torch.int32, device=DEVICE)[None]
+
+    def logits(count: int) -> Tensor:
+        numbers = torch.arange(count, device=DEVICE)
+        ends = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+        step = {"tokens": numbers, "positions": numbers, "lengths": numbers + 1}
+        step |= {"layout": StepLayout(ends, ends[1:], table, 4 + numbers)}
+        return plain_step(model, step, empty_cache(model.config, torch.bfloat16))
+
+    monkeypatch.setattr(QuantizedLinear, "_on_gpu", lambda self, x: False)
+    plain_logits = logits(30)
+    monkeypatch.setattr(QuantizedLinear, "_on_gpu", lambda self, x: True)
+    uncompiled, short = [logits(count) for count in (30, 17, 20)], logits(3)
+    assert not torch.equal(uncompiled[0], plain_logits)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=True, backend="eager")
+    assert all(torch.equal(logits(len(wanted)), wanted) for wanted in uncompiled)
+    assert (logits(3) - short).norm() < 0.04 * short.norm()  # the kernel's products, and torch's
 
 
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)

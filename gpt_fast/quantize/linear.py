@@ -42,7 +42,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
         self._kernels = gpu.available()  # asked here, because torch.compile cannot trace the question
-        self._on_gpu: dict[torch.dtype, Weights] = {}
+        self._gpu_weights: dict[torch.dtype, Weights] = {}
         for name, (dtype, shape) in scheme.tensors(out_features, in_features).items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
         self.register_parameter("bias", bias)
@@ -58,11 +58,11 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor, rows: slice | None = None) -> Tensor:
         """[..., K] -> [..., N] in the dtype of ``x``; ``rows``: some of the N outputs alone."""
-        if self._kernels and x.device.type == "cuda" and rows is None:
-            out = self._gpu_product(x)
-        else:
-            out = self.product(x, rows or ALL)
+        out = self._gpu_product(x) if rows is None and self._on_gpu(x) else self.product(x, rows or ALL)
         return out if self.bias is None else out + self.bias[rows or ALL]
+
+    def _on_gpu(self, x: Tensor) -> bool:
+        return self._kernels and x.device.type == "cuda"
 
     def product(self, x: Tensor, rows: slice = ALL) -> Tensor:
         """The output without the bias, in plain torch, float32 until it is whole."""
@@ -74,9 +74,9 @@ class QuantizedLinear(nn.Module):
 
         Raises UnsupportedError for those that the kernels do not take.
         """
-        if dtype not in self._on_gpu:
-            self._on_gpu[dtype] = self._prepared(dtype)
-        return self._on_gpu[dtype]
+        if dtype not in self._gpu_weights:
+            self._gpu_weights[dtype] = self._prepared(dtype)
+        return self._gpu_weights[dtype]
 
     def _prepared(self, dtype: torch.dtype) -> Weights:
         from gpt_fast.kernels.gpu.linear import prepare

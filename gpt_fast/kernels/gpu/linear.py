@@ -165,10 +165,11 @@ def linear_residual(
 def product(x: Tensor, w: Weights) -> Tensor:
     """x [..., K] of any number of rows -> [..., N] of x's dtype: a prompt's products, and a step's outside a program.
 
-    More than 16 rows meet dequantized weights in torch's product, which is bound by arithmetic by then.
+    For more than 16 rows, and inside torch.compile, whose code cannot be relied on to launch the kernel, torch's product
+    multiplies with dequantized weights.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] <= MAX_ROWS:
+    if rows.shape[0] <= MAX_ROWS and not torch.compiler.is_compiling():
         return linear(rows.contiguous(), w).view(*x.shape[:-1], w.out_features)
     out = F.linear(rows, dequantized(w, x.dtype))
     if w.scale is not None:
