@@ -165,8 +165,8 @@ def linear_residual(
 def product(x: Tensor, w: Weights) -> Tensor:
     """x [..., K] of any number of rows -> [..., N] of x's dtype: a prompt's products, and a step's outside a program.
 
-    For more than 16 rows, and inside torch.compile, whose code cannot be relied on to launch the kernel, torch's product
-    multiplies with dequantized weights.
+    Torch multiplies with dequantized weights for more than 16 rows, and inside torch.compile, whose code cannot be
+    relied on to launch the kernel.
     """
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] <= MAX_ROWS and not torch.compiler.is_compiling():
