@@ -642,7 +642,9 @@ def check_short_steps_are_replayed_and_long_ones_are_not(monkeypatch: pytest.Mon
     monkeypatch.setattr(engine_steps, "_capture", lambda *_: held)
     monkeypatch.setattr(Transformer, "device", torch.device("cuda"))
     fast = engine_steps.TorchStep(model, cache, table, kernels=True, compile=False)
-    held.warm_up()
+    counts: list[int] = []
+    fast.warm_up(counts.append, longest=100)
+    assert counts == [1, 100, 3]  # two lengths that no graph holds: the second finds everything compiled
     assert fast.path == "kernels"
     assert fast.reads_host(2)
     assert not fast.reads_host(3)
@@ -655,6 +657,26 @@ def check_short_steps_are_replayed_and_long_ones_are_not(monkeypatch: pytest.Mon
         got = fast(step["tokens"], step["positions"], step["lengths"], layout, rows)
         assert len(passes) == passed
         torch.testing.assert_close(got, plain_step(model, step, twin_cache), atol=1e-4, rtol=1e-3)
+
+
+def check_what_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(engine_steps.gpu, "available", lambda: True)
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run: run)
+
+    def said(c: ModelConfig, max_batch: int) -> list[str]:
+        caplog.clear()
+        table = torch.zeros(max_batch, 4, dtype=torch.int32, device=DEVICE)
+        found = engine_steps._capture(model_of(c, None), empty_cache(c), table)
+        assert (found is None) == bool(c.logits_cap)
+        return caplog.messages
+
+    assert said(CONFIGS["plain"], 16) == []
+    assert said(CONFIGS["plain"], 32) == [
+        "max_batch 32: the GPU kernels run steps of at most 16 tokens, torch larger ones"
+    ]
+    assert said(config(logits_cap=30.0), 4) == [
+        "the GPU kernels do not run the operation Cap: plain torch runs this model, and slower"
+    ]
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4", "fp8"])
