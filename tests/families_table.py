@@ -35,14 +35,14 @@ LLAMA3_ROPE = {
 
 
 def make(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
-    """A seeded ``<name>ForCausalLM`` in float32 with ``changes`` to SHAPE."""
+    """A seeded causal model of ``<name>Config`` in float32 with ``changes`` to SHAPE."""
     config = getattr(transformers, f"{name}Config")(**(SHAPE | changes))
-    model: transformers.PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            is_norm = "norm" in parameter_name
+            is_norm = "norm" in parameter_name or "ln_" in parameter_name
             parameter.copy_(1 + 0.1 * noise if is_norm else 0.15 * noise)
     return model.eval()
 
@@ -74,6 +74,17 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "qwen3-biases": functools.partial(make, "Qwen3", head_dim=16, attention_bias=True),
     "qwen3-windows": functools.partial(
         make, "Qwen3", head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=2
+    ),
+    "gpt2": functools.partial(make, "GPT2", max_position_embeddings=256),
+    "gpt2-odd-heads": functools.partial(
+        make,
+        "GPT2",
+        max_position_embeddings=256,
+        hidden_size=35,
+        num_attention_heads=7,
+        n_inner=75,
+        scale_attn_weights=False,
+        tie_word_embeddings=False,
     ),
 }
 

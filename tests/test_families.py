@@ -104,23 +104,30 @@ def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda row: row.name)
 def test_defaults_are_those_of_transformers(family: Any) -> None:
     """A config.json that names its architecture alone means what transformers' own defaults say."""
-    theirs = transformers.AutoConfig.for_model(family.model_type)
-    for key, value in family.defaults.items():
-        if key == "rope_theta":
-            assert theirs.rope_parameters["rope_theta"] == value
-        elif key == "head_dim" and value is None:
-            derived = theirs.hidden_size // theirs.num_attention_heads
-            assert getattr(theirs, key, derived) == derived
-        elif key == "num_key_value_heads" and value is None:
-            assert theirs.num_key_value_heads == theirs.num_attention_heads
+    meant = {key: values[0] for key, values in family.when.items()}
+    theirs = transformers.AutoConfig.for_model(family.model_type, **meant)
+    dim, heads = theirs.hidden_size, theirs.num_attention_heads
+    derived = {
+        "head_dim": dim // heads,
+        "num_key_value_heads": heads,
+        "num_kv_heads": heads,
+        "ffn_hidden_size": 4 * dim,
+        "word_embed_proj_dim": dim,
+    }
+    for key, value in (family.defaults | meant).items():
+        if key in ("rope_theta", "partial_rotary_factor"):
+            assert theirs.rope_parameters[key] == value
+        elif key in derived and value is None:
+            assert getattr(theirs, key, derived[key]) == derived[key]
         elif key == "sliding_window" and family.windows == "upper":
             assert type(theirs)(use_sliding_window=True).sliding_window == value
-        elif key in ("attention_bias", "mlp_bias") and not hasattr(theirs, key):
-            assert not value  # the family has no such key
+        elif key in ("attention_bias", "mlp_bias", "seq_length") and not hasattr(theirs, key):
+            assert not value or key == "seq_length"  # transformers has no such key
         else:
             assert getattr(theirs, key) == value, key
-    config = parse_config({"architectures": list(family.architectures)})
-    assert (config.dim, config.num_layers, config.vocab_size) == (4096, 32, family.defaults["vocab_size"])
+    config = parse_config({"architectures": list(family.architectures)} | meant)
+    assert (config.dim, config.num_layers, config.num_heads) == (dim, theirs.num_hidden_layers, heads)
+    assert config.vocab_size == theirs.vocab_size
 
 
 @pytest.mark.parametrize("name", families_table.FAMILIES)

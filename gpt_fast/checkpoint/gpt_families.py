@@ -1,0 +1,61 @@
+"""The model families that go back to GPT: layer norms, plain feed-forward layers, fused or biased products."""
+
+from __future__ import annotations
+
+from gpt_fast.checkpoint.family import Family
+
+# What families share whose heads are neither grouped nor of a size that a key gives.
+_ONE_SIZE = {"num_kv_heads": "", "head_dim": ""}
+_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+_PLAIN = {"norm": "layer", "gated": False}  # a feed-forward layer without a gate
+
+_GPT2 = Family(
+    name="gpt2",
+    architectures=("GPT2LMHeadModel",),
+    model_type="gpt2",
+    defaults={
+        "vocab_size": 50257,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,
+        "n_positions": 1024,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    },
+    names={
+        "tokens": "transformer.wte",
+        "positions": "transformer.wpe",
+        "attention_norm": "transformer.h.{}.ln_1",
+        "wqkv": "transformer.h.{}.attn.c_attn",
+        "wo": "transformer.h.{}.attn.c_proj",
+        "ffn_norm": "transformer.h.{}.ln_2",
+        "w13": "transformer.h.{}.mlp.c_fc",
+        "w2": "transformer.h.{}.mlp.c_proj",
+        "norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
+    prefix="transformer.",
+    layouts=dict.fromkeys(("wqkv", "wo", "w13", "w2"), "transposed"),
+    fields=_PLAIN | _BIASES | {"learned_positions": 0, "rotary_dim": 0},
+    keys=_ONE_SIZE
+    | {
+        "dim": "n_embd",
+        "num_layers": "n_layer",
+        "num_heads": "n_head",
+        "ffn_dim": "n_inner",
+        "max_seq_len": "n_positions",
+        "activation": "activation_function",
+        "norm_eps": "layer_norm_epsilon",
+    },
+    choices={"attention_scale": ("scale_attn_weights", {True: None, False: 1.0})},
+    refused={"scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
+)
+
+GPT_ROWS = (_GPT2,)
