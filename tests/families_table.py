@@ -86,6 +86,17 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
         scale_attn_weights=False,
         tie_word_embeddings=False,
     ),
+    "gpt-neox": functools.partial(make, "GPTNeoX"),
+    "gpt-neox-serial": functools.partial(
+        make,
+        "GPTNeoX",
+        use_parallel_residual=False,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        hidden_size=60,
+        num_attention_heads=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.3},
+    ),
 }
 
 

@@ -58,4 +58,44 @@ _GPT2 = Family(
     refused={"scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
 )
 
-GPT_ROWS = (_GPT2,)
+# Pythia and GPT-NeoX-20B. Old spellings are those of every checkpoint from before transformers 5.
+_GPT_NEOX = Family(
+    name="gpt_neox",
+    architectures=("GPTNeoXForCausalLM",),
+    model_type="gpt_neox",
+    defaults={
+        "vocab_size": 50432,
+        "hidden_size": 6144,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "intermediate_size": 24576,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "use_parallel_residual": True,
+        "attention_bias": True,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
+    names={
+        "tokens": "gpt_neox.embed_in",
+        "attention_norm": "gpt_neox.layers.{}.input_layernorm",
+        "wqkv": "gpt_neox.layers.{}.attention.query_key_value",
+        "wo": "gpt_neox.layers.{}.attention.dense",
+        "ffn_norm": "gpt_neox.layers.{}.post_attention_layernorm",
+        "w13": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
+        "w2": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
+        "norm": "gpt_neox.final_layer_norm",
+        "output": "embed_out",
+    },
+    layouts={"wqkv": "heads"},
+    fields=_PLAIN | {"mlp_bias": True},
+    keys=_ONE_SIZE | {"norm_eps": "layer_norm_eps", "qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+    choices={"parallel": ("use_parallel_residual", {True: "two norms", False: "no"})},
+    aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+)
+
+GPT_ROWS = (_GPT2, _GPT_NEOX)
