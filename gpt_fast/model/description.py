@@ -281,10 +281,10 @@ class Description(NamedTuple):
         kind, _, index = prefix.partition(".")
         return {"embed": self.embed, "head": self.head}[kind] if not index else self.layers[int(index)]
 
-    def matrix(self, module: str) -> Matrix:
-        """The matrix of the Transformer's linear layer ``module``, such as ``layers.3.wo``."""
+    def matrix(self, module: str) -> Matrix | None:
+        """The matrix of the Transformer's module ``module``, such as ``layers.3.wo``; None for norms and tables."""
         prefix, _, name = module.rpartition(".")
-        return self.block(prefix).matrix(name)
+        return next((m for m in self.block(prefix).matrices if m.name == name), None)
 
     @property
     def num_parameters(self) -> int:
