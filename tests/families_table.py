@@ -97,6 +97,23 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
         num_attention_heads=3,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.3},
     ),
+    "opt": functools.partial(make, "OPT", max_position_embeddings=256, ffn_dim=144),
+    "opt-no-biases": functools.partial(
+        make,
+        "OPT",
+        max_position_embeddings=256,
+        ffn_dim=100,
+        enable_bias=False,
+        activation_function="gelu",
+        tie_word_embeddings=False,
+        hidden_size=33,
+        num_attention_heads=3,
+    ),
+    "bloom": functools.partial(make, "Bloom"),
+    # heads that are no power of two have slopes of two series
+    "bloom-odd-heads": functools.partial(
+        make, "Bloom", hidden_size=66, num_attention_heads=6, tie_word_embeddings=False
+    ),
 }
 
 

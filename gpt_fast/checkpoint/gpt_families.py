@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from gpt_fast.checkpoint.family import Family
+from gpt_fast.errors import ConfigError
 
 # What families share whose heads are neither grouped nor of a size that a key gives.
 _ONE_SIZE = {"num_kv_heads": "", "head_dim": ""}
 _BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 _PLAIN = {"norm": "layer", "gated": False}  # a feed-forward layer without a gate
+
+
+def _same_width(raw: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    width = raw["word_embed_proj_dim"]
+    if width not in (None, fields["dim"]):
+        raise ConfigError(f"word_embed_proj_dim {width!r} is not supported, only hidden_size ({fields['dim']})")
+
 
 _GPT2 = Family(
     name="gpt2",
@@ -98,4 +109,94 @@ _GPT_NEOX = Family(
     aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
 )
 
-GPT_ROWS = (_GPT2, _GPT_NEOX)
+# Pre-norm models alone: OPT 350M norms behind its sublayers and projects its embeddings.
+_OPT = Family(
+    name="opt",
+    architectures=("OPTForCausalLM",),
+    model_type="opt",
+    defaults={
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "ffn_dim": 3072,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 12,
+        "activation_function": "relu",
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "word_embed_proj_dim": None,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    },
+    names={
+        "tokens": "model.decoder.embed_tokens",
+        "positions": "model.decoder.embed_positions",
+        "attention_norm": "model.decoder.layers.{}.self_attn_layer_norm",
+        "wqkv": " ".join("model.decoder.layers.{}.self_attn." + name for name in ("q_proj", "k_proj", "v_proj")),
+        "wo": "model.decoder.layers.{}.self_attn.out_proj",
+        "ffn_norm": "model.decoder.layers.{}.final_layer_norm",
+        "w13": "model.decoder.layers.{}.fc1",
+        "w2": "model.decoder.layers.{}.fc2",
+        "norm": "model.decoder.final_layer_norm",
+        "output": "lm_head",
+    },
+    prefix="model.",
+    fields=_PLAIN | {"learned_positions": 2, "rotary_dim": 0, "norm_eps": 1e-5},
+    keys=_ONE_SIZE
+    | {"ffn_dim": "ffn_dim", "activation": "activation_function"}
+    | dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "enable_bias"),
+    refused={
+        "do_layer_norm_before": (True,),
+        "_remove_final_layer_norm": (False,),
+        "layer_norm_elementwise_affine": (True,),
+    },
+    finish=_same_width,
+)
+
+_BLOOM = Family(
+    name="bloom",
+    architectures=("BloomForCausalLM",),
+    model_type="bloom",
+    defaults={
+        "vocab_size": 250880,
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 8,
+        "seq_length": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "apply_residual_connection_post_layernorm": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    names={
+        "tokens": "transformer.word_embeddings",
+        "embedding_norm": "transformer.word_embeddings_layernorm",
+        "attention_norm": "transformer.h.{}.input_layernorm",
+        "wqkv": "transformer.h.{}.self_attention.query_key_value",
+        "wo": "transformer.h.{}.self_attention.dense",
+        "ffn_norm": "transformer.h.{}.post_attention_layernorm",
+        "w13": "transformer.h.{}.mlp.dense_h_to_4h",
+        "w2": "transformer.h.{}.mlp.dense_4h_to_h",
+        "norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
+    prefix="transformer.",
+    layouts={"wqkv": "heads"},
+    fields=_PLAIN | _BIASES | {"embedding_norm": True, "alibi": True, "rotary_dim": 0, "activation": "gelu_tanh"},
+    keys=_ONE_SIZE
+    | {
+        "num_layers": "n_layer",
+        "num_heads": "n_head",
+        "ffn_dim": "",
+        "max_seq_len": "seq_length",
+        "norm_eps": "layer_norm_epsilon",
+    },
+    aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"},
+    refused={"apply_residual_connection_post_layernorm": (False,)},
+)
+
+GPT_ROWS = (_GPT2, _GPT_NEOX, _OPT, _BLOOM)
