@@ -114,6 +114,32 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "bloom-odd-heads": functools.partial(
         make, "Bloom", hidden_size=66, num_attention_heads=6, tie_word_embeddings=False
     ),
+    "phi": functools.partial(make, "Phi", partial_rotary_factor=0.25),
+    "phi-one-key": functools.partial(
+        make, "Phi", num_key_value_heads=1, hidden_size=60, num_attention_heads=3, tie_word_embeddings=True
+    ),
+    "starcoder2": functools.partial(make, "Starcoder2", sliding_window=8),
+    "starcoder2-no-biases": functools.partial(
+        make, "Starcoder2", use_bias=False, tie_word_embeddings=False, num_key_value_heads=1
+    ),
+    "stablelm": functools.partial(make, "StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
+    "stablelm-parallel": functools.partial(make, "StableLm", use_parallel_residual=True, num_key_value_heads=4),
+    "phi3": functools.partial(make, "Phi3", sliding_window=8, pad_token_id=0),
+    # as phi-4-mini; the tests' prompts begin on both sides of the original length, and answers cross it
+    "phi3-longrope": functools.partial(
+        make,
+        "Phi3",
+        pad_token_id=0,
+        hidden_size=80,
+        tie_word_embeddings=True,
+        original_max_position_embeddings=32,
+        partial_rotary_factor=0.6,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.9],
+            "long_factor": [1.0, 1.5, 2.2, 3.1, 5.0, 9.0],
+        },
+    ),
 }
 
 

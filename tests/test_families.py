@@ -136,7 +136,8 @@ def test_to_hf_config_round_trips_and_transformers_reads_it(name: str, tmp_path:
     config = read_config(save(theirs, tmp_path))
     raw = to_hf_config(config, "float32")
     assert parse_config(raw) == config
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    padding = {"pad_token_id": theirs.config.pad_token_id}  # transformers' default may lie outside a tiny vocabulary
+    (tmp_path / "config.json").write_text(json.dumps(raw | padding))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.tensor([families_table.prompts()[-1]])
     with torch.no_grad():

@@ -68,3 +68,21 @@ class Family:
     windows: Literal["none", "all", "upper", "listed"] = "none"  # layers that sliding_window applies to
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # keys, and the values that can be served
     finish: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda raw, fields: None
+
+
+def llama_names(**changes: str) -> dict[str, str]:
+    """Llama's tensor names, which most families share."""
+    layer, attention, mlp = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+    return {
+        "tokens": "model.embed_tokens",
+        "attention_norm": layer + "input_layernorm",
+        "wqkv": f"{attention}q_proj {attention}k_proj {attention}v_proj",
+        "wo": attention + "o_proj",
+        "q_norm": attention + "q_norm",
+        "k_norm": attention + "k_norm",
+        "ffn_norm": layer + "post_attention_layernorm",
+        "w13": f"{mlp}gate_proj {mlp}up_proj",
+        "w2": mlp + "down_proj",
+        "norm": "model.norm",
+        "output": "lm_head",
+    } | changes

@@ -2,27 +2,8 @@
 
 from __future__ import annotations
 
-from gpt_fast.checkpoint.family import Family
+from gpt_fast.checkpoint.family import Family, llama_names
 from gpt_fast.checkpoint.gpt_families import GPT_ROWS
-
-
-def _llama(**changes: str) -> dict[str, str]:
-    """Llama's tensor names, which most families share."""
-    layer, attention, mlp = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
-    return {
-        "tokens": "model.embed_tokens",
-        "attention_norm": layer + "input_layernorm",
-        "wqkv": f"{attention}q_proj {attention}k_proj {attention}v_proj",
-        "wo": attention + "o_proj",
-        "q_norm": attention + "q_norm",
-        "k_norm": attention + "k_norm",
-        "ffn_norm": layer + "post_attention_layernorm",
-        "w13": f"{mlp}gate_proj {mlp}up_proj",
-        "w2": mlp + "down_proj",
-        "norm": "model.norm",
-        "output": "lm_head",
-    } | changes
-
 
 # num_key_value_heads and head_dim: None means num_attention_heads and hidden_size / num_attention_heads.
 _LLAMA = {
@@ -68,7 +49,7 @@ _ROWS = (
         architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
         model_type="llama",
         defaults=_LLAMA,
-        names=_llama(),
+        names=llama_names(),
         keys={"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"},
     ),
     Family(
@@ -76,7 +57,7 @@ _ROWS = (
         architectures=("MistralForCausalLM",),
         model_type="mistral",
         defaults=_MISTRAL,
-        names=_llama(),
+        names=llama_names(),
         windows="all",
     ),
     Family(
@@ -84,7 +65,7 @@ _ROWS = (
         architectures=("Qwen2ForCausalLM",),
         model_type="qwen2",
         defaults=_QWEN2,
-        names=_llama(),
+        names=llama_names(),
         fields={"qkv_bias": True},
         windows="upper",
     ),
@@ -93,10 +74,33 @@ _ROWS = (
         architectures=("Qwen3ForCausalLM",),
         model_type="qwen3",
         defaults=_QWEN2 | {"head_dim": 128},
-        names=_llama(),
+        names=llama_names(),
         fields={"qk_norm": "head"},
         keys={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
         windows="upper",
+    ),
+    # Phi 3, 3.5 and 4.
+    Family(
+        name="phi3",
+        architectures=("Phi3ForCausalLM",),
+        model_type="phi3",
+        defaults=_LLAMA
+        | {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": None,
+            "eos_token_id": 32000,
+        },
+        names=llama_names(
+            wqkv="model.layers.{}.self_attn.qkv_proj",
+            w13="model.layers.{}.mlp.gate_up_proj",
+        ),
+        windows="all",
     ),
 )
 

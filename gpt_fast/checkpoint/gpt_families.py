@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpt_fast.checkpoint.family import Family
+from gpt_fast.checkpoint.family import Family, llama_names
 from gpt_fast.errors import ConfigError
 
 # What families share whose heads are neither grouped nor of a size that a key gives.
@@ -147,7 +147,7 @@ _OPT = Family(
     fields=_PLAIN | {"learned_positions": 2, "rotary_dim": 0, "norm_eps": 1e-5},
     keys=_ONE_SIZE
     | {"ffn_dim": "ffn_dim", "activation": "activation_function"}
-    | dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "enable_bias"),
+    | dict.fromkeys(_BIASES, "enable_bias"),
     refused={
         "do_layer_norm_before": (True,),
         "_remove_final_layer_norm": (False,),
@@ -199,4 +199,93 @@ _BLOOM = Family(
     refused={"apply_residual_connection_post_layernorm": (False,)},
 )
 
-GPT_ROWS = (_GPT2, _GPT_NEOX, _OPT, _BLOOM)
+_PHI = Family(
+    name="phi",
+    architectures=("PhiForCausalLM",),
+    model_type="phi",
+    defaults={
+        "vocab_size": 51200,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "hidden_act": "gelu_new",
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "qk_layernorm": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    names=llama_names(
+        wo="model.layers.{}.self_attn.dense",
+        w13="model.layers.{}.mlp.fc1",
+        w2="model.layers.{}.mlp.fc2",
+        norm="model.final_layernorm",
+    ),
+    fields=_PLAIN | _BIASES | {"head_bias": True, "parallel": "one norm"},
+    keys={"norm_eps": "layer_norm_eps"},
+    refused={"qk_layernorm": (False,)},
+)
+
+_STARCODER2 = Family(
+    name="starcoder2",
+    architectures=("Starcoder2ForCausalLM",),
+    model_type="starcoder2",
+    defaults={
+        "vocab_size": 49152,
+        "hidden_size": 3072,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 4096,
+        "norm_epsilon": 1e-5,
+        "rope_theta": 10000.0,
+        "sliding_window": None,
+        "use_bias": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    },
+    names=llama_names(w13="model.layers.{}.mlp.c_fc", w2="model.layers.{}.mlp.c_proj"),
+    fields=_PLAIN,
+    keys={"norm_eps": "norm_epsilon"} | dict.fromkeys(_BIASES, "use_bias"),
+    windows="all",
+)
+
+_STABLELM = Family(
+    name="stablelm",
+    architectures=("StableLmForCausalLM",),
+    model_type="stablelm",
+    defaults={
+        "vocab_size": 50304,
+        "hidden_size": 2560,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "layer_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "use_qkv_bias": False,
+        "qk_layernorm": False,
+        "use_parallel_residual": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    names=llama_names(),
+    fields={"norm": "layer"},
+    keys={"norm_eps": "layer_norm_eps", "qkv_bias": "use_qkv_bias", "head_dim": ""},
+    choices={"parallel": ("use_parallel_residual", {True: "one norm", False: "no"})},
+    refused={"qk_layernorm": (False,)},
+)
+
+GPT_ROWS = (_GPT2, _GPT_NEOX, _OPT, _BLOOM, _PHI, _STARCODER2, _STABLELM)
