@@ -140,6 +140,14 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
             "long_factor": [1.0, 1.5, 2.2, 3.1, 5.0, 9.0],
         },
     ),
+    "falcon": functools.partial(make, "Falcon", ffn_hidden_size=144),
+    "falcon-serial": functools.partial(
+        make, "Falcon", multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=False
+    ),
+    "falcon-11b": functools.partial(
+        make, "Falcon", new_decoder_architecture=True, num_ln_in_parallel_attn=1, num_kv_heads=2
+    ),
+    "falcon-40b": functools.partial(make, "Falcon", new_decoder_architecture=True, num_kv_heads=2, bias=True),
 }
 
 

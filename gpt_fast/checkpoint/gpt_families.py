@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gpt_fast.checkpoint.family import Family, llama_names
@@ -288,4 +289,60 @@ _STABLELM = Family(
     refused={"qk_layernorm": (False,)},
 )
 
-GPT_ROWS = (_GPT2, _GPT_NEOX, _OPT, _BLOOM, _PHI, _STARCODER2, _STABLELM)
+# Falcon 7B. With alibi, transformers rounds what it adds to scores to bfloat16.
+_FALCON = Family(
+    name="falcon",
+    architectures=("FalconForCausalLM",),
+    model_type="falcon",
+    defaults={
+        "vocab_size": 65024,
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 71,
+        "num_kv_heads": None,
+        "ffn_hidden_size": None,
+        "activation": "gelu",
+        "max_position_embeddings": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "rope_theta": 10000.0,
+        "alibi": False,
+        "new_decoder_architecture": False,
+        "num_ln_in_parallel_attn": None,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 11,
+        "eos_token_id": 11,
+    },
+    names=_BLOOM.names,
+    layouts={"wqkv": "heads"},
+    fields=_PLAIN,
+    keys={"head_dim": "", "ffn_dim": "ffn_hidden_size", "activation": "activation", "norm_eps": "layer_norm_epsilon"}
+    | dict.fromkeys(_BIASES, "bias"),
+    choices={
+        "num_kv_heads": ("multi_query", {True: 1, False: None}),
+        "parallel": ("parallel_attn", {True: "one norm", False: "no"}),
+    },
+    aliases={"n_embed": "hidden_size"},
+    refused={"alibi": (False,), "new_decoder_architecture": (False,), "num_ln_in_parallel_attn": (None, 1)},
+)
+# Falcon 11B has one norm in a layer, 40B and 180B two.
+_FALCON_11B = replace(
+    _FALCON,
+    name="falcon-11b",
+    fields=_PLAIN | {"parallel": "one norm"},
+    keys={**_FALCON.keys, "num_kv_heads": "num_kv_heads"},
+    choices={},
+    when={"new_decoder_architecture": (True,), "num_ln_in_parallel_attn": (1,)},
+    refused={"alibi": (False,), "parallel_attn": (True,)},
+)
+_FALCON_40B = replace(
+    _FALCON_11B,
+    name="falcon-40b",
+    names={**_FALCON.names, "attention_norm": "transformer.h.{}.ln_attn", "ffn_norm": "transformer.h.{}.ln_mlp"},
+    fields=_PLAIN | {"parallel": "two norms"},
+    when={"new_decoder_architecture": (True,), "num_ln_in_parallel_attn": (None, 2)},
+)
+
+GPT_ROWS = (_GPT2, _GPT_NEOX, _OPT, _BLOOM, _PHI, _STARCODER2, _STABLELM, _FALCON_40B, _FALCON_11B, _FALCON)
