@@ -27,7 +27,7 @@ from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.building import random_model
-from gpt_fast.model.description import parts
+from gpt_fast.model.description import describe, parts
 from gpt_fast.model.shapes import SHAPES, shape
 from gpt_fast.model.transformer import weight_bytes
 from gpt_fast.quantize.scheme import quant_config
@@ -227,7 +227,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 SPLIT = ModelConfig("llama", 64, 32, 2, 4, 2, 8, 64, 128, qkv_bias=True, out_bias=True, mlp_bias=True)
-ROW_RUNS = {"wqkv": (32, 16, 16), "w13": (64, 64), "tok_embeddings": (64,), "output": (64,)}
+ROW_RUNS = {"wqkv": (32, 16, 16), "w13": (64, 64), "tokens": (64,), "output": (64,)}
 
 
 def joined(name: str, ranks: list[torch.Tensor]) -> torch.Tensor:
@@ -283,7 +283,7 @@ def test_int4_is_divided_in_whole_groups(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "a").build(torch.float32, quantize="int4", shard=Shard(rank, 2)).layers[0]
         for rank in range(2)
     ]
-    for name, dim in (("attention.wqkv.queries", 0), ("attention.wqkv.keys_values", None), ("attention.wo", 1)):
+    for name, dim in (("wqkv.queries", 0), ("wqkv.keys_values", None), ("wo", 1)):
         found = [rank.get_submodule(name).dequantized() for rank in ranks]
         expected = whole.get_submodule(name).dequantized()
         if dim is None:
@@ -320,8 +320,8 @@ def test_loaded_model_is_plain_and_whole(dtype: torch.dtype, tmp_path: Path) -> 
         assert torch.equal(ours, theirs.to(dtype)), name
         assert (ours.dtype, ours.device.type, ours.requires_grad) == (dtype, "cpu", False)
         assert ours.is_contiguous()
-    assert model.rope.inv_freq.dtype == torch.float32
-    assert model.rope.inv_freq.device.type == "cpu"
+    assert model.ropes[0].inv_freq.dtype == torch.float32
+    assert model.ropes[0].inv_freq.device.type == "cpu"
     assert not model.training
     with torch.no_grad():
         assert torch.isfinite(model(torch.tensor([[1, 2, 3]]))).all()
@@ -353,13 +353,13 @@ def test_missing_unexpected_and_misshaped_are_named(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         for i in range(7):
             tensors[f"extra.{i}"] = torch.zeros(1)
-        del tensors["model.norm.weight"]
+        del tensors["model.head.norm.weight"]
         tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(3, 3)
 
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(rewrite(tiny(tmp_path), spoil)).build(torch.float32)
     text = str(caught.value)
-    assert "1 tensors missing: model.norm.weight" in text
+    assert "1 tensors missing: model.head.norm.weight" in text
     assert "7 tensors unexpected: extra.0, extra.1, extra.2, extra.3, extra.4 and 2 more" in text
     assert "model.layers.1.mlp.down_proj.weight [3, 3], not [32, 48]" in text
 
@@ -391,11 +391,11 @@ def test_tied_embeddings_in_every_spelling(tmp_path: Path) -> None:
     ):
         model = load(case, tie, change)
         assert model.config.tie_embeddings, case
-        assert model.output.weight.data_ptr() == model.tok_embeddings.weight.data_ptr(), case
-        assert model.output.weight.abs().sum() > 0
+        assert model.head.output.weight.data_ptr() == model.embed.tokens.weight.data_ptr(), case
+        assert model.head.output.weight.abs().sum() > 0
     model = load("differ", True, lambda t: t.update({head: t[embed] + 1}))
     assert not model.config.tie_embeddings
-    assert torch.equal(model.output.weight, model.tok_embeddings.weight + 1)
+    assert torch.equal(model.head.output.weight, model.embed.tokens.weight + 1)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
@@ -410,8 +410,8 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": names}))
     Checkpoint.open(tmp_path).build(torch.float32)
     for weight_map, words in (
-        (names | {"model.norm.weight": "b.safetensors"}, r"b.safetensors is missing"),
-        (names | {"model.norm.weight": "../b.safetensors"}, "outside its own directory"),
+        (names | {"model.head.norm.weight": "b.safetensors"}, r"b.safetensors is missing"),
+        (names | {"model.head.norm.weight": "../b.safetensors"}, "outside its own directory"),
         (["a.safetensors"], "no weight_map"),
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
@@ -478,21 +478,21 @@ def test_weights_that_are_not_finite_are_named(
     Checkpoint.open(tmp_path / "good").build(torch.float32, quantize=quantize)
     assert "finite" not in caplog.text
     with torch.no_grad():
-        model.tok_embeddings.weight[33, 5] = value
-        model.layers[1].feed_forward.w2.weight[3, 7] = value
+        model.embed.tokens.weight[33, 5] = value
+        model.layers[1].w2.weight[3, 7] = value
     save_checkpoint(model, tmp_path / "bad")
     Checkpoint.open(tmp_path / "bad").build(torch.float32, quantize=quantize)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "2 weights are not finite" in line
-    assert "tok_embeddings.weight" in line
-    assert "layers.1.feed_forward.w2." in line
+    assert "embed.tokens.weight" in line
+    assert "layers.1.w2." in line
 
 
 def test_a_value_too_large_for_the_dtype_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny(tmp_path)
     model = Checkpoint.open(tmp_path).build(torch.float32)
     with torch.no_grad():
-        model.norm.weight[0] = 1e6
+        model.head.norm.weight[0] = 1e6
     save_checkpoint(model, tmp_path)
     Checkpoint.open(tmp_path).build(torch.float32, column_major=True)
     assert not caplog.records
@@ -520,7 +520,7 @@ def test_named_shapes() -> None:
         "qwen2.5-7b": 7_615_616_512,
         "mistral-7b": 7_248_023_552,
     }
-    assert {name: SHAPES[name].num_parameters for name in counts} == counts
+    assert {name: describe(SHAPES[name]).num_parameters for name in counts} == counts
     for config in SHAPES.values():
         assert to_hf_config(config, "bfloat16")  # every shape can be written and read back
     with pytest.raises(ConfigError, match=r"llama-9t.*tinyllama-1.1b"):
@@ -541,7 +541,7 @@ before = status("VmRSS:")
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the imports
 model = Checkpoint.open(sys.argv[1]).build(getattr(torch, sys.argv[2]))
 held = sum(p.numel() * p.element_size() for p in model.parameters())
-print(held, status("VmHWM:") - before, float(model.output.weight[-1, -1]))
+print(held, status("VmHWM:") - before, float(model.head.output.weight[-1, -1]))
 """
 LARGE = ModelConfig("llama", 8192, 1024, 5, 16, 16, 64, 2816, 2048)  # 81 million weights
 
@@ -579,7 +579,7 @@ def test_a_load_peaks_at_the_weights_it_leaves(source: str, dtype: str, large: P
     command = [sys.executable, "-c", MEASURE, str(large / source), dtype]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     held, peak, last = (float(n) for n in done.stdout.split())
-    assert held == LARGE.num_parameters * (4 if dtype == "float32" else 2)
+    assert held == describe(LARGE).num_parameters * (4 if dtype == "float32" else 2)
     assert last != 0
     assert held * 0.95 < peak < held * 1.1 + (4 << 20), f"{peak / held:.3f} times the weights"
 
@@ -596,7 +596,7 @@ def test_config_and_weights_disagree_on_layers(tmp_path: Path) -> None:
 def test_the_layout_changes_nothing_but_the_strides(tmp_path: Path) -> None:
     config = ModelConfig("llama", 300, 64, 2, 4, 2, 16, 144, 64)
     rows, columns = (random_model(config, torch.float32, column_major=turned) for turned in (False, True))
-    assert not columns.layers[0].feed_forward.w2.weight.is_contiguous()  # type: ignore[union-attr,operator]
+    assert not columns.layers[0].w2.weight.is_contiguous()  # type: ignore[union-attr,operator]
     for (name, a), (_, b) in zip(rows.named_parameters(), columns.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     save_checkpoint(rows, tmp_path)

@@ -221,23 +221,23 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(TINY, torch.float32)
     quantize_model(model, quant_config("int4", 32))
     int4, int8 = Scheme("int4", 32), Scheme("int8")
-    whole = {"attention.wo": int4, "feed_forward.w13": int4, "feed_forward.w2": int8}  # 48 inputs are no whole groups
-    apart = {"attention.wqkv.queries": int4, "attention.wqkv.keys_values": int8}
+    whole = {"wo": int4, "w13": int4, "w2": int8}  # 48 inputs are no whole groups
+    apart = {"wqkv.queries": int4, "wqkv.keys_values": int8}
     assert kinds(model) == blocks(whole | apart) | {"output": int8}
     unshared = random_model(replace(TINY, num_kv_heads=4), torch.float32)  # keys and values as many as queries
     quantize_model(unshared, quant_config("int4", 32))
-    assert kinds(unshared) == blocks(whole | {"attention.wqkv": int4}) | {"output": int8}
+    assert kinds(unshared) == blocks(whole | {"wqkv": int4}) | {"output": int8}
     llama = FAMILIES["llama"]
     stacked = replace(llama, names={**llama.names, "layers.{}.attention.wqkv": "one_tensor"})
     with monkeypatch.context() as patch:
         patch.setitem(FAMILIES, "llama", stacked)
-        assert quant_config("int4", 32).scheme("layers.0.attention.wqkv", TINY) == int4
+        assert quant_config("int4", 32).scheme("layers.0.wqkv", TINY) == int4
     no_exceptions = random_model(TINY, torch.float32)
     quantize_model(no_exceptions, replace(quant_config("int4", 32), exceptions=None))
-    assert kinds(no_exceptions) == blocks(dict.fromkeys(whole, int4) | {"attention.wqkv": int4}) | {"output": int8}
+    assert kinds(no_exceptions) == blocks(dict.fromkeys(whole, int4) | {"wqkv": int4}) | {"output": int8}
     tied = random_model(SHAPES["tied"], torch.float32)
     quantize_model(tied, quant_config("int8"))
-    assert tied.output.weight is tied.tok_embeddings.weight
+    assert tied.head.output.weight is tied.embed.tokens.weight
     kept = random_model(TINY, torch.float32)
     quantize_model(kept, quant_config("int4", quantize_head=False))
     assert isinstance(kept.output, nn.Linear)
@@ -246,7 +246,7 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bytes_per_token_count_the_quantized_weights() -> None:
     model = random_model(TINY, torch.float32)
     quantize_model(model, quant_config("int8"))
-    matrices = [p.shape for p in parts(TINY) if len(p.shape) == 2 and p.target != "tok_embeddings.weight"]
+    matrices = [p.shape for p in parts(TINY) if len(p.shape) == 2 and p.target != "embed.tokens.weight"]
     norms = 4 * 32 * 5
     expected = sum(n * k + 4 * n for n, k in matrices) + norms + 4 * 32  # and one row of the embedding
     assert model.bytes_per_token(0, 4) == expected
@@ -331,7 +331,7 @@ def test_llm_generates_alike_from_a_checkpoint_and_by_an_option(tmp_path: Path) 
 
 def test_llm_refuses_modes_and_devices(tmp_path: Path) -> None:
     source = write(tmp_path / "a")
-    with pytest.raises(ConfigError, match="quantize: 'int3'"):
+    with pytest.raises(ConfigError, match=r"quantize in LLM\(\) must be one of int8, int4, fp8, not 'int3'"):
         LLM(source, quantize="int3")
     with pytest.raises(ConfigError, match="fp8 is not supported on cpu"):
         LLM(source, quantize="fp8", device="cpu")
@@ -371,7 +371,7 @@ def test_the_command_writes_a_checkpoint_that_others_take(tmp_path: Path, capsys
     assert status == 0, said
     assert (tmp_path / "b" / "generation_config.json").exists()
     model = Checkpoint.open(tmp_path / "b").build(torch.float32)
-    assert model.layers[0].attention.wo.scheme == Scheme("int4", 32)
+    assert model.layers[0].wo.scheme == Scheme("int4", 32)
     assert Checkpoint.open(tmp_path / "b").meta_model(torch.float32).bytes_per_token(9, 4) == model.bytes_per_token(
         9, 4
     )
