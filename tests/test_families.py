@@ -11,7 +11,9 @@ import families_table
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from gpt_fast import LLM
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import (
     FAMILIES,
@@ -22,9 +24,12 @@ from gpt_fast.checkpoint.families import (
     read_json,
     to_hf_config,
 )
+from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
-from gpt_fast.errors import CheckpointError
+from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.description import describe
+from gpt_fast.quantize.scheme import quant_config
+from gpt_fast.quantize.writer import quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,6 +106,62 @@ def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
     assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
 
 
+@pytest.mark.parametrize(
+    ("name", "prefix", "changes", "buffer"),
+    [
+        ("gpt2", "transformer.", {}, "h.0.attn.bias"),
+        ("bloom", "transformer.", {"hidden_size": "n_embed", "n_head": "num_attention_heads"}, None),
+        ("opt", "model.", {}, None),
+        ("gpt-neox-serial", "", {}, "gpt_neox.layers.0.attention.masked_bias"),
+    ],
+)
+def test_checkpoints_as_the_hub_has_them(
+    name: str, prefix: str, changes: dict[str, str], buffer: str | None, tmp_path: Path
+) -> None:
+    """From before transformers 5: names without their beginning, other keys, causal masks among the weights."""
+    theirs = families_table.FAMILIES[name]()
+    save(theirs, tmp_path)
+    weights = {key.removeprefix(prefix): tensor for key, tensor in load_file(tmp_path / "model.safetensors").items()}
+    if buffer is not None:
+        weights[buffer] = torch.zeros(1, 1, 4, 4)
+    save_file(weights, tmp_path / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw = {changes.get(key, key): value for key, value in raw.items()}
+    rope = raw.pop("rope_parameters", None)
+    if rope:
+        raw |= {"rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "opt", "bloom", "phi", "phi3-longrope", "falcon-40b"])
+def test_a_saved_model_has_the_tensors_that_transformers_saves(name: str, tmp_path: Path) -> None:
+    save(families_table.FAMILIES[name](), tmp_path / "theirs")
+    save_checkpoint(Checkpoint.open(tmp_path / "theirs").build(torch.float32), tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "falcon-40b"])
+def test_layouts_are_undone_before_rounding(name: str, mode: str, tmp_path: Path) -> None:
+    """Scales belong to the rows of the parameter: a quantized checkpoint is what quantizing while loading makes."""
+    source = Checkpoint.open(save(families_table.FAMILIES[name](), tmp_path / "plain"))
+    quantize_checkpoint(source, tmp_path / "quantized", quant_config(mode))
+    stored = Checkpoint.open(tmp_path / "quantized").build(torch.float32).state_dict()
+    rounded = source.build(torch.float32, quantize=mode).state_dict()
+    assert stored.keys() == rounded.keys()
+    assert any(tensor.dtype in (torch.int8, torch.uint8) for tensor in stored.values())
+    assert all(torch.equal(stored[key], rounded[key]) for key in stored)
+
+
+def test_positions_that_were_not_learned_are_refused(tmp_path: Path) -> None:
+    save(families_table.FAMILIES["gpt2"](), tmp_path)
+    with pytest.raises(ConfigError, match="max_seq_len: 257 is more than the model's 256 learned positions"):
+        LLM(tmp_path, max_seq_len=257)
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda row: row.name)
 def test_defaults_are_those_of_transformers(family: Any) -> None:
     """A config.json that names its architecture alone means what transformers' own defaults say."""
@@ -169,6 +230,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"num_attention_heads": 32, "num_key_value_heads": 5}, "num_key_value_heads"),
     "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool"),
     "epsilon": ({"rms_norm_eps": None}, "rms_norm_eps must be a number"),
+    "longrope's lengths": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]},
+        },
+        "short_factor has 1 numbers for 48 rotary pairs",
+    ),
+    "gpt2 scales": ({"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by"),
+    "gpt2 width": ({"architectures": ["GPT2LMHeadModel"], "n_embd": 2**30}, "n_embd must be between 1 and 262144"),
+    "opt norms": ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "do_layer_norm_before False"),
+    "opt width": ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 512}, r"word_embed_proj_dim 512.*768"),
+    "bloom": (
+        {"architectures": ["BloomForCausalLM"], "apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm True",
+    ),
+    "falcon alibi": ({"architectures": ["FalconForCausalLM"], "alibi": True}, "alibi True is not supported"),
+    "falcon norms": ({"architectures": ["FalconForCausalLM"], "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+    "falcon flag": ({"architectures": ["FalconForCausalLM"], "multi_query": 1}, "multi_query 1 is not supported"),
+    "phi": ({"architectures": ["PhiForCausalLM"], "qk_layernorm": True}, "qk_layernorm True"),
+    "stablelm": ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "qk_layernorm True"),
 }
 
 
