@@ -73,12 +73,13 @@ def test_quantized_steps_equal_their_twin(name: str, mode: str, tmp_path: Path) 
     for module in twin.modules():
         if isinstance(module, QuantizedLinear):
             module.rounded = True
-    tokens = torch.tensor(families_table.prompts(2, longest=60)[1:])
+    tokens = torch.randint(261, (12, 8), generator=torch.Generator().manual_seed(0))
     expected, found = twin(tokens), CpuModel(checkpoint.build(torch.float32, quantize=mode)).forward(tokens)
-    # The last bit of a sum can decide how an activation is rounded to 8 bits: then a token's logits move a little.
+    # The last bit of a sum can decide how an activation is rounded to 8 bits: then the logits of this token and of
+    # those after it move a little, as all would move if the kernels rounded otherwise. Most sequences meet none.
     difference = (found - expected).abs() / expected.std()
-    assert difference.median() < 1e-3
-    assert difference.mean() < 0.01
+    assert difference.median() < 1e-5
+    assert difference.max() < 0.2
 
 
 @pytest.mark.parametrize("path", ["eager", "kernels"])
