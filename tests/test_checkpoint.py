@@ -10,7 +10,8 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
 from gpt_fast.model.description import describe, parts
 from gpt_fast.model.shapes import SHAPES, shape
@@ -353,7 +355,7 @@ def test_missing_unexpected_and_misshaped_are_named(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         for i in range(7):
             tensors[f"extra.{i}"] = torch.zeros(1)
-        del tensors["model.head.norm.weight"]
+        del tensors["model.norm.weight"]
         tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(3, 3)
 
     with pytest.raises(CheckpointError) as caught:
@@ -410,8 +412,8 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": names}))
     Checkpoint.open(tmp_path).build(torch.float32)
     for weight_map, words in (
-        (names | {"model.head.norm.weight": "b.safetensors"}, r"b.safetensors is missing"),
-        (names | {"model.head.norm.weight": "../b.safetensors"}, "outside its own directory"),
+        (names | {"model.norm.weight": "b.safetensors"}, r"b.safetensors is missing"),
+        (names | {"model.norm.weight": "../b.safetensors"}, "outside its own directory"),
         (["a.safetensors"], "no weight_map"),
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
@@ -497,7 +499,7 @@ def test_a_value_too_large_for_the_dtype_is_named(tmp_path: Path, caplog: pytest
     Checkpoint.open(tmp_path).build(torch.float32, column_major=True)
     assert not caplog.records
     Checkpoint.open(tmp_path).build(torch.float16)
-    assert "1 weights are not finite (NaN or infinity): norm.weight." in caplog.text
+    assert "1 weights are not finite (NaN or infinity): head.norm.weight." in caplog.text
 
 
 def test_random_models_are_seeded(tmp_path: Path) -> None:
@@ -603,3 +605,61 @@ def test_the_layout_changes_nothing_but_the_strides(tmp_path: Path) -> None:
     tokens = torch.arange(20)[None]
     loaded = [Checkpoint.open(tmp_path).build(torch.float32, column_major=turned) for turned in (False, True)]
     torch.testing.assert_close(loaded[0](tokens), loaded[1](tokens), atol=1e-5, rtol=1e-5)
+
+
+# Files
+
+
+OPENED: list[str] = []  # every file that is opened while WATCHED is set: audit hooks cannot be taken away again
+WATCHED = threading.Event()
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if WATCHED.is_set() and event == "open":
+        OPENED.append(str(arguments[0]))
+
+
+@pytest.fixture(scope="module")
+def _hook() -> None:
+    sys.addaudithook(_note)
+
+
+@pytest.fixture
+def opened(_hook: None) -> Iterator[list[str]]:
+    """The paths that are opened from here on."""
+    OPENED.clear()
+    WATCHED.set()
+    yield OPENED
+    WATCHED.clear()
+
+
+@pytest.mark.parametrize("tokenizer", ["tokenizer.model", "tokenizer.json", "both"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_llm_opens_each_file_once(
+    tokenizer: str, quantized: bool, data_dir: Path, tmp_path: Path, opened: list[str]
+) -> None:
+    folder = tiny(tmp_path / "a", dataclasses.replace(TINY, vocab_size=512))
+    if quantized:
+        quantize_checkpoint(Checkpoint.open(folder), tmp_path / "b", quant_config("int8"))
+        folder = tmp_path / "b"
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for i in range(2):
+        half = {name: tensor for j, (name, tensor) in enumerate(tensors.items()) if j % 2 == i}
+        safetensors.torch.save_file(half, folder / f"{i}.safetensors")
+    weight_map = {name: f"{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        (folder / name).write_text("{}")
+    if tokenizer != "tokenizer.json":
+        model = data_dir / "models" / "stories260K_hf" / "tokenizer.model"
+        (folder / "tokenizer.model").write_bytes(model.read_bytes())
+    if tokenizer != "tokenizer.model":
+        spec = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}, "added_tokens": []}
+        (folder / "tokenizer.json").write_text(json.dumps(spec))
+    files = sorted(path.name for path in folder.iterdir())
+    opened.clear()
+    with LLM(folder, compile=False, max_seq_len=32) as llm:
+        assert llm.tokenizer is not None
+    assert sorted(Path(path).name for path in opened if Path(path).parent == folder) == files

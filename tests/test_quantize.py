@@ -12,7 +12,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from gpt_fast.quantize.reference import dequantize_int4, pack_int4, unpack_int4
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -22,6 +21,8 @@ from gpt_fast.checkpoint.families import FAMILIES, read_json
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.kernels.cpu.packing import from_nibbles, nibbles
+from gpt_fast.kernels.reference import dequantize_int4
 from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
 from gpt_fast.model.description import parts
@@ -65,13 +66,13 @@ def layer(scheme: Scheme, weight: Tensor, bias: Tensor | None = None) -> Quantiz
 
 def test_packed_bytes_hold_what_the_format_says() -> None:
     codes = torch.randint(0, 16, (3, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    packed = pack_int4(codes)
+    packed = nibbles(codes)
     assert packed.shape == (3, 48)
     for block in range(3):
         for j in range(16):
             low, high = codes[:, 32 * block + j], codes[:, 32 * block + j + 16]
             assert torch.equal(packed[:, 16 * block + j], low | (high << 4))
-    assert torch.equal(unpack_int4(packed), codes)
+    assert torch.equal(from_nibbles(packed), codes)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -110,7 +111,7 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
 def test_the_search_beats_the_plain_range(group_size: int) -> None:
     weight = noise(64, 512) * 0.02
     grid = find_grid(weight, group_size)
-    found = dequantize_int4(pack_int4(encode(weight, grid)), *grid)
+    found = dequantize_int4(nibbles(encode(weight, grid)), *grid)
     groups = weight.unflatten(1, (-1, group_size))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     step = (high - low) / 15

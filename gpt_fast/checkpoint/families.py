@@ -325,7 +325,8 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     row = FAMILIES[config.family]
     raw: dict[str, Any] = {"architectures": [row.architectures[0]], "model_type": row.model_type, "torch_dtype": dtype}
     raw |= {key: values[0] for key, values in row.when.items()}
-    keys = {name: key for name, key in {**KEYS, **row.keys}.items() if key and name not in (row.fields | row.choices)}
+    fixed = {*row.fields, *row.choices}
+    keys = {name: key for name, key in {**KEYS, **row.keys}.items() if key and name not in fixed}
     raw |= {key: getattr(config, name) for name, key in keys.items()}
     if "activation" in keys:
         raw[keys["activation"]] = {"gelu_tanh": "gelu_pytorch_tanh"}.get(config.activation, config.activation)

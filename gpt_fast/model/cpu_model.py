@@ -85,13 +85,12 @@ class CpuModel:
 
     def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
         """As ``Transformer.bytes_per_token``."""
-        held = {
-            block.prefix + name: sum(piece.num_bytes for piece in pieces)
-            for block, (_, weights) in zip(self.description.blocks, self._blocks, strict=True)
-            for name, pieces in weights.matrices.items()
-        }
-        for name, table in self._blocks[0][1].tables.items():
-            held["embed." + name] = table.num_bytes if isinstance(table, PackedWeights) else table.nbytes
+        held: dict[str, int] = {}
+        for block, (_, w) in zip(self.description.blocks, self._blocks, strict=True):
+            sizes = {name: sum(piece.num_bytes for piece in pieces) for name, pieces in w.matrices.items()}
+            sizes |= {name: sum(t.nbytes for t in pair if t is not None) for name, pair in w.vectors.items()}
+            sizes |= {n: t.num_bytes if isinstance(t, PackedWeights) else t.nbytes for n, t in w.tables.items()}
+            held |= {block.prefix + name: num_bytes for name, num_bytes in sizes.items()}
         return self.description.bytes_per_token(held) + context_len * self.config.kv_bytes_per_token(cache_itemsize)
 
 
