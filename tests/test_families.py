@@ -25,9 +25,10 @@ from gpt_fast.checkpoint.families import (
     to_hf_config,
 )
 from gpt_fast.checkpoint.saving import save_checkpoint
+from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
-from gpt_fast.model.description import describe
+from gpt_fast.model.description import describe, split_of
 from gpt_fast.quantize.scheme import quant_config
 from gpt_fast.quantize.writer import quantize_checkpoint
 
@@ -154,6 +155,27 @@ def test_layouts_are_undone_before_rounding(name: str, mode: str, tmp_path: Path
     assert stored.keys() == rounded.keys()
     assert any(tensor.dtype in (torch.int8, torch.uint8) for tensor in stored.values())
     assert all(torch.equal(stored[key], rounded[key]) for key in stored)
+
+
+@pytest.mark.parametrize("mode", [None, "int8"])
+@pytest.mark.parametrize("name", ["GPT2", "GPTNeoX", "Phi3"])
+def test_ranks_divide_rows_in_the_order_of_the_parameter(name: str, mode: str | None, tmp_path: Path) -> None:
+    """Each rank has its share of the queries, of the keys and of the values, however the tensor mixes them."""
+    checkpoint = Checkpoint.open(save(families_table.make(name, vocab_size=264, pad_token_id=0), tmp_path))
+    whole, *ranks = (
+        checkpoint.build(torch.float32, quantize=mode, shard=shard).state_dict()
+        for shard in (None, Shard(0, 2), Shard(1, 2))
+    )
+    for name, tensor in whole.items():
+        module, _, kind = name.rpartition(".")
+        split, runs = split_of(f"{module}.bias" if kind == "bias" else f"{module}.weight", checkpoint.config)
+        held = [rank[name] for rank in ranks]
+        if split == "rows":
+            pieces = [t.split([size // 2 for size in runs]) for t in held]
+            joined = torch.cat([piece[i] for i in range(len(runs)) for piece in pieces])
+        else:
+            joined = torch.cat(held, dim=1) if split == "columns" and tensor.dim() == 2 else held[0]
+        assert torch.equal(joined, tensor), name
 
 
 def test_positions_that_were_not_learned_are_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from gpt_fast.checkpoint.families import (
     read_generation_defaults,
     read_json,
 )
+from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.checkpoint.progress import progress_bar
 from gpt_fast.checkpoint.shard import Cut, Shard
 from gpt_fast.checkpoint.stored import StoredTensor

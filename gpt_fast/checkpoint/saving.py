@@ -39,7 +39,7 @@ def save_checkpoint(
         if part.layout.kind == "transposed":
             stored = stored.transposed()
         elif part.layout.kind != "plain":
-            stored = stored.picked(row_order(part).argsort())
+            stored = stored.picked(row_order(part.layout, part.shape[0]).argsort())
         tensors[part.source] = stored
     directory, kind = Path(directory), dtype or next(iter(tensors.values())).dtype
     raw = to_hf_config(model.config, str(kind).removeprefix("torch.")) | dict(extra or {})

@@ -12,7 +12,7 @@ import torch
 from gpt_fast.checkpoint.shard import Cut
 from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.config import ModelConfig
-from gpt_fast.model.description import Part
+from gpt_fast.model.description import Layout, Part
 from gpt_fast.quantize.apply import chunk_rows
 from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.rtn import quantize_rows
@@ -21,9 +21,9 @@ from gpt_fast.quantize.scheme import METHOD, QuantConfig, Scheme, Split
 Specs = dict[str, tuple[torch.dtype | None, tuple[int, ...]]]  # dtype (None: any floating one) and shape by name
 
 
-def row_order(part: Part) -> torch.Tensor:
-    """int64 [rows]: where the rows of ``part``'s parameter stand in its stored tensor."""
-    layout, rows = part.layout, torch.arange(part.shape[0])
+def row_order(layout: Layout, num_rows: int) -> torch.Tensor:
+    """int64 [num_rows]: where the rows of a parameter stand in a stored tensor of ``layout``."""
+    rows = torch.arange(num_rows)
     if layout.kind == "heads":
         heads = rows.view(layout.groups, -1, layout.head_dim)  # a group: its queries, its key, its value
         return torch.cat([heads[:, :-2].flatten(), heads[:, -2].flatten(), heads[:, -1].flatten()])
@@ -39,7 +39,7 @@ def plain_weight(part: Part, tensors: Mapping[str, StoredTensor]) -> StoredTenso
     stored = tensors[part.source]
     if part.layout.kind == "transposed":
         return stored.transposed()
-    return stored if part.layout.kind == "plain" else stored.picked(row_order(part))
+    return stored if part.layout.kind == "plain" else stored.picked(row_order(part.layout, stored.num_rows))
 
 
 class Format:
