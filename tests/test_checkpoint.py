@@ -334,7 +334,7 @@ def test_save_and_load_every_kind_of_weight(name: str, tmp_path: Path) -> None:
     features: dict[str, Any] = {
         "llama": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tie_embeddings": True},
         "qwen2": {"qkv_bias": True},
-        "qwen3": {"qk_norm": True},
+        "qwen3": {"qk_norm": "head"},
         "mistral": {"windows": (16, 16)},
     }[name]
     config = dataclasses.replace(TINY, family=name, **features)
@@ -361,7 +361,7 @@ def test_missing_unexpected_and_misshaped_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(rewrite(tiny(tmp_path), spoil)).build(torch.float32)
     text = str(caught.value)
-    assert "1 tensors missing: model.head.norm.weight" in text
+    assert "1 tensors missing: model.norm.weight" in text
     assert "7 tensors unexpected: extra.0, extra.1, extra.2, extra.3, extra.4 and 2 more" in text
     assert "model.layers.1.mlp.down_proj.weight [3, 3], not [32, 48]" in text
 
@@ -504,11 +504,11 @@ def test_a_value_too_large_for_the_dtype_is_named(tmp_path: Path, caplog: pytest
 
 def test_random_models_are_seeded(tmp_path: Path) -> None:
     one, same, other = (random_model(TINY, torch.float32, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(one.output.weight, same.output.weight)
-    assert not torch.equal(one.output.weight, other.output.weight)
-    assert one.output.weight.std() == pytest.approx(0.02, rel=0.1)
-    assert torch.equal(one.norm.weight, torch.ones(32))
-    assert len(one.output.weight.unique(dim=0)) == 64
+    assert torch.equal(one.head.output.weight, same.head.output.weight)
+    assert not torch.equal(one.head.output.weight, other.head.output.weight)
+    assert one.head.output.weight.std() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(one.head.norm.weight, torch.ones(32))
+    assert len(one.head.output.weight.unique(dim=0)) == 64
 
 
 def test_named_shapes() -> None:

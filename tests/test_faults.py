@@ -326,6 +326,20 @@ def test_when_all_that_run_are_at_fault_the_next_is_served(llm: LLM, monkeypatch
     assert finish(llm.submit([5, 6], SamplingParams(max_tokens=4))) == expected
 
 
+def test_when_all_that_compute_are_at_fault_a_paused_one_loses_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = ([5, 6] * 10, SamplingParams(max_tokens=60, ignore_eos=True))
+    expected = finish(llm.submit(*paused))
+    waits = llm.submit(*paused, max_uncollected=5)
+    with llm.engine.changed:
+        assert llm.engine.changed.wait_for(lambda: waits.request.paused, 60)
+    wrap(monkeypatch, compute, "sample", lambda logits, rows: any(row.num_prompt == BAD_LENGTH for row in rows))
+    with pytest.raises(RequestFailedError):
+        finish(llm.submit(*eight()[3]))
+    assert finish(waits) == expected
+
+
 def test_the_engine_ends_when_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeModelLLM() as llm:
         wrap(monkeypatch, compute, "sample", lambda logits, rows: True)
@@ -368,7 +382,7 @@ def test_a_model_that_computes_no_numbers_fails_its_requests_and_goes_on(data_di
     from gpt_fast.checkpoint.families import read_config
 
     model = random_model(read_config(data_dir / "models" / "stories260K_hf"), torch.float32)
-    model.norm.weight.fill_(float("nan"))
+    model.head.norm.weight.fill_(float("nan"))
     with LLM.from_model(model, compile=False, max_seq_len=64) as llm:
         for params in (SamplingParams(), SamplingParams(temperature=1.0, logprobs=3)):
             with pytest.raises(RequestError, match="not finite") as caught:
