@@ -148,6 +148,10 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
         make, "Falcon", new_decoder_architecture=True, num_ln_in_parallel_attn=1, num_kv_heads=2
     ),
     "falcon-40b": functools.partial(make, "Falcon", new_decoder_architecture=True, num_kv_heads=2, bias=True),
+    "gpt-bigcode": functools.partial(make, "GPTBigCode", max_position_embeddings=256),
+    "gpt-bigcode-multi-head": functools.partial(
+        make, "GPTBigCode", max_position_embeddings=256, multi_query=False, tie_word_embeddings=False
+    ),
 }
 
 

@@ -53,6 +53,21 @@ _GPT2 = Family(
     refused={"scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
 )  # fmt: skip
 
+# StarCoder and SantaCoder.
+_GPT_BIGCODE = replace(
+    _GPT2,
+    name="gpt_bigcode",
+    architectures=("GPTBigCodeForCausalLM",),
+    model_type="gpt_bigcode",
+    defaults={
+        **{key: value for key, value in _GPT2.defaults.items() if key != "scale_attn_by_inverse_layer_idx"},
+        "activation_function": "gelu_pytorch_tanh", "multi_query": True,
+    },
+    layouts={"wqkv": "heads"},
+    choices={**_GPT2.choices, "num_kv_heads": ("multi_query", {True: 1, False: None})},
+    refused={"add_cross_attention": (False,)},
+)  # fmt: skip
+
 # Pythia and GPT-NeoX-20B. Old spellings are those of every checkpoint from before transformers 5.
 _GPT_NEOX = Family(
     name="gpt_neox",
@@ -244,4 +259,16 @@ _FALCON_40B = replace(
     when={"new_decoder_architecture": (True,), "num_ln_in_parallel_attn": (None, 2)},
 )  # fmt: skip
 
-GPT_ROWS = (_GPT2, _GPT_NEOX, _OPT, _BLOOM, _PHI, _STARCODER2, _STABLELM, _FALCON_40B, _FALCON_11B, _FALCON)
+GPT_ROWS = (
+    _GPT2,
+    _GPT_BIGCODE,
+    _GPT_NEOX,
+    _OPT,
+    _BLOOM,
+    _PHI,
+    _STARCODER2,
+    _STABLELM,
+    _FALCON_40B,
+    _FALCON_11B,
+    _FALCON,
+)
