@@ -20,6 +20,7 @@ import pytest
 
 from gpt_fast import LLM
 from gpt_fast.checkpoint.families import FAMILIES
+from gpt_fast.checkpoint.family import Family
 from gpt_fast.cli import COMMANDS, main
 from gpt_fast.config import EngineConfig
 from gpt_fast.serve import metrics, model_yaml
@@ -105,7 +106,7 @@ def test_the_table_of_options_has_every_option_of_the_engine() -> None:
 def test_the_table_of_the_handlers_keys_has_every_key() -> None:
     fields = {field.name for field in dataclasses.fields(HandlerSettings)} - {"engine", "warnings"}
     assert first_column(SERVING, "key of the handler") == fields
-    assert {*fields} <= {*model_yaml.parse_model_yaml((ROOT / "model_config.yaml").read_text()).config["handler"]}
+    assert {*fields} <= {*model_yaml.read_model_yaml(ROOT / "model_config.yaml").config["handler"]}
 
 
 def test_the_table_of_metrics_has_every_metric() -> None:
@@ -115,6 +116,10 @@ def test_the_table_of_metrics_has_every_metric() -> None:
 def test_the_table_of_families_has_every_family() -> None:
     known = {row.architectures[0] for row in FAMILIES.values()}
     assert first_column(MODELS, "architecture") == known
+
+
+def test_the_table_of_a_row_has_every_field_of_a_family() -> None:
+    assert {field.name for field in dataclasses.fields(Family)} <= first_column(TEXTS["docs/add-a-family.md"], "field")
 
 
 def test_the_table_of_commands_has_every_command() -> None:
