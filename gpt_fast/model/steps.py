@@ -20,6 +20,7 @@ from gpt_fast.kernels import gpu
 from gpt_fast.kernels.cache import PagedLayer, StepLayout
 from gpt_fast.model.compile_cache import keep_private
 from gpt_fast.model.cpu_model import CpuModel, pack_model
+from gpt_fast.model.experts import run_experts
 from gpt_fast.model.transformer import KVCache, Transformer
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class TorchStep:
         if compile:
             keep_private()
             for layer in model.layers:
+                if not layer.compiles_whole:
+                    layer.run_experts = torch.compiler.disable(run_experts)
                 layer.compile(fullgraph=layer.compiles_whole, dynamic=True)
 
     @property
