@@ -62,7 +62,7 @@ class ExpertsConfig:
 class ModelConfig:
     """The shape and mathematics of one decoder-only transformer. model/description.py makes operations of it."""
 
-    family: str  # a row of families.FAMILIES
+    family: str  # a row of family_table.FAMILIES
     vocab_size: int
     dim: int
     num_layers: int

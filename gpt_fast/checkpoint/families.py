@@ -21,7 +21,7 @@ from gpt_fast.errors import CheckpointError, ConfigError, RequestError
 from gpt_fast.params import SamplingParams
 
 # The greatest sizes that a config.json may ask for: far above every model, and small enough to compute with. Whether
-# the file's tensors have these sizes is checked before anything is built (checkpoint.open_checkpoint).
+# the file's tensors have these sizes is checked before anything is built (Checkpoint.open).
 LIMITS = {
     "vocab_size": 2**24,
     "hidden_size": 2**18,

@@ -23,7 +23,7 @@ class SequencePlan(NamedTuple):
     The last of the tokens may be drafts, which the request does not have yet. Of the slot's pages the first
     ``num_placed`` are known from earlier steps; ``new_pages`` follow them and replace what followed. Logits are wanted
     of the last ``num_logits`` tokens: none in a prefill that goes on, one to sample the next token, k + 1 to verify k
-    drafts. ``prompt_len`` serves dynamic rotary scaling (model.Rope).
+    drafts. ``prompt_len`` serves dynamic rotary scaling (model/rope.py).
     """
 
     slot: int
