@@ -261,6 +261,8 @@ class Program:
 
     def make_heads(self, op: d.Heads, done: _Op) -> None:
         """Name what ``done`` makes of its buffer, which it writes as well, or of another one if heads are filled up."""
+        if self._heads:
+            raise UnsupportedError("two operations of one block that cache keys and values")
         self._rounded.made(done.x, None)
         out = done.x
         if done.padded_dim != op.head_dim:
