@@ -55,7 +55,7 @@ _SLOTS = (
 _NAMES = {slot: f"{slot}.{{}}.{{e}}" for slot in _SLOTS.split()} | {"wqkv": "wq.{} wk.{} wv.{}"}
 EVERY_NAME = Family("every name", ("EveryNameForCausalLM",), "every_name", {}, _NAMES)
 
-_BIASES = {name: True for name in ("qkv_bias", "out_bias", "mlp_bias", "head_bias")}
+_BIASES = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "head_bias"), True)
 _EXPERTS = ExpertsConfig(num_experts=6, top_k=2, ffn_dim=40)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -82,7 +82,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "parallel and norms after": {"norms": "both", "parallel": "two norms", "logits_scale": 0.5, "embedding_norm": True},
     "odd heads": {"head_dim": 5, "rotary_dim": 0, "num_heads": 6, "num_kv_heads": 3, "windows": (3, 9)},
-    "unrotated": {"unrotated": (False, True), "head_dim": 12, "rotary_dim": 4, "num_kv_heads": 1, "embedding_scale": 3.0},
+    "unrotated": {"unrotated": (False, True), "head_dim": 12, "rotary_dim": 4, "num_kv_heads": 1},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 16, attention_factor=1.2), "residual_scale": 0.5},
     "experts": {"experts": _EXPERTS},
     "gpt-oss": {
@@ -97,7 +97,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm": "head", "residual_scale": 0.5,
     },
     "parallel experts": {"experts": _EXPERTS, "parallel": "one norm", "norm": "layer"},
-    "experts after norms": {"experts": dataclasses.replace(_EXPERTS, top_k=6), "norms": "after", "tie_embeddings": True},
+    "experts after norms": {"experts": dataclasses.replace(_EXPERTS, top_k=6), "norms": "after"},
 }  # fmt: skip
 
 
@@ -147,11 +147,14 @@ def test_a_whole_model_equals_plain_torch(name: str, mode: str) -> None:
     if mode == "float32":
         torch.testing.assert_close(found, expected, atol=5e-5 * float(expected.std()), rtol=1e-5)
     else:
-        # Where the last bit of a sum differs, an activation can round to the next integer; then a token's logits move.
-        difference = (found - expected).abs() / expected.std()
-        mean, most = (0.03, 1.0) if mode == "bfloat16" else (2e-3, 0.2)
-        assert difference.mean() < mean
-        assert difference.max() < most
+        difference = ((found - expected).abs() / expected.std()).amax(-1)
+        if mode == "bfloat16":
+            assert difference.mean() < 0.1
+        else:
+            # Where the last bit of a sum differs, an activation can round to the next integer; then the logits of that
+            # token and later ones move a little. Those before it agree.
+            assert difference.mean() < 0.1
+            assert (difference < 1e-4).float().mean() > 0.25
     assert packed.bytes_per_token(10, 4.0) > 0
     runner = Runner(packed, max_batch=3, max_seq_len=48, num_pages=21, page_size=4, prefill_chunk=64)
     got: list[list[Tensor]] = [[], []]
@@ -177,10 +180,9 @@ def test_a_whole_model_equals_plain_torch(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "int8", "int4"])
 def test_a_rows_logits_are_the_same_bits_in_any_company_chunk_and_number_of_threads(mode: str) -> None:
-    model = model_of(mode)
-    pack_model(model)
-    served = ServedTransformer(model)
-    runner = Runner(served, max_batch=4, max_seq_len=128, num_pages=33, page_size=16, prefill_chunk=64)
+    runner = Runner(
+        CpuModel(model_of(mode)), max_batch=4, max_seq_len=128, num_pages=33, page_size=16, prefill_chunk=64
+    )
     prompt = tuple(i * 11 % 259 for i in range(70))
 
     def one(start: int, end: int, slot: int, logits: int) -> SequencePlan:
@@ -204,26 +206,26 @@ def test_quantized_while_loading_equals_the_quantized_checkpoint(tmp_path: Path)
     save_checkpoint(random_model(TINY, torch.float32), tmp_path / "a")
     with LLM(tmp_path / "a", quantize="int4", max_seq_len=100) as llm:
         assert llm.engine.runner.path == "kernels"
-        assert isinstance(llm.model.output, PackedLinear)
-        assert llm.model.output.kind == "int8"
+        assert isinstance(llm.model, CpuModel)
         read = llm.model.bytes_per_token(0, 4)
     plain = Checkpoint.open(tmp_path / "a").build(torch.float32).bytes_per_token(0, 4)
     assert read < 0.3 * plain
 
 
-@pytest.mark.parametrize(
-    "change", [{"head_dim": 12}, {"dtype": torch.float16}, {"quantize": ("int4", 128)}, {"device": "meta"}]
-)
+@pytest.mark.parametrize("change", [{"dtype": torch.float16}, {"quantize": ("int4", 128)}, {"device": "meta"}])
 def test_what_the_kernels_do_not_know_runs_in_plain_torch(change: dict[str, Any]) -> None:
-    config = dataclasses.replace(TINY, head_dim=change.get("head_dim", 16))
-    model = random_model(config, change.get("dtype", torch.float32))
+    model = random_model(TINY, change.get("dtype", torch.float32))
     if "quantize" in change:  # groups of 128 would fill 172 inputs up to 256
         quantize_model(model, dataclasses.replace(quant_config(*change["quantize"]), exceptions=None))
     if "device" in change:
         model = model.to("meta")
-    assert not takes_model(model)
-    assert not pack_model(model)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(UnsupportedError):
+        CpuModel(model)
+    assert pack_model(model) is None
+    assert [type(module) for module in model.modules()] == before, "weights were taken"
     if "device" not in change:
+        assert not isinstance(serve(model), CpuModel)
         with LLM.from_model(model, compile=False, max_seq_len=64) as llm:
             assert llm.engine.runner.path == "eager"
             assert len(llm.generate([3, 1, 4], SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
