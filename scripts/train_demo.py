@@ -42,6 +42,7 @@ from tqdm import tqdm
 
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
+from gpt_fast.model.description import describe
 from gpt_fast.model.transformer import Transformer
 
 SEPARATOR = "<|endoftext|>"
@@ -313,7 +314,7 @@ def build(config: ModelConfig, seed: int) -> Transformer:
     model = Transformer(config)
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
-            std = 0.02 if name == "tok_embeddings.weight" else 0.7 * weight.shape[1] ** -0.5
+            std = 0.02 if name == "embed.tokens.weight" else 0.7 * weight.shape[1] ** -0.5
             residual = name.endswith(("wo.weight", "w2.weight"))
             torch.nn.init.normal_(weight, std=std / math.sqrt(2 * config.num_layers) if residual else std)
     return model
@@ -585,7 +586,7 @@ def results_table(results: Sequence[Result], heldout: list[list[int]], num_chars
         tokens = r.recipe.num_steps * r.recipe.batch_rows * CONTEXT / 1e6
         bits = r.loss * num_targets / num_chars / math.log(2)
         lines.append(
-            f"| {r.recipe.name} | {c.num_parameters:,} | {c.num_layers} | {c.dim} | {c.num_heads} ({c.num_kv_heads}) "
+            f"| {r.recipe.name} | {describe(c).num_parameters:,} | {c.num_layers} | {c.dim} | {c.num_heads} ({c.num_kv_heads}) "
             f"| {c.ffn_dim} | {r.loss:.4f} | {math.exp(r.loss):.3f} | {bits:.3f} "
             f"| {r.recipe.num_steps} steps, {tokens:.1f} M tokens, {p.seconds / 60:.0f} min |"
         )
