@@ -23,9 +23,9 @@ from torch import Tensor
 
 from gpt_fast.kernels.cpu import library as cpu
 from gpt_fast.kernels.cpu import packing
-from gpt_fast.kernels.cpu import program as program_module
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
+from gpt_fast.model import cpu_program as program_module
 from gpt_fast.model import description as d
+from gpt_fast.model.cpu_program import PackedWeights, Program, Weights
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
@@ -48,7 +48,6 @@ class Memory:
         step = program_module._Step.from_address(address)
         n, slots = step.num_tokens, step.slots
         turns = (ctypes.c_void_p * (2 * (1 + max(program._halves, default=-1)))).from_address(step.angles)
-        halves = [half for half in program._halves.values() for _ in range(2)]
         self._regions: list[tuple[int, int, Any]] = []  # address, bytes, what lies there
         for item in (program._program, step, turns, *program._kept):
             for part in item if isinstance(item, list) else [item]:
@@ -56,8 +55,9 @@ class Memory:
                     self._add(part.data_ptr(), part.nbytes)
                 else:
                     self._add(ctypes.addressof(part), ctypes.sizeof(part), part)
-        for at, half in zip(turns, halves, strict=False):
-            self._add(at, 4 * n * half)
+        for table, half in program._halves.items():
+            for at in turns[2 * table : 2 * table + 2]:
+                self._add(at, 4 * n * half)
         for at, size in (
             (step.tokens, 8 * n), (step.positions, 8 * n), (step.rows, 8 * step.num_rows), (step.write_slots, 8 * n),
             (step.query_start, 4 * (slots + 1)), (step.context_len, 4 * slots),

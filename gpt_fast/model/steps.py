@@ -69,7 +69,7 @@ class TorchStep:
         if self.path == "compiled":
             keep_private()
             for layer in model.layers:
-                layer.compile(fullgraph=layer.compiles_whole, dynamic=True)
+                layer.compile_steps()
 
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         run = self._gpu or self._model.step

@@ -43,6 +43,7 @@ class Block(nn.Module):
     def __init__(self, block: d.Block) -> None:
         super().__init__()
         self.block = block
+        self.run_experts = run_experts
         for table in block.tables:
             self.add_module(table.name, nn.Embedding(table.num_rows, table.dim))
         for vector in block.vectors:
@@ -58,6 +59,12 @@ class Block(nn.Module):
     def compiles_whole(self) -> bool:
         """Whether torch.compile takes the block in one piece: which experts run is known only when they do."""
         return not any(isinstance(op, d.Experts) for op in self.block.ops)
+
+    def compile_steps(self) -> None:
+        """Let torch.compile run ``forward``, for any number of tokens; experts are left to plain torch."""
+        if not self.compiles_whole:
+            self.run_experts = torch.compiler.disable(run_experts)  # here, as it imports the compiler: seconds
+        self.compile(fullgraph=self.compiles_whole, dynamic=True)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``x`` [..., E] -> what the last operation makes. The first block takes no notice of ``x``."""
@@ -193,7 +200,7 @@ def _experts(block: Block, op: d.Experts, values: Values, context: Context) -> N
     up, down = (cast("nn.Linear | LinearRows", block.get_submodule(name)) for name in (op.up, op.down))
     count = block.block.matrix(op.up).num_experts
     weights, chosen = values[op.routes], values[op.routes + " experts"]
-    out = run_experts(values[op.x], weights, chosen, up, down, count, lambda x: activate(x, op.kind, op.gated))
+    out = block.run_experts(values[op.x], weights, chosen, up, down, count, lambda x: activate(x, op.kind, op.gated))
     if op.scale != 1.0:
         out = out * op.scale
     values[op.out] = values[op.add] + out if op.add else out
