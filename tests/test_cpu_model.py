@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from programs import random_weights
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.checkpoint.checkpoint import Checkpoint
@@ -26,7 +28,7 @@ from gpt_fast.model.building import random_model
 from gpt_fast.model.cpu_model import CpuModel, pack_model
 from gpt_fast.model.shapes import shape
 from gpt_fast.model.steps import serve
-from gpt_fast.model.transformer import Transformer
+from gpt_fast.model.transformer import Block, Transformer
 from gpt_fast.placement import choose_placement
 from gpt_fast.quantize.apply import quantize_model
 from gpt_fast.quantize.linear import QuantizedLinear
@@ -124,6 +126,42 @@ def model_of(mode: str, config: ModelConfig = TINY) -> Transformer:
             if isinstance(module, QuantizedLinear):
                 module.rounded = True
     return model.bfloat16() if mode == "bfloat16" else model
+
+
+# Together every operation that a block can have.
+COMPILED = {"gemma": 0, "neox": 0, "qwen moe": 1, "gpt-oss": 1}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@torch.inference_mode()
+def test_blocks_compile_whole_but_for_experts(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By torch.compile, without a break of the graph where there are no experts, and with the same logits.
+
+    The graphs run in plain torch: what inductor makes of them takes many seconds, and parity tests look at it.
+    """
+    monkeypatch.setenv("GPT_FAST_CACHE", str(tmp_path))
+    monkeypatch.setattr(Block, "compile", functools.partialmethod(torch.nn.Module.compile, backend="aot_eager"))
+    config = dataclasses.replace(config_of(name), num_layers=1, windows=(7,))
+    model = model_of("float32", config)
+    tokens = torch.arange(24)[None] * 13 % 259
+    expected = model(tokens)[0]
+    runner = Runner(
+        serve(model, kernels=False), max_batch=1, max_seq_len=32, num_pages=9, page_size=4, prefill_chunk=16
+    )
+    breaks = counters["graph_break"].total()
+    runner.warm_up()
+    assert runner.path == "compiled"
+    assert bool(counters["graph_break"].total() > breaks) == bool(COMPILED[name])
+    compiled = counters["stats"]["unique_graphs"]
+    plans = [
+        StepPlan((SequencePlan(0, tuple(tokens[0, :13].tolist()), 0, 0, (1, 2, 3, 4), 13, 24),)),
+        StepPlan((SequencePlan(0, tuple(tokens[0, 13:23].tolist()), 13, 4, (5, 6), 10, 24),)),
+        StepPlan((SequencePlan(0, (int(tokens[0, 23]),), 23, 6, (), 1, 24),)),
+    ]
+    torch.testing.assert_close(
+        torch.cat([runner.execute(plan).clone() for plan in plans]), expected, atol=1e-4, rtol=1e-4
+    )
+    assert counters["stats"]["unique_graphs"] == compiled, "compiled again"
 
 
 def logits_of(runner: Runner, plans: list[StepPlan]) -> list[Tensor]:

@@ -20,7 +20,7 @@ from gpt_fast.kernels import gpu
 from gpt_fast.kernels.cache import PagedLayer, StepLayout
 from gpt_fast.model.compile_cache import keep_private
 from gpt_fast.model.cpu_model import CpuModel, pack_model
-from gpt_fast.model.transformer import KVCache, Transformer
+from gpt_fast.model.transformer import Block, KVCache, Transformer
 
 if TYPE_CHECKING:
     from gpt_fast.kernels.gpu.step import GpuStep
@@ -69,6 +69,7 @@ class TorchStep:
         if self.path == "compiled":
             keep_private()
             for layer in model.layers:
+                assert isinstance(layer, Block)
                 layer.compile_steps()
 
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
