@@ -27,9 +27,9 @@ from gpt_fast.config import ModelConfig
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available
+from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, padded
 from gpt_fast.kernels.roofline import read_bandwidth
 from gpt_fast.model import description as d
-from gpt_fast.model.cpu_program import PackedWeights, Program, Weights, padded
 from gpt_fast.model.rope import Rope
 from gpt_fast.model.shapes import shape
 from gpt_fast.placement import usable_threads

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache, StepLayout
+from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, padded
 from gpt_fast.model import description as d
 from gpt_fast.model.cpu_model import pack_block
-from gpt_fast.model.cpu_program import PackedWeights, Program, Weights, padded
 from gpt_fast.model.rope import Rope
 from gpt_fast.model.transformer import Block, Context
 

@@ -21,9 +21,9 @@ from gpt_fast.kernels import reference
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.cpu import library as cpu
 from gpt_fast.kernels.cpu import packing
+from gpt_fast.kernels.cpu.program import PackedWeights, Weights, padded
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import Scoring, alibi_slopes, paged_attention_eager
-from gpt_fast.model.cpu_program import PackedWeights, Weights, padded
 
 needs_cpp = pytest.mark.skipif(not cpu.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
 KINDS = ("float32", "bfloat16", "int8", "int4-32", "int4-64", "int4-128")

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from gpt_fast.kernels.cpu import library as cpu
 from gpt_fast.kernels.cpu import packing
-from gpt_fast.model import cpu_program as program_module
+from gpt_fast.kernels.cpu import program as program_module
+from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
 from gpt_fast.model import description as d
-from gpt_fast.model.cpu_program import PackedWeights, Program, Weights
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")

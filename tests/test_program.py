@@ -17,8 +17,8 @@ from programs import Twin
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.cpu.library import available
+from gpt_fast.kernels.cpu.program import Program, Weights
 from gpt_fast.model import description as d
-from gpt_fast.model.cpu_program import Program, Weights
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
 

@@ -40,10 +40,11 @@ class Context(NamedTuple):
 class Block(nn.Module):
     """One block of a description: its weights as modules and parameters by their names, and its operations."""
 
+    run_experts = staticmethod(run_experts)  # not to be compiled: who compiles the block puts it out of reach
+
     def __init__(self, block: d.Block) -> None:
         super().__init__()
         self.block = block
-        self.run_experts = run_experts
         for table in block.tables:
             self.add_module(table.name, nn.Embedding(table.num_rows, table.dim))
         for vector in block.vectors:
@@ -59,12 +60,6 @@ class Block(nn.Module):
     def compiles_whole(self) -> bool:
         """Whether torch.compile takes the block in one piece: which experts run is known only when they do."""
         return not any(isinstance(op, d.Experts) for op in self.block.ops)
-
-    def compile_steps(self) -> None:
-        """Let torch.compile run ``forward``, for any number of tokens; experts are left to plain torch."""
-        if not self.compiles_whole:
-            self.run_experts = torch.compiler.disable(run_experts)  # here, as it imports the compiler: seconds
-        self.compile(fullgraph=self.compiles_whole, dynamic=True)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``x`` [..., E] -> what the last operation makes. The first block takes no notice of ``x``."""

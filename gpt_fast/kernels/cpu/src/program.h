@@ -1,5 +1,5 @@
 // A step of a model: a short program over buffers, in one parallel region: no allocation, no dispatch, no thread asleep
-// between two operations. model/cpu_program.py builds it from the model's description (model/description.py says what each
+// between two operations. program.py builds it from the model's description (model/description.py says what each
 // operation means); the mathematics is that of model/transformer.py.
 //
 // A buffer holds one row of float32 for each token. Integer products take their rows rounded to 8 bits, from one place
@@ -30,7 +30,7 @@ enum OpCode : int64_t {
     kRows
 };
 
-// Built by Python (model/cpu_program.py): 8 bytes a field, in this order. What an operation does not name is zero.
+// Built by Python (program.py): 8 bytes a field, in this order. What an operation does not name is zero.
 struct Op {
     int64_t code;
     int64_t x, out, add;  // buffers; add: -1 for none

@@ -1,4 +1,4 @@
-"""Programs for the C++ step: operations of a model's description as the structs that kernels/cpu/src/program.h reads.
+"""Programs for the C++ step: operations of a model's description as the structs that ``src/program.h`` reads.
 
 Every field of an operation is translated or refused here. A :class:`Program` runs any list of operations: those of a
 whole model, or a single one on an input buffer, which is how tests look at kernels one by one.
