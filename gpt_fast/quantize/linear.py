@@ -1,8 +1,9 @@
 """Linear layers with quantized weights, in the place of ``nn.Linear``.
 
 Their weights are buffers in the format of scheme.py. A product has one of two semantics. Exact: the stored weights
-times the activations as they are. Rounded: times the activations rounded to 8 bits in blocks of 32
-(``reference.rounded_activations``), which is what the C++ kernels compute; ``rounded`` makes a layer their twin.
+times the activations as they are (``reference.exact_product``). Rounded: times the activations rounded to 8 bits in
+blocks of 32 (``reference.rounded_product``), which is what the C++ kernels compute; ``rounded`` makes a layer their
+twin.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels import gpu
-from gpt_fast.kernels.reference import dequantize_int4, rounded_activations
+from gpt_fast.kernels.reference import dequantize_int4, exact_product, rounded_product
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import Scheme, Split
 
@@ -66,8 +66,10 @@ class QuantizedLinear(nn.Module):
 
     def product(self, x: Tensor, rows: slice = ALL) -> Tensor:
         """The output without the bias, in plain torch, float32 until it is whole."""
-        given = rounded_activations(x) if self.rounded else x.float()
-        return F.linear(given, self.dequantized(rows)).to(x.dtype)
+        return self._multiply(x, self.dequantized(rows))
+
+    def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return (rounded_product if self.rounded else exact_product)(x, weight).to(x.dtype)
 
     def gpu_weights(self, dtype: torch.dtype) -> Weights:
         """These weights as Triton's kernels take them for activations of ``dtype``, made once.
@@ -139,8 +141,7 @@ class Int4Linear(QuantizedLinear):
     def product(self, x: Tensor, rows: slice = ALL) -> Tensor:
         if self.order is not None:
             x = x.index_select(-1, self.order)
-        given = rounded_activations(x) if self.rounded else x.float()
-        return F.linear(given, self._columns(rows)).to(x.dtype)
+        return self._multiply(x, self._columns(rows))
 
     def dequantized(self, rows: slice = ALL) -> Tensor:
         columns = self._columns(rows)

@@ -95,7 +95,9 @@ public:
     void products(Team& team, const Linear* w, const float* in, int64_t k, const QuantizedRows& q, float* out) const {
         const int64_t tiles = ceil_div(w[0].n, tile_size(w[0].format)), step = std::max<int64_t>(1, 64 / tile_size(w[0].format));
         const int64_t pieces = ceil_div(tiles, step);
-        team.share(active[0] * pieces, 1, [&](int64_t index, int64_t) {
+        // Experts that may be active: a thread that comes late must find the same count, and `active` is written over.
+        team.share(std::min(j.num_experts, pairs) * pieces, 1, [&](int64_t index, int64_t) {
+            if (index / pieces >= active[0]) return;
             const int64_t e = active[1 + index / pieces], tile = index % pieces * step, first = start[e];
             product_tiles(in + first * k, start[e + 1] - first, w[e], rows_from(q, first), out + first * w[0].n, tile,
                           std::min(tile + step, tiles));
