@@ -67,6 +67,8 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama-biases": functools.partial(make, "Llama", attention_bias=True, mlp_bias=True),
     "mistral": functools.partial(make, "Mistral", sliding_window=8),
     "mistral-full": functools.partial(make, "Mistral", sliding_window=None, head_dim=32),
+    "mixtral": functools.partial(make, "Mixtral", num_local_experts=5, num_experts_per_tok=2),
+    "mixtral-windows": functools.partial(make, "Mixtral", num_local_experts=4, sliding_window=8, num_key_value_heads=1),
     "qwen2": functools.partial(make, "Qwen2"),
     "qwen2-tied": functools.partial(make, "Qwen2", tie_word_embeddings=True),
     "qwen2-windows": functools.partial(make, "Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt_fast.checkpoint.family_table import ACTIVATIONS, FAMILIES, KEYS, Family
-from gpt_fast.config import MAX_POSITIONS, ModelConfig, RopeScaling
+from gpt_fast.checkpoint.family import ACTIVATIONS, KEYS, Family
+from gpt_fast.checkpoint.family_table import FAMILIES
+from gpt_fast.config import MAX_POSITIONS, ExpertsConfig, ModelConfig, RopeScaling
 from gpt_fast.errors import CheckpointError, ConfigError, RequestError
 from gpt_fast.params import SamplingParams
 
@@ -31,12 +32,14 @@ LIMITS = {
     "head_dim": 2**14,
     "max_position_embeddings": MAX_POSITIONS,
     "sliding_window": 2**31 - 1,
+    "num_local_experts": 2**12,
+    "num_experts": 2**12,
 }
 _LARGEST = 1e15  # of numbers that are no sizes: NaN and infinity, which Python's JSON knows, are not below it
 _MAX_JSON = 100_000_000  # bytes
 _SHOWN = 60  # characters of a wrong value
 
-_KINDS = {f.name: str(f.type) for f in dataclasses.fields(ModelConfig)}
+_KINDS = {f.name: str(f.type) for kind in (ExpertsConfig, ModelConfig) for f in dataclasses.fields(kind)}
 
 QUANT_METHODS = ("gpt_fast", "gptq", "awq")  # that quantize/ reads
 
@@ -83,6 +86,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """``raw``, the content of a ``config.json``, as ModelConfig. ``where`` names it in errors."""
     row = _family(raw, where)
+    raw = {row.renamed.get(key, key): value for key, value in raw.items()}
     get = _Reader(row, raw, where)
     if raw.get("quantization_config"):
         method = get.mapping("quantization_config").get("quant_method", "an unnamed method")
@@ -99,6 +103,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     for name, key in keys.items():
         if name not in fields and key:
             fields[name] = get.field(name, key)
+    if row.experts:
+        fields["experts"] = ExpertsConfig(**{name: get.typed(name, key) for name, key in row.experts.items()})
     heads, dim = fields["num_heads"], fields["dim"]
     fields["num_kv_heads"] = fields.get("num_kv_heads") or heads
     fields["head_dim"] = fields.get("head_dim") or dim // heads
@@ -108,8 +114,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
         stretched = int(fields["max_seq_len"] * scaling.factor)
         fields["max_seq_len"] = get.check_size("max_position_embeddings times factor", stretched)
     fields["windows"] = _windows(row, get, fields["num_layers"])
-    row.finish({**row.defaults, **raw}, fields)
     try:
+        row.finish({**row.defaults, **raw}, fields)
         return ModelConfig(family=row.name, **fields)
     except ConfigError as e:
         raise CheckpointError(f"{where}: {e}") from None
@@ -173,6 +179,12 @@ class _Reader:
                 known = _listed(list(ACTIVATIONS))
                 raise CheckpointError(f"{self.where}: {key} {given!r} is not supported, only {known}")
             return ACTIVATIONS[given]
+        if self.value(key) is None and name in ("attention_cap", "logits_cap"):
+            return 0.0
+        return self.typed(name, key)
+
+    def typed(self, name: str, key: str) -> Any:
+        """The value of ``key``, of the type of the field ``name``."""
         kind = _KINDS[name]
         return self.size(key) if kind == "int" else self.number(key) if kind.startswith("float") else self(key, bool)
 
@@ -272,7 +284,7 @@ def _windows(row: Family, get: _Reader, num_layers: int) -> tuple[int, ...]:
     """Sliding window of each layer, 0 for none; () when no layer has one."""
     if row.windows == "none":
         return ()
-    on = row.windows in ("all", "listed") or get("use_sliding_window", bool)
+    on = "use_sliding_window" not in row.defaults or get("use_sliding_window", bool)
     window = get.size("sliding_window") if on and get.value("sliding_window") is not None else 0
     kinds = get.value("layer_types")
     if kinds is not None and row.windows != "all":
@@ -281,7 +293,8 @@ def _windows(row: Family, get: _Reader, num_layers: int) -> tuple[int, ...]:
             raise CheckpointError(f"{get.where}: layer_types has sliding_attention, but no sliding_window is in use")
     elif row.windows == "listed":
         every = get.size("sliding_window_pattern")  # the last of so many layers sees everything
-        sliding = [(i + 1) % every > 0 for i in range(num_layers)]
+        last = get("max_window_layers", int) if "max_window_layers" in row.defaults else num_layers
+        sliding = [(i + 1) % every > 0 and i < last for i in range(num_layers)]
     else:
         first = 0 if row.windows == "all" else get("max_window_layers", int)
         sliding = [i >= first for i in range(num_layers)]
@@ -307,6 +320,8 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     row, scaling = FAMILIES[config.family], config.rope_scaling
     raw: dict[str, Any] = {"architectures": [row.architectures[0]], "model_type": row.model_type}
     raw |= {key: getattr(config, name) for name, key in {**KEYS, **row.keys}.items() if key and name not in row.fields}
+    if config.experts is not None:
+        raw |= {key: getattr(config.experts, name) for name, key in row.experts.items()}
     raw |= {"hidden_act": config.activation, "rope_theta": config.rope_theta, "torch_dtype": dtype}
     if scaling is not None:
         raw["rope_scaling"] = {"rope_type": scaling.type, "factor": scaling.factor}

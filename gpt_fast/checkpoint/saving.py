@@ -13,7 +13,7 @@ from gpt_fast.checkpoint.families import to_hf_config
 from gpt_fast.checkpoint.safetensors_file import write_safetensors
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.errors import CheckpointError
-from gpt_fast.model.description import parts
+from gpt_fast.model.description import PLAIN, parts
 from gpt_fast.model.transformer import Transformer
 
 
@@ -26,13 +26,15 @@ def save_checkpoint(
     """Write ``model`` as a Hugging Face directory: ``config.json`` and ``model.safetensors``, in ``dtype`` or as held.
 
     ``extra`` goes into ``config.json`` as well, such as ``eos_token_id``. Raises CheckpointError for weights that are
-    not plain (quantized), OSError when a file cannot be written.
+    not plain (quantized) or that the family stores in another order, OSError when a file cannot be written.
     """
     parameters = dict(model.named_parameters())
     tensors: dict[str, StoredTensor] = {}
     for part in parts(model.config):
         if part.target not in parameters:
             raise CheckpointError(f"{part.target} is not a plain weight; only unquantized models can be saved so")
+        if part.layout != PLAIN:
+            raise CheckpointError(f"{part.source} is stored in another order of rows, which is not written")
         rows = parameters[part.target][part.start : part.start + part.shape[0]]
         tensors[part.source] = StoredTensor(rows.detach())
     directory, kind = Path(directory), dtype or next(iter(tensors.values())).dtype

@@ -1,0 +1,74 @@
+"""Rows of the families with a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gpt_fast.checkpoint.family import LLAMA, Family, llama_names
+from gpt_fast.errors import ConfigError
+
+_QWEN = LLAMA | {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": (),
+    "norm_topk_prob": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_MIXTRAL = "model.layers.{}.block_sparse_moe."  # names of tensors begin so
+
+
+def _qwen_names() -> dict[str, str]:
+    mlp = "model.layers.{}.mlp."
+    each, shared = mlp + "experts.{e}.", mlp + "shared_expert."
+    return llama_names(
+        router=mlp + "gate",
+        experts_w13=f"{each}gate_proj {each}up_proj",
+        experts_w2=each + "down_proj",
+        shared_w13=f"{shared}gate_proj {shared}up_proj",
+        shared_w2=shared + "down_proj",
+        shared_gate=mlp + "shared_expert_gate",
+    )
+
+
+def _qwen_layers(raw: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    """Which layers have experts: the last of each ``decoder_sparse_step``, without ``mlp_only_layers``."""
+    step, dense = raw["decoder_sparse_step"], raw["mlp_only_layers"] or ()
+    if not isinstance(step, int) or step < 1 or not isinstance(dense, (list, tuple)):
+        raise ConfigError(f"decoder_sparse_step ({step}) must be at least 1, and mlp_only_layers a list of layers")
+    layers = tuple((i + 1) % step == 0 and i not in dense for i in range(fields["num_layers"]))
+    fields["experts"] = None if not any(layers) else replace(fields["experts"], layers=() if all(layers) else layers)
+
+
+ROWS = (
+    Family(
+        name="mixtral",
+        architectures=("MixtralForCausalLM",),
+        model_type="mixtral",
+        defaults=LLAMA
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        names=llama_names(
+            router=_MIXTRAL + "gate",
+            experts_w13=f"{_MIXTRAL}experts.{{e}}.w1 {_MIXTRAL}experts.{{e}}.w3",
+            experts_w2=_MIXTRAL + "experts.{e}.w2",
+        ),
+        experts={"num_experts": "num_local_experts", "top_k": "num_experts_per_tok", "ffn_dim": "intermediate_size"},
+        renamed={"num_experts": "num_local_experts"},
+        windows="all",
+    ),
+)
