@@ -33,6 +33,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+QWEN_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
 
 def make(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """A seeded ``<name>ForCausalLM`` in float32 with ``changes`` to SHAPE."""
@@ -76,6 +78,23 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "qwen3-biases": functools.partial(make, "Qwen3", head_dim=16, attention_bias=True),
     "qwen3-windows": functools.partial(
         make, "Qwen3", head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=2
+    ),
+    "qwen2-moe": functools.partial(make, "Qwen2Moe", **QWEN_EXPERTS, shared_expert_intermediate_size=40),
+    "qwen2-moe-windows": functools.partial(
+        make,
+        "Qwen2Moe",
+        **QWEN_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True},
+        use_sliding_window=True,
+        sliding_window=8,
+    ),
+    "qwen3-moe": functools.partial(make, "Qwen3Moe", **QWEN_EXPERTS, head_dim=32, decoder_sparse_step=2),
+    "qwen3-moe-windows": functools.partial(
+        make,
+        "Qwen3Moe",
+        **QWEN_EXPERTS | {"norm_topk_prob": True, "num_key_value_heads": 1},
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=8,
     ),
 }
 

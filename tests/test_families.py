@@ -117,6 +117,11 @@ def test_defaults_are_those_of_transformers(family: Any) -> None:
             assert theirs.num_key_value_heads == theirs.num_attention_heads
         elif key == "sliding_window" and "use_sliding_window" in family.defaults:
             assert type(theirs)(use_sliding_window=True).sliding_window == value
+        elif key == "sliding_window_pattern":
+            theirs = type(theirs)(use_sliding_window=True) if "use_sliding_window" in family.defaults else theirs
+            assert theirs.layer_types == [
+                "sliding_attention" if (i + 1) % value else "full_attention" for i in range(theirs.num_hidden_layers)
+            ]
         elif key in ("attention_bias", "mlp_bias") and not hasattr(theirs, key):
             assert not value  # the family has no such key
         else:

@@ -16,10 +16,16 @@ _QWEN = LLAMA | {
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
     "decoder_sparse_step": 1,
-    "mlp_only_layers": (),
+    "mlp_only_layers": [],
     "norm_topk_prob": False,
     "bos_token_id": None,
     "eos_token_id": None,
+}
+_QWEN_EXPERTS = {
+    "num_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "ffn_dim": "moe_intermediate_size",
+    "renormalize": "norm_topk_prob",
 }
 _MIXTRAL = "model.layers.{}.block_sparse_moe."  # names of tensors begin so
 
@@ -70,5 +76,51 @@ ROWS = (
         experts={"num_experts": "num_local_experts", "top_k": "num_experts_per_tok", "ffn_dim": "intermediate_size"},
         renamed={"num_experts": "num_local_experts"},
         windows="all",
+    ),
+    Family(
+        name="qwen2_moe",
+        architectures=("Qwen2MoeForCausalLM",),
+        model_type="qwen2_moe",
+        defaults=_QWEN
+        | {
+            "intermediate_size": 5632,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 2,
+            "max_window_layers": 28,
+            "qkv_bias": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        names=_qwen_names(),
+        keys={"qkv_bias": "qkv_bias"},
+        experts=_QWEN_EXPERTS | {"shared_ffn_dim": "shared_expert_intermediate_size"},
+        windows="listed",
+        finish=_qwen_layers,
+    ),
+    Family(
+        name="qwen3_moe",
+        architectures=("Qwen3MoeForCausalLM",),
+        model_type="qwen3_moe",
+        defaults=_QWEN
+        | {
+            "intermediate_size": 6144,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "attention_bias": False,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        names=_qwen_names(),
+        fields={"qk_norm": "head"},
+        keys={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        experts=_QWEN_EXPERTS,
+        renamed={"num_local_experts": "num_experts"},
+        windows="all",
+        finish=_qwen_layers,
     ),
 )
