@@ -33,13 +33,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+SLIDING_FIRST = ["sliding_attention", "sliding_attention", "full_attention"]
 QWEN_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 
 def make(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
-    """A seeded ``<name>ForCausalLM`` in float32 with ``changes`` to SHAPE."""
+    """A seeded causal model of ``<name>Config`` in float32 with ``changes`` to SHAPE."""
     config = getattr(transformers, f"{name}Config")(**(SHAPE | changes))
-    model: transformers.PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -95,6 +96,24 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
         attention_bias=True,
         use_sliding_window=True,
         sliding_window=8,
+    ),
+    "gemma": functools.partial(make, "Gemma", head_dim=24, num_key_value_heads=1),
+    "gemma2": functools.partial(
+        make, "Gemma2", head_dim=32, sliding_window=8, query_pre_attn_scalar=20, attn_logit_softcapping=2.0
+    ),
+    "gemma3": functools.partial(make, "Gemma3Text", head_dim=24, sliding_window=8, layer_types=SLIDING_FIRST),
+    "gemma3-linear": functools.partial(
+        make,
+        "Gemma3Text",
+        head_dim=16,
+        sliding_window=8,
+        layer_types=SLIDING_FIRST,
+        tie_word_embeddings=False,
+        final_logit_softcapping=5.0,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+        },
     ),
 }
 

@@ -103,6 +103,18 @@ def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
     assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
 
 
+@pytest.mark.parametrize(("name", "local"), [("gemma3-linear", "rope_local_base_freq")])
+def test_old_spelling_of_rotation_by_layer(name: str, local: str, tmp_path: Path) -> None:
+    """Before transformers 5 layers with a window had keys beside rope_theta, or what rope_theta says unscaled."""
+    save(families_table.FAMILIES[name](), tmp_path)
+    new, path = read_config(tmp_path), tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    rope = raw.pop("rope_parameters")
+    full = rope["full_attention"]
+    raw |= {"rope_theta": full.pop("rope_theta"), local: rope["sliding_attention"]["rope_theta"], "rope_scaling": full}
+    assert parse_config(raw) == new
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda row: row.name)
 def test_defaults_are_those_of_transformers(family: Any) -> None:
     """A config.json that names its architecture alone means what transformers' own defaults say."""
@@ -110,6 +122,8 @@ def test_defaults_are_those_of_transformers(family: Any) -> None:
     for key, value in family.defaults.items():
         if key in ("rope_theta", "partial_rotary_factor"):
             assert theirs.rope_parameters.get("full_attention", theirs.rope_parameters)[key] == value
+        elif key == "rope_local_base_freq":
+            assert theirs.rope_parameters["sliding_attention"]["rope_theta"] == value
         elif key == "head_dim" and value is None:
             derived = theirs.hidden_size // theirs.num_attention_heads
             assert (getattr(theirs, key, None) or derived) == derived
