@@ -34,6 +34,13 @@ LLAMA3_ROPE = {
 }
 
 SLIDING_FIRST = ["sliding_attention", "sliding_attention", "full_attention"]
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "attention_factor": 1.2,
+}
 QWEN_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 
@@ -114,6 +121,40 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
         },
+    ),
+    "olmo2": functools.partial(make, "Olmo2"),
+    "olmo2-biases": functools.partial(make, "Olmo2", attention_bias=True, num_key_value_heads=1),
+    "olmo3": functools.partial(make, "Olmo3", sliding_window=8, layer_types=SLIDING_FIRST),
+    "olmo3-yarn": functools.partial(
+        make,
+        "Olmo3",
+        sliding_window=8,
+        layer_types=SLIDING_FIRST,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "full_attention": YARN | {"rope_theta": 10000.0},
+        },
+    ),
+    "granite": functools.partial(
+        make,
+        "Granite",
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        attention_multiplier=0.1,
+        logits_scaling=0.5,
+        tie_word_embeddings=True,
+    ),
+    "granite-biases": functools.partial(make, "Granite", attention_multiplier=0.3, attention_bias=True, mlp_bias=True),
+    "smollm3": functools.partial(make, "SmolLM3", no_rope_layer_interval=2, pad_token_id=0),
+    "smollm3-windows": functools.partial(
+        make,
+        "SmolLM3",
+        no_rope_layers=[0, 1, 1],
+        use_sliding_window=True,
+        sliding_window=8,
+        attention_bias=True,
+        mlp_bias=True,
+        pad_token_id=0,
     ),
 }
 

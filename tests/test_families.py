@@ -103,7 +103,7 @@ def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
     assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
 
 
-@pytest.mark.parametrize(("name", "local"), [("gemma3-linear", "rope_local_base_freq")])
+@pytest.mark.parametrize(("name", "local"), [("gemma3-linear", "rope_local_base_freq"), ("olmo3-yarn", "unread")])
 def test_old_spelling_of_rotation_by_layer(name: str, local: str, tmp_path: Path) -> None:
     """Before transformers 5 layers with a window had keys beside rope_theta, or what rope_theta says unscaled."""
     save(families_table.FAMILIES[name](), tmp_path)

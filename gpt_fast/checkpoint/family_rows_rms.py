@@ -30,7 +30,12 @@ _GEMMA2 = {key: value for key, value in _GEMMA.items() if key != "hidden_act"} |
     "sliding_window_pattern": 2,
     "use_bidirectional_attention": None,
 }
+_OLMO = LLAMA | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279}
 _LAYER = "model.layers.{}."
+_OLMO_NAMES = llama_names(
+    attention_post_norm=_LAYER + "post_attention_layernorm",
+    ffn_post_norm=_LAYER + "post_feedforward_layernorm",
+)
 _BIASES = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 _GEMMA2_NAMES = llama_names(
     attention_post_norm=_LAYER + "post_attention_layernorm",
@@ -60,6 +65,25 @@ def _gemma(raw: Mapping[str, Any], fields: dict[str, Any]) -> None:
 def _gemma2(raw: Mapping[str, Any], fields: dict[str, Any]) -> None:
     fields["embedding_scale"] = fields["dim"] ** 0.5
     fields["attention_scale"] = _positive(raw, "query_pre_attn_scalar") ** -0.5
+
+
+def _olmo3(raw: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    fields.setdefault("local_rope_theta", 500000.0)
+
+
+def _granite(raw: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    fields["logits_scale"] = 1.0 / _positive(raw, "logits_scaling")
+
+
+def _smollm3(raw: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    rotated, interval = raw.get("no_rope_layers"), raw["no_rope_layer_interval"]
+    if rotated is None and isinstance(interval, int) and interval > 0:
+        rotated = [(i + 1) % interval for i in range(fields["num_layers"])]
+    if not isinstance(rotated, list):
+        raise ConfigError("no_rope_layers must be a list with 0 for each layer without rotation")
+    if raw["use_sliding_window"] and raw.get("layer_types") is None:
+        raise ConfigError("use_sliding_window needs layer_types")
+    fields["unrotated"] = tuple(not r for r in rotated) if not all(rotated) else ()
 
 
 ROWS = (
@@ -116,5 +140,72 @@ ROWS = (
         windows="listed",
         refused={"use_bidirectional_attention": (None, False)},
         finish=_gemma2,
+    ),
+    Family(
+        name="olmo2",
+        architectures=("Olmo2ForCausalLM",),
+        model_type="olmo2",
+        defaults=_OLMO,
+        names=_OLMO_NAMES,
+        fields={"norms": "after", "qk_norm": "row"},
+        keys=_BIASES,
+    ),
+    Family(
+        name="olmo3",
+        architectures=("Olmo3ForCausalLM",),
+        model_type="olmo3",
+        defaults=_OLMO | {"rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+        names=_OLMO_NAMES,
+        fields={"norms": "after", "qk_norm": "row"},
+        keys=_BIASES,
+        windows="listed",
+        finish=_olmo3,
+    ),
+    Family(
+        name="granite",
+        architectures=("GraniteForCausalLM",),
+        model_type="granite",
+        defaults=LLAMA
+        | {
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        names=llama_names(),
+        keys=_BIASES
+        | {
+            "mlp_bias": "mlp_bias",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "attention_scale": "attention_multiplier",
+        },
+        finish=_granite,
+    ),
+    Family(
+        name="smollm3",
+        architectures=("SmolLM3ForCausalLM",),
+        model_type="smollm3",
+        defaults=LLAMA
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "sliding_window_pattern": 1,
+            "no_rope_layer_interval": 4,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+        },
+        names=llama_names(),
+        keys=_BIASES | {"mlp_bias": "mlp_bias"},
+        windows="listed",
+        finish=_smollm3,
     ),
 )
