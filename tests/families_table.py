@@ -42,6 +42,13 @@ YARN = {
     "attention_factor": 1.2,
 }
 QWEN_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "head_dim": 24,
+    "sliding_window": 8,
+    "rope_parameters": YARN | {"rope_theta": 5000.0, "truncate": False},
+}
 
 
 def make(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
@@ -155,6 +162,10 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
         attention_bias=True,
         mlp_bias=True,
         pad_token_id=0,
+    ),
+    "gpt-oss": functools.partial(make, "GptOss", **GPT_OSS),
+    "gpt-oss-plain": functools.partial(
+        make, "GptOss", **GPT_OSS | {"attention_bias": False, "num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}
     ),
 }
 

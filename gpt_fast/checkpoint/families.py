@@ -41,7 +41,7 @@ _SHOWN = 60  # characters of a wrong value
 
 _KINDS = {f.name: str(f.type) for kind in (ExpertsConfig, ModelConfig) for f in dataclasses.fields(kind)}
 
-QUANT_METHODS = ("gpt_fast", "gptq", "awq")  # that quantize/ reads
+QUANT_METHODS = ("gpt_fast", "gptq", "awq", "mxfp4")  # that quantize/ reads, and checkpoint/stacked.py
 
 __all__ = [
     "FAMILIES",
@@ -197,7 +197,7 @@ class _Reader:
         return float(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        value = self.raw.get(key) or {}
+        value = self.value(key) or {}
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.where}: {key} must be an object, not {_shown(value)}")
         return value

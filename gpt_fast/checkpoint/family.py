@@ -49,7 +49,7 @@ class Family:
     model_type: str
     defaults: Mapping[str, Any]  # what transformers assumes for a missing key
     names: Mapping[str, str]
-    layouts: Mapping[str, Literal["transposed", "heads", "pairs"]] = field(default_factory=dict)
+    layouts: Mapping[str, Literal["transposed", "heads", "pairs", "interleaved"]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, str] = field(default_factory=dict)
