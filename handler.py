@@ -2,7 +2,7 @@
 
 TorchServe wants exactly one class in this module and calls its ``initialize`` once in each worker, then ``handle``.
 Continuous batching (``continuousBatching: true``) is the main mode: every call brings all active requests, new ones
-with their body, and takes what each has to say; the engine runs in a thread of its own meanwhile. In sync mode
+with their body, and returns the next piece of each answer; the engine runs in another thread meanwhile. In sync mode
 (``batchSize: 1``) a call is one request from beginning to end, its pieces sent as intermediate responses.
 """
 
@@ -56,7 +56,7 @@ from gpt_fast.serve.lanes import Lanes  # noqa: E402
 from gpt_fast.serve.metrics import Metrics, worker_id, write_torchserve  # noqa: E402
 from gpt_fast.serve.model_yaml import serves_continuously  # noqa: E402
 from gpt_fast.serve.protocol import native  # noqa: E402
-from gpt_fast.serve.routes import Api  # noqa: E402
+from gpt_fast.serve.routes import Routes  # noqa: E402
 from gpt_fast.serve.session import TOO_MANY_LARGE, Piece, Session, as_request_error, wait_for_news  # noqa: E402
 from gpt_fast.serve.settings import HandlerSettings, read_settings  # noqa: E402
 
@@ -76,7 +76,7 @@ class GPTFastHandler:
         self.settings: HandlerSettings
         self.llm: Any = None  # an LLM, or what tests put in its place
         self.metrics: Metrics
-        self.api: Api
+        self.routes: Routes
         self.continuous = False
         self.lanes = Lanes.start()
         self.sessions: dict[str, Session] = {}  # by TorchServe's request id; continuous batching alone
@@ -117,7 +117,8 @@ class GPTFastHandler:
         self.metrics.watch(self.llm.engine)
         if os.environ.get("LOCAL_RANK", "0") == "0":  # TorchServe would add up the lines of every rank
             self.metrics.start(write_torchserve)
-        self.api = Api(self.llm, self.settings, served_names(ctx.model_name, self.settings.checkpoint), self.metrics)
+        names = served_names(ctx.model_name, self.settings.checkpoint)
+        self.routes = Routes(self.llm, self.settings, names, self.metrics)
 
     def build(self, checkpoint: Path, options: Mapping[str, Any]) -> Any:
         """The engine; tests replace it."""
@@ -132,8 +133,8 @@ class GPTFastHandler:
     def exchange(self, data: list[Mapping[str, Any]], ctx: Any) -> list[str]:
         """Take in the ids not seen before, drop those that are missing, return what the others have to say.
 
-        An entry that has said nothing yet is left out of the answer (TorchServe then asks again): its status is still
-        open, so that a request that fails in the queue gets an error of its own and not an empty success.
+        An entry without a piece is left out of the result, and TorchServe asks for it again. Its HTTP status has not
+        been sent then, so that a request that fails in the queue is answered with an error, not with an empty success.
         """
         ctx.metrics.add_time = _no_line
         ids: dict[int, str] = dict(ctx.request_ids)
@@ -195,7 +196,7 @@ class GPTFastHandler:
         route = ctx.get_request_header(index, "url_path") or ""
         return Session(
             self.llm,
-            lambda: self.api.open(route, entry, length),
+            lambda: self.routes.open(route, entry, length),
             self.lanes,
             num_bytes=num_bytes,
             announce=self.continuous,

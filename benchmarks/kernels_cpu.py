@@ -12,6 +12,7 @@ are of the bandwidth that ``gpt_fast.kernels.roofline`` measures. Medians; the l
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -96,10 +97,10 @@ def products(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list
                 ours, theirs = [], []
                 for i in range(max(args.repeats, count if rows <= 16 else 2)):
                     w = copies[i % count]
-                    ours.append(median_s(lambda w=w, x=x: product(x, w), 1))
+                    ours.append(median_s(functools.partial(product, x, w), 1))
                     if plain:
                         p, xn = plain[i % count], x.to(plain[0].dtype)
-                        theirs.append(median_s(lambda p=p, xn=xn: F.linear(xn, p), 1))
+                        theirs.append(median_s(functools.partial(F.linear, xn, p), 1))
                 seconds = statistics.median(ours)
                 row = {
                     "kind": kind,
@@ -161,7 +162,7 @@ class Steps:
             output,
             cache,
             num_heads=c.num_heads,
-            eps=c.norm_eps,  # type: ignore[arg-type]
+            eps=c.norm_eps,
         )
         self.inv_freq = inverse_frequencies(c)
 
@@ -190,7 +191,7 @@ def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[di
         model = Steps(c, kind, max(n for _, _, n in work), max(s for s, _, _ in work), dtype)
         for sequences, new_tokens, context in work:
             model.run(sequences, new_tokens, context)
-            seconds = median_s(lambda a=(sequences, new_tokens, context), m=model: m.run(*a), args.repeats)
+            seconds = median_s(functools.partial(model.run, sequences, new_tokens, context), args.repeats)
             read = model.weight_bytes + sequences * context * c.kv_bytes_per_token(dtype.itemsize)
             row = {
                 "kind": kind,

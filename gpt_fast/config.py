@@ -7,15 +7,12 @@ build it through :func:`from_mapping`, which refuses keys it does not know by na
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import types
-import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from gpt_fast.errors import ConfigError
+from gpt_fast.errors import ConfigError, RequestError
+from gpt_fast.fields import Kind, OneOf, Real, Whole, check_fields, kinds_of, refuse, unknown
 
 T = TypeVar("T")
 
@@ -157,48 +154,52 @@ DEFAULT_MAX_BATCH = 8
 PREFILL_CHUNKS = {"cpu": 256, "cuda": 512}  # tokens
 MAX_POSITIONS = 2**30  # tokens; more than any model has, and few enough for every integer that counts them
 
-# Least and greatest value of each field of EngineConfig that is a number.
-RANGES: dict[str, tuple[float, float]] = {
-    "max_seq_len": (1, MAX_POSITIONS),
-    "max_batch": (1, 4096),
-    "max_waiting": (1, 2**20),
-    "prefill_chunk": (1, 2**16),
-    "page_size": (1, 4096),
-    "num_pages": (1, MAX_POSITIONS),
-    "memory_share": (0.01, 1),
-    "threads": (1, 2**20),  # of these as many as there are cores: placement.usable_threads
-}
+THREADS = Whole(1, 2**20)  # of these as many run as there are cores: placement.usable_threads
+_FLOATS = ("auto", "float32", "bfloat16", "float16")
+
+
+def _device(value: Any, name: str) -> str:
+    """A device's name, with or without an index."""
+    if isinstance(value, str) and value.split(":")[0] in ("auto", "cpu", "cuda"):
+        return value
+    refuse(name, "one of auto, cpu, cuda, cuda:N", value)
+
+
+_Device = Annotated[str, _device]
+_Quantize = Annotated[str | None, OneOf(("int8", "int4", "fp8"))]
+_CacheType = Annotated[str, OneOf((*_FLOATS, "int8"))]
+_Positions = Annotated[int | None, Whole(1, MAX_POSITIONS)]
+_Chunk = Annotated[int | None, Whole(1, 2**16)]
+_Share = Annotated[float | None, Real(0.01, 1)]
+_Threads = Annotated[int | None, THREADS]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """How a model is run. Field names are the keyword arguments of ``LLM`` and the keys of model_config.yaml."""
 
-    device: str = "auto"  # auto | cpu | cuda | cuda:N
-    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    quantize: str | None = None  # int8 | int4 | fp8: round the weights while loading
-    kv_cache_dtype: str = "auto"  # auto: as the weights | float32 | bfloat16 | float16 | int8
+    device: _Device = "auto"  # auto | cpu | cuda | cuda:N
+    dtype: Annotated[str, OneOf(_FLOATS)] = "auto"  # auto | float32 | bfloat16 | float16
+    quantize: _Quantize = None  # int8 | int4 | fp8: round the weights while loading
+    kv_cache_dtype: _CacheType = "auto"  # auto: as the weights | float32 | bfloat16 | float16 | int8
     compile: bool = True  # torch.compile, where the kernels do not run whole steps
     compile_cache: str | None = None  # file that keeps what was compiled; None: in the user's cache folder
     kernels: bool = True  # steps by own kernels, C++ on a CPU, Triton on a GPU; False: by plain torch
-    max_seq_len: int | None = None  # tokens, prompt and completion together; None: the model's, if memory has room
-    max_batch: int | None = None  # sequences decoded together; None: DEFAULT_MAX_BATCH
-    max_waiting: int | None = None  # requests that may queue; None: any number
-    prefill_chunk: int | None = None  # prompt tokens per step, a quarter beside decodes; None: 512, on a CPU 256
-    page_size: int = 16  # tokens per KV-cache page
-    num_pages: int | None = None  # None: room for max_batch sequences of max_seq_len, if memory has it (memory.py)
-    memory_share: float | None = None  # of free memory, for the KV cache at most; None: 0.5 on a CPU, 0.9 on a GPU
+    max_seq_len: _Positions = None  # tokens, prompt and completion together; None: the model's, if memory has room
+    max_batch: Annotated[int | None, Whole(1, 4096)] = None  # sequences decoded together; None: DEFAULT_MAX_BATCH
+    max_waiting: Annotated[int | None, Whole(1, 2**20)] = None  # requests that may queue; None: any number
+    prefill_chunk: _Chunk = None  # prompt tokens per step, a quarter beside decodes; None: 512, on a CPU 256
+    page_size: Annotated[int, Whole(1, 4096)] = 16  # tokens per KV-cache page
+    num_pages: _Positions = None  # None: room for max_batch sequences of max_seq_len, if memory has it (memory.py)
+    memory_share: _Share = None  # of free memory, for the KV cache at most; None: 0.5 on a CPU, 0.9 on a GPU
     prefix_cache: bool = True
-    threads: int | None = None  # CPU threads; None: one for a model that fits a cache, else as torch has it
+    threads: _Threads = None  # CPU threads; None: one for a model that fits a cache, else as torch has it
 
     def __post_init__(self) -> None:
-        choices("device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
-        choices("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        choices("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
-        choices("quantize", self.quantize, (None, "int8", "int4", "fp8"))
-        for name, (least, greatest) in RANGES.items():
-            if getattr(self, name) is not None:
-                in_range(name, getattr(self, name), least, greatest)
+        try:
+            check_fields(self)
+        except RequestError as error:
+            raise ConfigError(error.message) from None
 
     @property
     def num_slots(self) -> int:
@@ -210,56 +211,34 @@ class EngineConfig:
         return self.prefill_chunk or PREFILL_CHUNKS[device_type]
 
 
-def choices(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ConfigError unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
-        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, allowed))}")
-
-
 def at_least(name: str, value: float, minimum: float) -> None:
     """Raise ConfigError unless ``value`` >= ``minimum``; NaN is not."""
     if not value >= minimum:
         raise ConfigError(f"{name}: {value} is too small, the least is {minimum}")
 
 
-def in_range(name: str, value: float, least: float, greatest: float) -> None:
-    """Raise ConfigError unless ``least`` <= ``value`` <= ``greatest``."""
-    at_least(name, value, least)
-    if value > greatest:
-        raise ConfigError(f"{name}: {value} is too large, the greatest is {greatest}")
-
-
-def unknown_key(key: str, known: list[str], where: str) -> str:
+def unknown_key(key: str, known: Iterable[str], where: str) -> str:
     """The message for a key nobody reads: names it, the closest known one, and all known ones."""
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"unknown key {key!r} in {where}{hint}; known keys: {', '.join(sorted(known))}"
+    names = sorted(known)
+    return f"{unknown(key, names, 'key', f' in {where}')}; known keys: {', '.join(names)}"
+
+
+def read_key(kind: Kind, value: object, name: str) -> Any:
+    """``value`` as ``kind`` reads it; ``name`` names the key, and where it stands, in the ConfigError."""
+    try:
+        return kind(value, name)
+    except RequestError as error:
+        raise ConfigError(error.message) from None
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Build the dataclass ``cls`` from ``values``.
 
-    ``where`` names the source in errors. Raises ConfigError for an unknown key or a value of the wrong type;
-    ints are accepted for floats, nothing else is converted.
+    ``where`` names the source in errors. Raises ConfigError for an unknown key, and for a value that the kind of its
+    field (fields.py) does not take; ints are accepted for floats, nothing else is converted.
     """
-    hints = typing.get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for key, value in values.items():
-        if key not in known:
-            raise ConfigError(unknown_key(key, known, where))
-        _check_type(key, value, hints[key], where)
-    return cls(**values)
-
-
-def _check_type(key: str, value: object, hint: object, where: str) -> None:
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    plain = tuple(type(None) if a is type(None) else a for a in allowed)
-    if bool not in plain and isinstance(value, bool):
-        ok = False
-    elif float in plain and isinstance(value, int):
-        ok = True
-    else:
-        ok = isinstance(value, tuple(a for a in plain if isinstance(a, type)))
-    if not ok:
-        names = " or ".join("null" if a is type(None) else getattr(a, "__name__", str(a)) for a in plain)
-        raise ConfigError(f"{key} in {where} must be {names}, not {value!r}")
+    kinds = kinds_of(cls)
+    for key in values:
+        if key not in kinds:
+            raise ConfigError(unknown_key(key, kinds, where))
+    return cls(**{key: read_key(kinds[key], value, f"{key} in {where}") for key, value in values.items()})

@@ -64,3 +64,19 @@ class CompilerError(UnavailableError):
 
 class UnsupportedError(ValueError):
     """An executor does not run an operation, or weights of a kind; the message names what and why."""
+
+
+class MissingPackageError(RuntimeError):
+    """An optional package is not installed; the message names it and the pip command."""
+
+
+class LoadError(RuntimeError):
+    """The endpoint of a load test does not answer as it should; a measurement would mean nothing."""
+
+
+class TransferError(Exception):
+    """A connection of the load client, or what came over it, broke; the same cause has the same short message."""
+
+
+class AnswerError(Exception):
+    """The server said in the body that the request failed, or the body is not what the protocol promises."""

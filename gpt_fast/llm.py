@@ -27,13 +27,14 @@ from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import ConfigError, RequestError, TokenizerMissing
+from gpt_fast.fields import show
 from gpt_fast.kernels.roofline import Roofline, read_bandwidth
 from gpt_fast.model.compile_cache import default_file, kept
 from gpt_fast.model.description import describe
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
-from gpt_fast.params import SamplingParams, show
+from gpt_fast.params import SamplingParams
 from gpt_fast.placement import choose_placement, usable_threads
 from gpt_fast.quantize.apply import check_device, quantize_model
 from gpt_fast.quantize.scheme import quant_config

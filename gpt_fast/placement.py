@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from gpt_fast.config import RANGES, ModelConfig, in_range
+from gpt_fast.config import THREADS, ModelConfig, read_key
 from gpt_fast.errors import ConfigError
 from gpt_fast.kernels.cpu.library import runs
 from gpt_fast.memory import host_memory
@@ -81,7 +81,7 @@ def usable_threads(asked: int) -> int:
 
     Raises ConfigError for a number that is out of range.
     """
-    in_range("threads", asked, *RANGES["threads"])
+    read_key(THREADS, asked, "threads")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if asked > cores:
         log.warning("threads: %d are asked for, and there are %d cores for this process; %d run", asked, cores, cores)

@@ -37,11 +37,12 @@ from typing import Any, NamedTuple
 import sentencepiece
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
+from gpt_fast.model.description import describe
 from gpt_fast.model.transformer import Transformer
 
 SEPARATOR = "<|endoftext|>"
@@ -313,7 +314,7 @@ def build(config: ModelConfig, seed: int) -> Transformer:
     model = Transformer(config)
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
-            std = 0.02 if name == "tok_embeddings.weight" else 0.7 * weight.shape[1] ** -0.5
+            std = 0.02 if name == "embed.tokens.weight" else 0.7 * weight.shape[1] ** -0.5
             residual = name.endswith(("wo.weight", "w2.weight"))
             torch.nn.init.normal_(weight, std=std / math.sqrt(2 * config.num_layers) if residual else std)
     return model
@@ -335,7 +336,8 @@ class Objective(torch.nn.Module):
             soft = self.teacher(tokens).flatten(0, 1).softmax(-1)
         real = (flat != IGNORE).float()
         distance = -(soft * logits.log_softmax(-1)).sum(-1)
-        return (1 - self.distill) * loss + self.distill * (distance * real).sum() / real.sum()
+        apart: Tensor = (distance * real).sum() / real.sum()
+        return (1 - self.distill) * loss + self.distill * apart
 
 
 class Muon(torch.optim.Optimizer):
@@ -538,49 +540,6 @@ def save_state(
 # --- Export -----------------------------------------------------------------------------------------------------------
 
 
-def hf_weights(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights under Hugging Face's Llama names, unfused; the tied head is left out, as transformers does."""
-    c, own = model.config, model.state_dict()
-    out = {"model.embed_tokens.weight": own["tok_embeddings.weight"], "model.norm.weight": own["norm.weight"]}
-    for i in range(c.num_layers):
-        a, b = f"layers.{i}.", f"model.layers.{i}."
-        q, k, v = own[a + "attention.wqkv.weight"].split((c.q_dim, c.kv_dim, c.kv_dim))
-        gate, up = own[a + "feed_forward.w13.weight"].chunk(2)
-        out |= {f"{b}self_attn.{n}_proj.weight": w for n, w in (("q", q), ("k", k), ("v", v))}
-        out |= {f"{b}mlp.gate_proj.weight": gate, f"{b}mlp.up_proj.weight": up}
-        out[b + "self_attn.o_proj.weight"] = own[a + "attention.wo.weight"]
-        out[b + "mlp.down_proj.weight"] = own[a + "feed_forward.w2.weight"]
-        out[b + "input_layernorm.weight"] = own[a + "attention_norm.weight"]
-        out[b + "post_attention_layernorm.weight"] = own[a + "ffn_norm.weight"]
-    return {name: weight.to(dtype, copy=True).contiguous() for name, weight in out.items()}
-
-
-def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The contents of config.json."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.ffn_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-
-
 TOKENIZER_CONFIG = {
     "tokenizer_class": "LlamaTokenizer",
     "model_max_length": CONTEXT,
@@ -596,19 +555,12 @@ TOKENIZER_CONFIG = {
 
 def export(model: Transformer, tokenizer_model: bytes, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write ``folder`` as Hugging Face's LlamaForCausalLM, and round the weights of ``model`` itself to ``dtype``."""
-    folder.mkdir(parents=True, exist_ok=True)
     for weight in model.parameters():
         weight.data = weight.data.to(dtype).float()
-    save_file(hf_weights(model, dtype), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # save_file makes it private, and a server has its own user
+    ends = {"bos_token_id": BOS, "eos_token_id": EOS}
+    save_checkpoint(model, folder, dtype, ends)
     (folder / "tokenizer.model").write_bytes(tokenizer_model)
-    generation = {"bos_token_id": BOS, "eos_token_id": EOS}
-    contents = {
-        "config.json": hf_config(model.config, dtype),
-        "generation_config.json": generation,
-        "tokenizer_config.json": TOKENIZER_CONFIG,
-    }
-    for name, content in contents.items():
+    for name, content in (("generation_config.json", ends), ("tokenizer_config.json", TOKENIZER_CONFIG)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -634,7 +586,7 @@ def results_table(results: Sequence[Result], heldout: list[list[int]], num_chars
         tokens = r.recipe.num_steps * r.recipe.batch_rows * CONTEXT / 1e6
         bits = r.loss * num_targets / num_chars / math.log(2)
         lines.append(
-            f"| {r.recipe.name} | {c.num_parameters:,} | {c.num_layers} | {c.dim} | {c.num_heads} ({c.num_kv_heads}) "
+            f"| {r.recipe.name} | {describe(c).num_parameters:,} | {c.num_layers} | {c.dim} | {c.num_heads} ({c.num_kv_heads}) "
             f"| {c.ffn_dim} | {r.loss:.4f} | {math.exp(r.loss):.3f} | {bits:.3f} "
             f"| {r.recipe.num_steps} steps, {tokens:.1f} M tokens, {p.seconds / 60:.0f} min |"
         )

@@ -51,9 +51,9 @@ def test_decode_is_counted_while_all_sequences_decode(llm: LLM, monkeypatch: pyt
     stamps: list[float] = []
     emit = llm.engine._emit
 
-    def noting(parts: Any, outcomes: Any) -> None:
-        emit(parts, outcomes)
-        if len(parts) == 3 and all(outcome.token is not None for outcome in outcomes):
+    def noting(parts: Any, pieces: Any) -> None:
+        emit(parts, pieces)
+        if len(parts) == 3 and all(piece.tokens for piece in pieces):
             stamps.append(max(request.last_token for request, _ in parts))
 
     monkeypatch.setattr(llm.engine, "_emit", noting)

@@ -10,7 +10,8 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
-from gpt_fast.model.description import parts
+from gpt_fast.model.description import describe, parts
 from gpt_fast.model.shapes import SHAPES, shape
 from gpt_fast.model.transformer import weight_bytes
 from gpt_fast.quantize.scheme import quant_config
@@ -227,7 +229,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 SPLIT = ModelConfig("llama", 64, 32, 2, 4, 2, 8, 64, 128, qkv_bias=True, out_bias=True, mlp_bias=True)
-ROW_RUNS = {"wqkv": (32, 16, 16), "w13": (64, 64), "tok_embeddings": (64,), "output": (64,)}
+ROW_RUNS = {"wqkv": (32, 16, 16), "w13": (64, 64), "tokens": (64,), "output": (64,)}
 
 
 def joined(name: str, ranks: list[torch.Tensor]) -> torch.Tensor:
@@ -283,7 +285,7 @@ def test_int4_is_divided_in_whole_groups(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "a").build(torch.float32, quantize="int4", shard=Shard(rank, 2)).layers[0]
         for rank in range(2)
     ]
-    for name, dim in (("attention.wqkv.queries", 0), ("attention.wqkv.keys_values", None), ("attention.wo", 1)):
+    for name, dim in (("wqkv.queries", 0), ("wqkv.keys_values", None), ("wo", 1)):
         found = [rank.get_submodule(name).dequantized() for rank in ranks]
         expected = whole.get_submodule(name).dequantized()
         if dim is None:
@@ -320,8 +322,8 @@ def test_loaded_model_is_plain_and_whole(dtype: torch.dtype, tmp_path: Path) -> 
         assert torch.equal(ours, theirs.to(dtype)), name
         assert (ours.dtype, ours.device.type, ours.requires_grad) == (dtype, "cpu", False)
         assert ours.is_contiguous()
-    assert model.rope.inv_freq.dtype == torch.float32
-    assert model.rope.inv_freq.device.type == "cpu"
+    assert model.ropes[0].inv_freq.dtype == torch.float32
+    assert model.ropes[0].inv_freq.device.type == "cpu"
     assert not model.training
     with torch.no_grad():
         assert torch.isfinite(model(torch.tensor([[1, 2, 3]]))).all()
@@ -332,7 +334,7 @@ def test_save_and_load_every_kind_of_weight(name: str, tmp_path: Path) -> None:
     features: dict[str, Any] = {
         "llama": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tie_embeddings": True},
         "qwen2": {"qkv_bias": True},
-        "qwen3": {"qk_norm": True},
+        "qwen3": {"qk_norm": "head"},
         "mistral": {"windows": (16, 16)},
     }[name]
     config = dataclasses.replace(TINY, family=name, **features)
@@ -391,11 +393,11 @@ def test_tied_embeddings_in_every_spelling(tmp_path: Path) -> None:
     ):
         model = load(case, tie, change)
         assert model.config.tie_embeddings, case
-        assert model.output.weight.data_ptr() == model.tok_embeddings.weight.data_ptr(), case
-        assert model.output.weight.abs().sum() > 0
+        assert model.head.output.weight.data_ptr() == model.embed.tokens.weight.data_ptr(), case
+        assert model.head.output.weight.abs().sum() > 0
     model = load("differ", True, lambda t: t.update({head: t[embed] + 1}))
     assert not model.config.tie_embeddings
-    assert torch.equal(model.output.weight, model.tok_embeddings.weight + 1)
+    assert torch.equal(model.head.output.weight, model.embed.tokens.weight + 1)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
@@ -478,26 +480,26 @@ def test_weights_that_are_not_finite_are_named(
     Checkpoint.open(tmp_path / "good").build(torch.float32, quantize=quantize)
     assert "finite" not in caplog.text
     with torch.no_grad():
-        model.tok_embeddings.weight[33, 5] = value
-        model.layers[1].feed_forward.w2.weight[3, 7] = value
+        model.embed.tokens.weight[33, 5] = value
+        model.layers[1].w2.weight[3, 7] = value
     save_checkpoint(model, tmp_path / "bad")
     Checkpoint.open(tmp_path / "bad").build(torch.float32, quantize=quantize)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "2 weights are not finite" in line
-    assert "tok_embeddings.weight" in line
-    assert "layers.1.feed_forward.w2." in line
+    assert "embed.tokens.weight" in line
+    assert "layers.1.w2." in line
 
 
 def test_a_value_too_large_for_the_dtype_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny(tmp_path)
     model = Checkpoint.open(tmp_path).build(torch.float32)
     with torch.no_grad():
-        model.norm.weight[0] = 1e6
+        model.head.norm.weight[0] = 1e6
     save_checkpoint(model, tmp_path)
     Checkpoint.open(tmp_path).build(torch.float32, column_major=True)
     assert not caplog.records
     Checkpoint.open(tmp_path).build(torch.float16)
-    assert "1 weights are not finite (NaN or infinity): norm.weight." in caplog.text
+    assert "1 weights are not finite (NaN or infinity): head.norm.weight." in caplog.text
 
 
 def test_random_models_are_seeded(tmp_path: Path) -> None:
@@ -520,7 +522,7 @@ def test_named_shapes() -> None:
         "qwen2.5-7b": 7_615_616_512,
         "mistral-7b": 7_248_023_552,
     }
-    assert {name: SHAPES[name].num_parameters for name in counts} == counts
+    assert {name: describe(SHAPES[name]).num_parameters for name in counts} == counts
     for config in SHAPES.values():
         assert to_hf_config(config, "bfloat16")  # every shape can be written and read back
     with pytest.raises(ConfigError, match=r"llama-9t.*tinyllama-1.1b"):
@@ -541,7 +543,7 @@ before = status("VmRSS:")
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the imports
 model = Checkpoint.open(sys.argv[1]).build(getattr(torch, sys.argv[2]))
 held = sum(p.numel() * p.element_size() for p in model.parameters())
-print(held, status("VmHWM:") - before, float(model.output.weight[-1, -1]))
+print(held, status("VmHWM:") - before, float(model.head.output.weight[-1, -1]))
 """
 LARGE = ModelConfig("llama", 8192, 1024, 5, 16, 16, 64, 2816, 2048)  # 81 million weights
 
@@ -579,7 +581,7 @@ def test_a_load_peaks_at_the_weights_it_leaves(source: str, dtype: str, large: P
     command = [sys.executable, "-c", MEASURE, str(large / source), dtype]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     held, peak, last = (float(n) for n in done.stdout.split())
-    assert held == LARGE.num_parameters * (4 if dtype == "float32" else 2)
+    assert held == describe(LARGE).num_parameters * (4 if dtype == "float32" else 2)
     assert last != 0
     assert held * 0.95 < peak < held * 1.1 + (4 << 20), f"{peak / held:.3f} times the weights"
 
@@ -596,10 +598,68 @@ def test_config_and_weights_disagree_on_layers(tmp_path: Path) -> None:
 def test_the_layout_changes_nothing_but_the_strides(tmp_path: Path) -> None:
     config = ModelConfig("llama", 300, 64, 2, 4, 2, 16, 144, 64)
     rows, columns = (random_model(config, torch.float32, column_major=turned) for turned in (False, True))
-    assert not columns.layers[0].feed_forward.w2.weight.is_contiguous()  # type: ignore[union-attr,operator]
+    assert not columns.layers[0].w2.weight.is_contiguous()  # type: ignore[union-attr,operator]
     for (name, a), (_, b) in zip(rows.named_parameters(), columns.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     save_checkpoint(rows, tmp_path)
     tokens = torch.arange(20)[None]
     loaded = [Checkpoint.open(tmp_path).build(torch.float32, column_major=turned) for turned in (False, True)]
     torch.testing.assert_close(loaded[0](tokens), loaded[1](tokens), atol=1e-5, rtol=1e-5)
+
+
+# Files
+
+
+OPENED: list[str] = []  # every file that is opened while WATCHED is set: audit hooks cannot be taken away again
+WATCHED = threading.Event()
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if WATCHED.is_set() and event == "open":
+        OPENED.append(str(arguments[0]))
+
+
+@pytest.fixture(scope="module")
+def _hook() -> None:
+    sys.addaudithook(_note)
+
+
+@pytest.fixture
+def opened(_hook: None) -> Iterator[list[str]]:
+    """The paths that are opened from here on."""
+    OPENED.clear()
+    WATCHED.set()
+    yield OPENED
+    WATCHED.clear()
+
+
+@pytest.mark.parametrize("tokenizer", ["tokenizer.model", "tokenizer.json", "both"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_llm_opens_each_file_once(
+    tokenizer: str, quantized: bool, data_dir: Path, tmp_path: Path, opened: list[str]
+) -> None:
+    folder = tiny(tmp_path / "a", dataclasses.replace(TINY, vocab_size=512))
+    if quantized:
+        quantize_checkpoint(Checkpoint.open(folder), tmp_path / "b", quant_config("int8"))
+        folder = tmp_path / "b"
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for i in range(2):
+        half = {name: tensor for j, (name, tensor) in enumerate(tensors.items()) if j % 2 == i}
+        safetensors.torch.save_file(half, folder / f"{i}.safetensors")
+    weight_map = {name: f"{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        (folder / name).write_text("{}")
+    if tokenizer != "tokenizer.json":
+        model = data_dir / "models" / "stories260K_hf" / "tokenizer.model"
+        (folder / "tokenizer.model").write_bytes(model.read_bytes())
+    if tokenizer != "tokenizer.model":
+        spec = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}, "added_tokens": []}
+        (folder / "tokenizer.json").write_text(json.dumps(spec))
+    files = sorted(path.name for path in folder.iterdir())
+    opened.clear()
+    with LLM(folder, compile=False, max_seq_len=32) as llm:
+        assert llm.tokenizer is not None
+    assert sorted(Path(path).name for path in opened if Path(path).parent == folder) == files

@@ -17,6 +17,7 @@ import torch
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.model.building import random_model
+from gpt_fast.model.description import describe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
@@ -135,7 +136,7 @@ def test_our_engine_is_a_worker(checkpoint: Path, tmp_path: Path) -> None:
             worker.ask("measure", **vars(DECODE))
         facts = worker.ask("load", **told, measures=[vars(m) for m in measures])
         assert facts["kv_bytes_per_token"] == TINY.kv_bytes_per_token(2)
-        weights = TINY.num_parameters - TINY.vocab_size * TINY.dim
+        weights = describe(TINY).num_parameters - TINY.vocab_size * TINY.dim
         assert weights < facts["weight_bytes"] < 2 * weights  # int8 with scales, less than bfloat16
         for measure in measures * 2:
             assert worker.ask("measure", **vars(measure))["seconds"] > 0

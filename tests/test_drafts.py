@@ -11,12 +11,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
+import torch
 from fake_model import EOS, VOCAB_SIZE, FakeModelLLM
 from test_engine import mixed_requests
 
 from gpt_fast import Completion, SamplingParams
+from gpt_fast.engine.compute import Computed, Outcome, sample_tokens
 from gpt_fast.engine.request import Request
-from gpt_fast.engine.scheduler import Scheduler, StepPlan
+from gpt_fast.engine.scheduler import Scheduler, SequencePlan, StepPlan
 
 Asked = tuple[list[int], SamplingParams]
 
@@ -168,3 +170,13 @@ def test_what_drafts_left_in_the_cache_is_not_found_again() -> None:
         llm.generate(*first)
         assert answers(llm, [longer]) == plain
         assert llm.prefix_hit_rate > 0.4
+
+
+def test_a_row_behind_a_draft_that_has_no_token_is_left_to_the_next_step() -> None:
+    with FakeModelLLM() as llm:
+        request = llm.prepare([5, 6, 7], SamplingParams(temperature=0.0))
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[0, 9], logits[1] = 1.0, float("nan")
+    plan = SequencePlan(0, (7, 9), 2, 1, (), num_logits=2, prompt_len=3)
+    (outcome,) = sample_tokens([Computed(request, plan, logits)])
+    assert outcome == Outcome(1, [], [9], [])

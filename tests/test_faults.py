@@ -26,7 +26,6 @@ from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, sample
 from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.errors import EngineError, RequestFailedError
 from gpt_fast.model.building import random_model
-from gpt_fast.params import INTEGERS, NUMBERS, OPTIONAL
 from gpt_fast.serve.protocol import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,6 +35,26 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def llm() -> Iterator[LLM]:
     with FakeModelLLM() as llm:
         yield llm
+
+
+INTEGERS: dict[str, tuple[int, int]] = {
+    "max_tokens": (1, 2**31),
+    "top_k": (-1, 2**31),
+    "seed": (-(2**63), 2**64 - 1),
+    "min_tokens": (0, 2**31),
+    "n": (1, 16),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+}
+NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 100.0),
+    "timeout_s": (0.0, 86400.0),
+}
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -122,7 +141,15 @@ def test_what_is_no_such_number_is_refused_by_name(name: str, value: Any) -> Non
         SamplingParams(**{name: value})
     assert caught.value.param == name
     assert len(str(caught.value)) < 200
-    assert name in OPTIONAL or getattr(SamplingParams(), name) is not None
+
+
+def test_every_number_of_a_request_is_tested_here() -> None:
+    hints = SamplingParams.__annotations__
+    numbers = {name for name, hint in hints.items() if "int" in hint or "float" in hint}
+    assert numbers - {"logit_bias", "stop_token_ids", "max_new_tokens"} == {*INTEGERS, *NUMBERS}
+    for name in numbers:
+        if name not in ("logit_bias", "stop_token_ids"):
+            assert (refusal(**{name: None}) is None) == ("None" in hints[name])
 
 
 def refusal(**fields: Any) -> RequestError | None:
@@ -148,7 +175,7 @@ def test_a_refusal_is_short_whatever_it_refuses(name: str) -> None:
 
 
 def test_half_a_token_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"max_tokens must be an integer, not 5\.5"):
+    with pytest.raises(RequestError, match=r"max_tokens must be a whole number from 1 to 2147483648, not 5\.5"):
         SamplingParams(max_tokens=5.5)  # type: ignore[arg-type]
 
 
@@ -297,6 +324,20 @@ def test_when_all_that_run_are_at_fault_the_next_is_served(llm: LLM, monkeypatch
     with pytest.raises(RequestFailedError):
         finish(llm.submit(*eight()[3]))
     assert finish(llm.submit([5, 6], SamplingParams(max_tokens=4))) == expected
+
+
+def test_when_all_that_compute_are_at_fault_a_paused_one_loses_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = ([5, 6] * 10, SamplingParams(max_tokens=60, ignore_eos=True))
+    expected = finish(llm.submit(*paused))
+    waits = llm.submit(*paused, max_uncollected=5)
+    with llm.engine.changed:
+        assert llm.engine.changed.wait_for(lambda: waits.request.paused, 60)
+    wrap(monkeypatch, compute, "sample", lambda logits, rows: any(row.num_prompt == BAD_LENGTH for row in rows))
+    with pytest.raises(RequestFailedError):
+        finish(llm.submit(*eight()[3]))
+    assert finish(waits) == expected
 
 
 def test_the_engine_ends_when_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,11 @@ from fuzzing.shot import Shot, Target, message
 from fuzzing.values import Pairs, Raw, dump
 
 from gpt_fast.errors import RequestError
-from gpt_fast.serve.protocol import native, openai, openai_fields
+from gpt_fast.serve.protocol import native, openai_fields
 from gpt_fast.serve.protocol.body import parse_json
+from gpt_fast.serve.protocol.openai_chat import parse_chat
+from gpt_fast.serve.protocol.openai_common import OpenAIContext
+from gpt_fast.serve.protocol.openai_completions import parse_completion
 from gpt_fast.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,9 +94,8 @@ def test_every_kind_and_every_route_is_asked_for(shots: list[Shot]) -> None:
 
 def test_every_field_of_the_package_is_sent_right_and_odd(shots: list[Shot]) -> None:
     assert set(NATIVE) == set(native.FIELDS)
-    others = {*openai_fields.UNSUPPORTED, *openai_fields.WITHOUT_EFFECT}
-    assert set(COMPLETION) == openai_fields.COMPLETION | others
-    assert set(CHAT) == openai_fields.CHAT | others
+    assert set(COMPLETION) == set(openai_fields.COMPLETION)
+    assert set(CHAT) == set(openai_fields.CHAT)
     for protocol, fields in PROTOCOLS.items():
         for kind in ("right", "odd"):
             sent = b"".join(s.data for s in shots if s.route == protocol and s.kind == kind)
@@ -104,11 +106,11 @@ def test_every_field_of_the_package_is_sent_right_and_odd(shots: list[Shot]) -> 
 def test_what_the_generator_calls_right_is_accepted() -> None:
     """Else the demand that right requests are served would ask for too much, or for nothing."""
     tokenizer = load_tokenizer(ROOT / "model_store" / "demo" / "target")
-    context = openai.OpenAIContext(models=("gpt-fast",), max_model_len=512, tokenizer=tokenizer)
+    context = OpenAIContext(models=("gpt-fast",), max_model_len=512, tokenizer=tokenizer)
     parse: dict[str, Callable[[dict[str, Any]], Any]] = {
         "native": native.parse_request,
-        "v1/completions": lambda body: openai.parse_completion(body, context),
-        "v1/chat/completions": lambda body: openai.parse_chat(body, context),
+        "v1/completions": lambda body: parse_completion(body, context),
+        "v1/chat/completions": lambda body: parse_chat(body, context),
     }
     rng = random.Random(0)
     for _ in range(300):

@@ -87,10 +87,10 @@ def test_values_are_those_that_were_stored(tmp_path: Path, case: str) -> None:
     expected = make(tmp_path, **CASES[case])
     model = Checkpoint.open(tmp_path).build(torch.float32)
     fused = {
-        "attention.wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "attention.wo": ("self_attn.o_proj",),
-        "feed_forward.w13": ("mlp.gate_proj", "mlp.up_proj"),
-        "feed_forward.w2": ("mlp.down_proj",),
+        "wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "wo": ("self_attn.o_proj",),
+        "w13": ("mlp.gate_proj", "mlp.up_proj"),
+        "w2": ("mlp.down_proj",),
     }
     x = torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
     for i, block in enumerate(model.layers):
@@ -145,4 +145,4 @@ def test_damage_is_refused_by_name(tmp_path: Path) -> None:
     refused(f"{name}g_idx has groups of other sizes")
     tensors = {n: t for n, t in whole.items() if not n.startswith(name)}
     tensors[name + "weight"] = torch.zeros(96, 64)
-    refused(r"only a part of layers\.1\.feed_forward\.w13")
+    refused(r"only a part of layers\.1\.w13")

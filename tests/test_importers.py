@@ -97,18 +97,18 @@ def meta_state(model: Transformer, fused: bool = True) -> dict[str, torch.Tensor
     """The weights as gpt-fast (fused wqkv) or Meta name and order them."""
     c = model.config
     state = {
-        "tok_embeddings.weight": model.tok_embeddings.weight,
-        "norm.weight": model.norm.weight,
-        "output.weight": model.output.weight,
+        "tok_embeddings.weight": model.embed.tokens.weight,
+        "norm.weight": model.head.norm.weight,
+        "output.weight": model.head.output.weight,
     }
     for i, layer in enumerate(model.layers):
-        q, k, v = layer.attention.wqkv.weight.split((c.q_dim, c.kv_dim, c.kv_dim))
+        q, k, v = layer.wqkv.weight.split((c.q_dim, c.kv_dim, c.kv_dim))
         q, k = interleave(q, c.num_heads), interleave(k, c.num_kv_heads)
-        w1, w3 = layer.feed_forward.w13.weight.chunk(2)
+        w1, w3 = layer.w13.weight.chunk(2)
         pieces = {
-            "attention.wo": layer.attention.wo.weight,
+            "attention.wo": layer.wo.weight,
             "feed_forward.w1": w1,
-            "feed_forward.w2": layer.feed_forward.w2.weight,
+            "feed_forward.w2": layer.w2.weight,
             "feed_forward.w3": w3,
             "attention_norm": layer.attention_norm.weight,
             "ffn_norm": layer.ffn_norm.weight,

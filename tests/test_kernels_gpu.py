@@ -85,7 +85,7 @@ def test_everything_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
 @needs_triton
 @pytest.mark.slow
 def test_the_benchmark_runs_from_end_to_end() -> None:
-    script = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu.py"
+    script = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu"
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(script), "--smoke"], env=env, capture_output=True, text=True, check=False

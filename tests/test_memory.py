@@ -476,7 +476,7 @@ def test_threads_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch, cap
     assert usable_threads(100_000) == 3
     assert "threads: 100000 are asked for, and there are 3 cores" in caplog.text
     for wrong in (0, -1, 10**9):
-        with pytest.raises(ConfigError, match=f"threads: {wrong} is too"):
+        with pytest.raises(ConfigError, match=f"threads must be a whole number from 1 to 1048576, not {wrong}"):
             usable_threads(wrong)
 
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from gpt_fast.errors import ConfigError
-from gpt_fast.serve.model_yaml import TORCHRUN, TORCHSERVE, List, Whole, Word, check_torchserve_keys, read_model_yaml
+from gpt_fast.fields import ListOf, OneOf, Text, Whole
+from gpt_fast.serve.model_yaml import TORCHRUN, TORCHSERVE, check_torchserve_keys, read_model_yaml
 from gpt_fast.serve.settings import check_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,7 +115,7 @@ def test_every_key_refuses_what_it_cannot_be(name: str) -> None:
     """TorchServe's own numbers are Java's ints: 2**31 is none of them."""
     block, _, key = name.rpartition(".")
     kind = (TORCHRUN if block else TORCHSERVE)[key]
-    text = isinstance(kind, Word) and not kind.choices
+    text = isinstance(kind, Text)
     for value in JUNK:
         if text and isinstance(value, str) and value:
             continue
@@ -125,13 +126,13 @@ def test_every_key_refuses_what_it_cannot_be(name: str) -> None:
 @pytest.mark.parametrize("name", TORCHSERVE)
 def test_every_key_takes_its_limits_and_nothing_beyond(name: str) -> None:
     kind = TORCHSERVE[name]
-    whole = kind.item if isinstance(kind, List) else kind
+    whole = kind.item if isinstance(kind, ListOf) else kind
     if not isinstance(whole, Whole):
-        good: list[Any] = [True, False] if not isinstance(whole, Word) else [*whole.choices, whole.choices[0].upper()]
+        good: list[Any] = [True, False] if not isinstance(whole, OneOf) else [*whole.choices, whole.choices[0].upper()]
         bad: list[Any] = []
     else:
         good, bad = [whole.least, whole.most], [whole.least - 1, whole.most + 1]
-    if isinstance(kind, List):
+    if isinstance(kind, ListOf):
         good, bad = [[value] for value in good], [[value] for value in bad]
     for value in good:
         check_torchserve_keys({"maxWorkers": 256, name: value})

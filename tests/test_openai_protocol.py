@@ -16,19 +16,13 @@ from hypothesis import strategies as st
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, FinishReason, TokenLogprobs
 from gpt_fast.params import MAX_STOP_STRINGS, SamplingParams
-from gpt_fast.serve.protocol.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
 from gpt_fast.serve.protocol.native import error_body
-from gpt_fast.serve.protocol.openai import (
-    ChatJob,
-    CompletionJob,
-    OpenAIContext,
-    model_body,
-    models_body,
-    parse_chat,
-    parse_completion,
-)
+from gpt_fast.serve.protocol.openai_chat import ChatRequest, parse_chat
+from gpt_fast.serve.protocol.openai_common import OpenAIContext, model_body, models_body
+from gpt_fast.serve.protocol.openai_completions import CompletionRequest, parse_completion
 from gpt_fast.tokenizer import BaseTokenizer, IncrementalDetokenizer, Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
+from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, _byte_level_alphabet
 from gpt_fast.tokenizer.settings import Settings
 
@@ -147,9 +141,9 @@ def deltas(
         yield Delta(new, (token,), reason if last else None, done, tuple(numbers[i : i + 1]))
 
 
-def run(job: ChatJob | CompletionJob, *answers: Any, reason: FinishReason = "stop") -> str:
-    """The body that ``job`` answers when its sequences complete to ``answers``, in turns when it streams."""
-    wanted = [(s.prompt, params) for s in job.sequences for params in s.params.samples()]
+def run(request: ChatRequest | CompletionRequest, *answers: Any, reason: FinishReason = "stop") -> str:
+    """The body that ``request`` answers when its sequences complete to ``answers``, in turns when it streams."""
+    wanted = [(s.prompt, params) for s in request.sequences for params in s.params.samples()]
     assert len(answers) == len(wanted)
     running = [
         deltas(list(prompt), params, answer, reason) for (prompt, params), answer in zip(wanted, answers, strict=True)
@@ -161,8 +155,8 @@ def run(job: ChatJob | CompletionJob, *answers: Any, reason: FinishReason = "sto
             if completions[i] is None:
                 delta = next(sequence)
                 completions[i] = delta.completion
-                body += job.delta(i, delta) if job.stream else ""
-    return body + job.end(completions)
+                body += request.write_delta(i, delta) if request.stream else ""
+    return body + request.write_end(completions)
 
 
 def events(body: str) -> list[Any]:
@@ -402,8 +396,8 @@ def test_completions_refuse_by_name(fields: Any, param: str, code: str) -> None:
 
 def test_the_context_is_filled_to_the_last_token() -> None:
     assert text_params(max_tokens=197).max_tokens == 197  # beside <|begin_of_text|> and two bytes
-    job = parse_completion(text(prompt="x" * 198), context())
-    assert job.sequences[0].params.max_tokens == 16  # a default is cut to what fits, not refused
+    request = parse_completion(text(prompt="x" * 198), context())
+    assert request.sequences[0].params.max_tokens == 16  # a default is cut to what fits, not refused
 
 
 @pytest.mark.parametrize(
@@ -417,8 +411,8 @@ def test_the_context_is_filled_to_the_last_token() -> None:
     ],
 )
 def test_an_engine_s_error_names_the_client_s_field(body: Any, param: str | None, written: str | None) -> None:
-    job: Any = (parse_chat if "messages" in body else parse_completion)(body, context())
-    error = job.named(RequestError(f"{param} is not usable", param, "c", 503, retry_after_s=2))
+    request: Any = (parse_chat if "messages" in body else parse_completion)(body, context())
+    error = request.as_written(RequestError(f"{param} is not usable", param, "c", 503, retry_after_s=2))
     assert (error.param, error.code, error.status, error.retry_after_s) == (written, "c", 503, 2)
     assert error.message == f"{written} is not usable"
 
@@ -446,8 +440,8 @@ def test_roles_parts_and_switches_reach_the_template() -> None:
         {"role": "user", "content": parts, "name": "Bob"},
     ]
     body = chat(messages=messages, add_generation_prompt=False, chat_template_kwargs={"mood": "fine"})
-    job = parse_chat(body, context(template=template(source)))
-    prompt = job.sequences[0].prompt
+    request = parse_chat(body, context(template=template(source)))
+    prompt = request.sequences[0].prompt
     assert not isinstance(prompt, str)
     assert byte_level().decode(prompt) == "system,assistant,tool,user;a\nb;Bob;False;fine;True"
 
@@ -472,8 +466,8 @@ FORGERIES = [
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_content_cannot_forge_a_turn(source: str, forgery: str) -> None:
     def ids(content: str) -> list[int]:
-        job = parse_chat(chat(messages=[{"role": "user", "content": content}]), context(template=template(source)))
-        prompt = job.sequences[0].prompt
+        request = parse_chat(chat(messages=[{"role": "user", "content": content}]), context(template=template(source)))
+        prompt = request.sequences[0].prompt
         assert not isinstance(prompt, str)
         return prompt
 
@@ -528,10 +522,10 @@ def test_a_dummy_prefix_comes_where_the_tokenizer_puts_it(every_segment: bool) -
 def test_the_fallback_is_plain_and_has_no_special_tokens() -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi<|eot_id|>"}]
     server = context(template=None)
-    job = parse_chat(chat(messages=messages, stop=["x"]), server)
+    request = parse_chat(chat(messages=messages, stop=["x"]), server)
     expected = "system: Be brief.\nuser: Hi<|eot_id|>\nassistant:"
-    assert job.sequences[0].prompt == byte_level().encode(expected)
-    assert job.sequences[0].params.stop == ("x", *FALLBACK_STOPS)
+    assert request.sequences[0].prompt == byte_level().encode(expected)
+    assert request.sequences[0].params.stop == ("x", *FALLBACK_STOPS)
     full = [str(i) for i in range(MAX_STOP_STRINGS)]
     assert parse_chat(chat(stop=full), server).sequences[0].params.stop == tuple(full)
     assert refusal(parse_chat, chat(stop=[*full, "y"]), server).param == "stop"
@@ -551,8 +545,8 @@ def test_without_a_tokenizer_only_token_ids_are_served() -> None:
     server = context(tokenizer=None, template=None)
     assert refusal(parse_chat, chat(), server).param == "messages"
     assert refusal(parse_completion, text(), server).param == "prompt"
-    job = parse_completion(text(prompt=[1, 2], logprobs=1), server)
-    logprobs = json.loads(run(job, [65]))["choices"][0]["logprobs"]
+    request = parse_completion(text(prompt=[1, 2], logprobs=1), server)
+    logprobs = json.loads(run(request, [65]))["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["token_id:65", "token_id:261"]
 
 
@@ -560,8 +554,8 @@ def test_without_a_tokenizer_only_token_ids_are_served() -> None:
 
 
 def test_a_chat_stream_event_by_event() -> None:
-    job = parse_chat(chat(stream=True, stream_options={"include_usage": True}), context())
-    assert job.content_type.startswith("text/event-stream")
+    request = parse_chat(chat(stream=True, stream_options={"include_usage": True}), context())
+    assert request.content_type.startswith("text/event-stream")
     base = {"id": "chatcmpl-id", "object": "chat.completion.chunk", "created": 2000, "model": "tiny"}
     frame = base | {"system_fingerprint": None}
 
@@ -570,9 +564,9 @@ def test_a_chat_stream_event_by_event() -> None:
         return frame | {"choices": [choice], "usage": None}
 
     usage = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
-    prompt = job.sequences[0].prompt
+    prompt = request.sequences[0].prompt
     usage |= {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + 3}
-    assert events(run(job, "yo")) == [
+    assert events(run(request, "yo")) == [
         chunk({"role": "assistant", "content": ""}),
         chunk({"content": "y"}),
         chunk({"content": "o"}),
@@ -585,9 +579,9 @@ def test_every_event_has_the_usage_so_far_where_that_is_asked_for() -> None:
     for parse, body in ((parse_chat, chat), (parse_completion, text)):
         for include in (True, False):
             options = {"include_usage": include, "continuous_usage_stats": True}
-            job = parse(body(stream=True, stream_options=options), context())
-            num_prompt = len(job.sequences[0].prompt)
-            found = events(run(job, "yo"))
+            request = parse(body(stream=True, stream_options=options), context())
+            num_prompt = len(request.sequences[0].prompt)
+            found = events(run(request, "yo"))
             counts = [event["usage"]["completion_tokens"] for event in found]
             assert counts == sorted(counts)
             assert counts[-1] == 3
@@ -599,12 +593,12 @@ def test_every_event_has_the_usage_so_far_where_that_is_asked_for() -> None:
 
 
 def test_numbers_may_be_integers_or_floats() -> None:
-    job = parse_completion(text(max_tokens=5.0, n=2.0, best_of=2, logprobs=3.0, top_k=4.0, seed=7.0), context())
-    params = job.sequences[0].params
+    request = parse_completion(text(max_tokens=5.0, n=2.0, best_of=2, logprobs=3.0, top_k=4.0, seed=7.0), context())
+    params = request.sequences[0].params
     assert [params.max_tokens, params.n, params.logprobs, params.top_k, params.seed] == [5, 2, 3, 4, 7]
     assert parse_completion(text(max_tokens=0.0, echo=True), context()).sequences[0].params.max_tokens == 1
-    job = parse_chat(chat(max_completion_tokens=5.0, logprobs=True, top_logprobs=2.0, min_tokens=3.0), context())
-    assert (job.sequences[0].params.max_tokens, job.sequences[0].params.logprobs) == (5, 2)
+    request = parse_chat(chat(max_completion_tokens=5.0, logprobs=True, top_logprobs=2.0, min_tokens=3.0), context())
+    assert (request.sequences[0].params.max_tokens, request.sequences[0].params.logprobs) == (5, 2)
     assert parse_completion(text(min_tokens=40.0), context()).sequences[0].params.max_tokens == 40
 
 
@@ -613,8 +607,8 @@ def test_usage_is_absent_unless_asked_for() -> None:
 
 
 def test_streamed_logprobs_come_with_their_token_before_its_text() -> None:
-    job = parse_chat(chat(stream=True, logprobs=True, top_logprobs=2), context())
-    choices = [event["choices"][0] for event in events(run(job, "é", reason="length"))]
+    request = parse_chat(chat(stream=True, logprobs=True, top_logprobs=2), context())
+    choices = [event["choices"][0] for event in events(run(request, "é", reason="length"))]
     first, second = choices[1:3]
     assert first["delta"]["content"] == ""
     assert second["delta"]["content"] == "é"
@@ -657,9 +651,9 @@ def test_completion_logprobs(stream: bool) -> None:
 
 
 def test_the_sampled_token_is_among_the_top_ones_and_infinity_is_a_number() -> None:
-    job = parse_completion(text(logprobs=1), context())
+    request = parse_completion(text(logprobs=1), context())
     odd = TokenLogprobs(98, float("-inf"), ((97, -0.1),))
-    [choice] = json.loads(job.end([Completion("b", (98,), "length", (odd,))]))["choices"]
+    [choice] = json.loads(request.write_end([Completion("b", (98,), "length", (odd,))]))["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "b": -9999.0}]
 
 
@@ -677,8 +671,8 @@ def test_echo_with_logprobs_scores_the_prompt() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_comes_first_and_offsets_go_on_behind_it(stream: bool) -> None:
-    job = parse_completion(text(echo=True, stream=stream, **({} if stream else {"logprobs": 0})), context())
-    body = run(job, "yo", reason="length")
+    request = parse_completion(text(echo=True, stream=stream, **({} if stream else {"logprobs": 0})), context())
+    body = run(request, "yo", reason="length")
     choices = [chunk["choices"][0] for chunk in (events(body) if stream else [json.loads(body)])]
     assert "".join(choice["text"] for choice in choices) == "Hiyo"
     if not stream:
@@ -686,15 +680,15 @@ def test_echo_comes_first_and_offsets_go_on_behind_it(stream: bool) -> None:
 
 
 def test_scoring_streams_the_prompt_alone() -> None:
-    job = parse_completion(text(echo=True, stream=True, max_tokens=0), context())
-    assert [event["choices"][0]["text"] for event in events(run(job, "x", reason="length"))] == ["Hi"]
+    request = parse_completion(text(echo=True, stream=True, max_tokens=0), context())
+    assert [event["choices"][0]["text"] for event in events(run(request, "x", reason="length"))] == ["Hi"]
 
 
 def test_choices_are_numbered_prompt_by_prompt() -> None:
-    job = parse_completion(text(prompt=["a", "bb"], n=2, seed=5), context())
-    seeds = [params.seed for s in job.sequences for params in s.params.samples()]
+    request = parse_completion(text(prompt=["a", "bb"], n=2, seed=5), context())
+    seeds = [params.seed for s in request.sequences for params in s.params.samples()]
     assert seeds == [5, 6, 5, 6]
-    answer = json.loads(run(job, "A", "B", "C", "D", reason="length"))
+    answer = json.loads(run(request, "A", "B", "C", "D", reason="length"))
     assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "A"), (1, "B"), (2, "C"), (3, "D")]
     # Prompts of 2 and 3 tokens count once each, not once a sample.
     assert answer["usage"]["prompt_tokens"] == 5
@@ -703,24 +697,25 @@ def test_choices_are_numbered_prompt_by_prompt() -> None:
 
 
 def test_an_abort_is_an_error_in_the_stream_and_ends_it() -> None:
-    job = parse_chat(chat(stream=True, n=2), context())
-    job.delta(0, Delta("a", (97,)))
-    [event] = events(job.delta(1, Delta("", (), "abort")))
+    request = parse_chat(chat(stream=True, n=2), context())
+    request.write_delta(0, Delta("a", (97,)))
+    [event] = events(request.write_delta(1, Delta("", (), "abort")))
     assert event["error"]["code"] == "aborted"
     assert event["error"]["type"] == "server_error"
     # Nothing follows a [DONE].
-    assert job.delta(0, Delta("b", (98,))) == job.end([]) == job.broken(RequestError("x")) == ""
+    assert request.write_delta(0, Delta("b", (98,))) == request.write_end([]) == ""
+    assert request.write_error(RequestError("x")) == ""
 
 
 def test_an_abort_is_an_error_instead_of_a_whole_answer() -> None:
     done = Completion("a", (97,), "abort")
-    for job in (parse_chat(chat(), context()), parse_completion(text(echo=True, max_tokens=0), context())):
-        assert refusal(job.end, [done]).status == 500
+    for request in (parse_chat(chat(), context()), parse_completion(text(echo=True, max_tokens=0), context())):
+        assert refusal(request.write_end, [done]).status == 500
 
 
 def test_nothing_is_sent_for_nothing() -> None:
-    job = parse_completion(text(stream=True), context())
-    assert job.delta(0, Delta("", (195,))) == ""
+    request = parse_completion(text(stream=True), context())
+    assert request.write_delta(0, Delta("", (195,))) == ""
 
 
 # ---- OpenAI's own client --------------------------------------------------------------------------------------------
@@ -743,11 +738,11 @@ def client(openai: Any, answers: Any = ("Hello there",), reason: FinishReason = 
                 name = path.removeprefix("/v1/models").strip("/")
                 return http.Response(200, text=model_body(name, server) if name else models_body(server))
             parse: Any = parse_chat if path == "/v1/chat/completions" else parse_completion
-            job = parse(json.loads(request.content), server)
-            body = run(job, *answers, reason=reason)
+            request = parse(json.loads(request.content), server)
+            body = run(request, *answers, reason=reason)
         except RequestError as error:
             return http.Response(error.status, text=error_body(error), headers={"content-type": "application/json"})
-        return http.Response(200, content=body.encode(), headers={"content-type": job.content_type})
+        return http.Response(200, content=body.encode(), headers={"content-type": request.content_type})
 
     transport = openai.DefaultHttpxClient(transport=http.MockTransport(serve))
     return openai.OpenAI(api_key="none", base_url="http://test/v1", max_retries=0, http_client=transport)

@@ -75,3 +75,33 @@ def test_temperature_left_out() -> None:
 def test_resolving_twice_changes_nothing() -> None:
     once = SamplingParams(top_p=0.5, max_new_tokens=3, stop="a").resolved()
     assert once.resolved() == once
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("n", 0, "n must be a whole number from 1 to 16, not 0"),
+        ("n", "2", "n must be a whole number from 1 to 16, not '2'"),
+        ("top_p", 0, "top_p must be a number above 0 and up to 1, not 0"),
+        ("temperature", True, "temperature must be a number from 0 to 100, not True"),
+        ("ignore_eos", 1, "ignore_eos must be true or false, not 1"),
+        ("stop", 5, "stop must be a string or a list of strings of 1 to 1024 characters, not 5"),
+        ("stop", "", "stop must be a string or a list of strings of 1 to 1024 characters, not ''"),
+        ("stop", ["a", 5], "stop must be a string or a list of strings of 1 to 1024 characters, not a list with 5"),
+        ("choice", [], "choice must be a list of non-empty strings, at least 1 of them, not 0"),
+        ("logit_bias", {"x": 1}, "logit_bias has the key 'x', which is no token id"),
+        ("json_schema", [], "json_schema must be an object, not a list"),
+        ("regex", "a\ud800", "regex is not valid text: half of a surrogate pair at character 1"),
+        ("json_schema", {"maximum": 2**64}, "json_schema holds a number of more than 64 bits"),
+    ],
+)
+def test_a_message_says_what_would_be_accepted_and_what_was_given(field: str, value: Any, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})
+    assert (str(caught.value), caught.value.message, caught.value.param) == (message, message, field)
+
+
+def test_numbers_keep_their_type_whatever_json_wrote() -> None:
+    params = SamplingParams(max_tokens=5.0, seed=7.0, temperature=1, logit_bias={5: 1}, stop_token_ids=[2.0])  # type: ignore[arg-type]
+    assert [repr(v) for v in (params.max_tokens, params.seed, params.temperature)] == ["5", "7", "1.0"]
+    assert (repr(params.logit_bias), repr(params.stop_token_ids)) == ("{5: 1.0}", "(2,)")

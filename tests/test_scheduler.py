@@ -151,3 +151,66 @@ def test_clients_take_turns_and_not_their_sequences() -> None:
         turn(s)
         ended += sorted(before - {r.id for r in s.running})
     assert ended == ["a0", "a1", "a2", "b", "a3", "c", "a4"], "who has one does not wait for all five of another's"
+
+
+def test_a_plan_says_only_what_is_new_in_a_slot_and_after_a_preemption_everything() -> None:
+    s = scheduler(num_pages=40, page_size=4, max_batch=2, prefill_chunk=100)
+    for name, length in (("a", 9), ("b", 30)):
+        s.add(request(name, list(range(length)), max_tokens=60))
+    tables: dict[int, list[int]] = {0: [], 1: []}
+    seen_whole = 0
+    for _ in range(200):
+        first, _ = s.schedule()
+        plan, requests = s.schedule()  # until the step is computed, the same is planned
+        assert set(first.sequences) <= set(plan.sequences)
+        for r, part in zip(requests, plan.sequences, strict=True):
+            seen_whole += part.num_placed == 0
+            assert part.num_placed == 0 or len(part.new_pages) == (part.start % 4 == 0)
+            assert len(part.tokens) == 1 or part.num_placed == 0
+            tables[part.slot][part.num_placed :] = part.new_pages
+            assert tables[part.slot] == r.pages
+            r.append([r.num_tokens], 0.0)
+            s.advance(r, len(part.tokens))
+            if r.finish_reason:
+                s.finish(r)
+        s.check_integrity()
+    assert not s.has_work
+    assert s.num_preemptions > 0
+    assert seen_whole == 2 + s.num_preemptions
+
+
+def test_a_slot_is_kept_while_a_request_runs_and_rows_are_in_order_of_slots() -> None:
+    s = scheduler(max_batch=3, prefill_chunk=100)
+    for name, max_tokens in (("a", 9), ("b", 2), ("c", 9), ("d", 9)):
+        s.add(request(name, [1, 2, 3], max_tokens))
+    assert [turn(s) for _ in range(4)][1:] == [
+        [("a", 1), ("b", 1), ("c", 1)],
+        [("a", 1), ("d", 3), ("c", 1)],  # d has the slot of b
+        [("a", 1), ("d", 1), ("c", 1)],
+    ]
+
+
+def test_drafts_take_no_page_from_anybody_and_none_past_the_end_is_computed() -> None:
+    s = scheduler(num_pages=5, page_size=4, prefill_chunk=100)  # 4 pages
+    a, b = request("a", [1] * 7, max_tokens=6), request("b", [2] * 7, max_tokens=6)
+    for r in (a, b):
+        s.add(r)
+    turn(s)
+    a.drafts = b.drafts = (5, 5)
+    plan, _ = s.schedule()
+    assert [part.tokens for part in plan.sequences] == [(7,), (7,)], "no page is free"
+    s.finish(b)
+    a.drafts = (5,) * 9
+    plan, _ = s.schedule()
+    assert plan.sequences[0].tokens == (7, 5, 5, 5, 5), "one more token than drafts may come"
+    assert plan.sequences[0].num_logits == 5
+    a.append([5, 5, 6], 0.0)
+    s.advance(a, 3)
+    assert (a.num_computed, a.num_tokens, a.drafts) == (10, 11, ())
+    s.check_integrity()
+    a.max_tokens, a.end_ids, a.drafts = 20, frozenset({8}), (8, 8)
+    plan, _ = s.schedule()
+    a.append([8, 8, 8], 0.0)  # the first ends it
+    s.advance(a, len(plan.sequences[0].tokens))
+    assert a.finish_reason == "stop"
+    assert (a.num_computed, a.num_tokens) == (12, 12), "what was dropped does not count"

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from server_script import SCRIPT, load_server_script
+from server_script import SCRIPTS, load_server_script
 
 psutil = pytest.importorskip("psutil", reason="psutil comes with the extra serve")
 HERE = Path(__file__).resolve().parent
@@ -40,7 +40,14 @@ class Fake:
     def command(self, verb: str) -> list[str]:
         start = ["--model", "m", "--archive", "m", "--model-store", ".", "--port", str(self.port), "--timeout", "60"]
         start += ["--config", str(self.folder / "config.properties"), "--cwd", str(self.folder)]
-        return [sys.executable, str(SCRIPT), "--run-dir", str(self.run_dir), verb, *(start if verb == "start" else [])]
+        return [
+            sys.executable,
+            str(SCRIPTS / "server.py"),
+            "--run-dir",
+            str(self.run_dir),
+            verb,
+            *(start if verb == "start" else []),
+        ]
 
     def environment(self, state: str) -> dict[str, str]:
         fake = {"FAKE_STATE": state, "FAKE_PIDS": str(self.noted), "PYTHONPATH": str(self.folder / "fake")}
@@ -125,8 +132,8 @@ def test_a_process_that_survives_is_named(
     survivor = subprocess.Popen(["sleep", "300"], env=environment)
     (tmp_path / "server.json").write_text("{}")
     try:
-        monkeypatch.setattr(script, "end_processes", lambda *_, **__: time.sleep(0.01))
-        monkeypatch.setattr(script, "GIVE_UP_S", -20)
+        monkeypatch.setattr("processes.end_processes", lambda *_, **__: time.sleep(0.01))
+        monkeypatch.setattr("processes.GIVE_UP_S", -20)
         monkeypatch.setattr(sys, "argv", ["server.py", "--run-dir", str(tmp_path), "stop"])
         assert script.main() == 1
         told: Any = capsys.readouterr()

@@ -107,7 +107,7 @@ def test_what_takes_too_long_to_understand_is_refused(
     slow.max_seq_len = 10**6
     batch.turn(a=LARGE, b=GRAMMAR, c=LARGE)
     assert slow.entered.wait(HANG_S)
-    monkeypatch.setattr(serving, "UNDERSTAND_S", 0.0)
+    monkeypatch.setattr(serving, "PARSE_S", 0.0)
     answers = {name: until_answered(batch, name, **{name: body})[-1] for name, body in (("a", LARGE), ("c", LARGE))}
     slow.gate.set()
     assert answers["a"][0] == 400

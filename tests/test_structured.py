@@ -185,3 +185,20 @@ def test_without_the_package_it_is_refused_by_name(llm: LLM, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match="llguidance"):
         llm.prepare("a", SamplingParams(regex="a"))
+
+
+def test_what_is_rolled_back_leaves_no_trace(llm: LLM) -> None:
+    request = llm.prepare("a", SamplingParams(choice=("red fox", "red ox")))
+    grammar = request.grammar
+    assert grammar is not None
+    states = []
+    while not grammar.complete:
+        states.append(grammar.allowed())
+        grammar.advance(int(states[-1].nonzero()[0, 0]))
+    for back in (1, 2, len(states)):  # the first from the end, where nothing may follow
+        grammar.rollback(back)
+        assert not grammar.complete
+        for i in range(len(states) - back, len(states)):
+            assert grammar.allowed().equal(states[i])
+            grammar.advance(int(states[i].nonzero()[0, 0]))
+        assert grammar.complete

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from fuzzing.shot import QUICK_S, Shot
 from gpt_fast.bench.load.connection import Connection, Receive
-from gpt_fast.bench.load.http import ResponseParser, TransferError
+from gpt_fast.bench.load.http import ResponseParser
+from gpt_fast.errors import TransferError
 
 TIMEOUT_S = 60.0
 

@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpt_fast.errors import MissingPackageError
+
 FORMATS = (".png", ".svg", ".pdf")
 
 
-class PlotError(RuntimeError):
-    """A picture cannot be drawn here; the message says what is missing."""
-
-
 def check(path: str | Path) -> None:
-    """Raise before a long run what ``plot_load`` would raise after it: PlotError, or ValueError for the format."""
+    """Raise before a long run what ``plot_load`` would raise after it: MissingPackageError or ValueError."""
     if Path(path).suffix.lower() not in FORMATS:
         raise ValueError(f"plot {str(path)!r}: the name must end in one of {', '.join(FORMATS)}")
     _figure_class()
@@ -25,7 +23,7 @@ def plot_load(results: Sequence[Mapping[str, Any]], path: str | Path, title: str
     """Draw TTFT and ITL (median and p99, milliseconds) and throughput against load, one point for each of ``results``.
 
     ``results`` are those of :func:`gpt_fast.bench.load.metrics.summarize`, with 99 among their percentiles. Load is the
-    request rate where the results differ in it, else the concurrency. Raises PlotError, ValueError, OSError.
+    request rate where the results differ in it, else the concurrency. Raises MissingPackageError, ValueError, OSError.
     """
     check(path)
     by_rate = len({r["request_rate"] for r in results}) > 1
@@ -63,4 +61,4 @@ def _figure_class() -> Any:
         # Not pyplot: it keeps figures alive and picks a window system, for a file neither is wanted.
         return importlib.import_module("matplotlib.figure").Figure
     except ImportError:
-        raise PlotError("--plot needs matplotlib: pip install 'gpt-fast-serve[plot]'") from None
+        raise MissingPackageError("--plot needs matplotlib: pip install 'gpt-fast-serve[plot]'") from None

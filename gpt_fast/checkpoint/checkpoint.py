@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from gpt_fast.checkpoint.families import (
-    FAMILIES,
     GenerationDefaults,
     parse_config,
     read_generation_defaults,
@@ -63,7 +62,10 @@ class Checkpoint:
         self.config, tensors = resolve_tying(config, open_weights(self.files))
         self.tensors = unstacked(tensors, (part.source for part in parts(self.config)))
         self.format = self._stored_format()
-        check_tensors(self._specs(self.format), self.tensors, str(directory))
+        wanted: Specs = {}
+        for part in parts(self.config):
+            wanted |= self.format.tensors(*quantized_part(part, lambda name: self.format.scheme(name, self.config)))
+        check_tensors(wanted, self.tensors, str(directory))
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
@@ -85,12 +87,6 @@ class Checkpoint:
         header, wanted = parse_header(found, where), parts(self.config)
         self.tensors = without_empty_biases(wanted, self.tensors)
         return HubFormat(header, wanted, self.tensors, str(self.directory))
-
-    def _specs(self, form: Format) -> Specs:
-        out: Specs = {}
-        for part in parts(self.config):
-            out |= form.tensors(*quantized_part(part, lambda module: form.scheme(module, self.config)))
-        return out
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -149,6 +145,11 @@ class Checkpoint:
         """
         form = self.format_for(quantize)
         config = shard.config(self.config) if shard else self.config
+        if shard and not form.can_be_divided:
+            raise ConfigError(
+                f"shard: {self.directory} ({form.method}) cannot be divided between ranks; use the unquantized "
+                "checkpoint and quantize"
+            )
 
         def scheme_of(module: str) -> Scheme | Split | None:
             scheme = form.scheme(module, self.config)
@@ -189,11 +190,11 @@ def resolve_tying(
 
     The file has the last word, as in transformers: a missing head is tied, two tables that differ are not.
     """
-    names = FAMILIES[config.family].names
-    table, head = names["tokens"] + ".weight", names["output"] + ".weight"
+    sources = {part.target: part.source for part in parts(replace(config, tie_embeddings=False))}
+    table, head = sources["embed.tokens.weight"], sources["head.output.weight"]
     tensors = dict(tensors)
     tied = config.tie_embeddings
-    if names["output"] + ".qweight" in tensors:  # a head that others quantized
+    if head.removesuffix("weight") + "qweight" in tensors:  # a head that others quantized
         return config, tensors
     if head not in tensors:
         tied = True

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import sys
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from gpt_fast.commands import options
 
 if TYPE_CHECKING:
-    from gpt_fast.bench.load import LoadOptions, Prompt
+    from gpt_fast.bench.load.options import LoadOptions
+    from gpt_fast.bench.load.prompts import Prompt
 
 _DEFAULT_INPUT_LEN = 128
 _DEFAULT_VOCAB_SIZE = 500  # below that of any model, so that the ids exist wherever they are sent
@@ -181,8 +183,9 @@ def _engine_row(row: dict[str, Any]) -> str:
 
 def run_load(url: str, given: dict[str, Any]) -> dict[str, Any]:
     """One table for each level."""
-    from gpt_fast.bench import load, plots
-    from gpt_fast.bench.load.metrics import parse_goodput
+    from gpt_fast.bench import plots
+    from gpt_fast.bench.load.client import Level, warm_up
+    from gpt_fast.bench.load.metrics import describe, parse_goodput, summarize
     from gpt_fast.bench.load.progress import run_level_shown
 
     prompts, first, base = load_options(url, given)
@@ -197,15 +200,15 @@ def run_load(url: str, given: dict[str, Any]) -> dict[str, Any]:
         percentiles = sorted({*percentiles, 99.0})  # the plot shows it
 
     async def measure() -> list[dict[str, Any]]:
-        await load.warm_up(base, first)
+        await warm_up(base, first)
         results = []
         for level in levels:
             shown = (
                 f"rate {level.request_rate:g}" if "sweep_rate" in given else f"load {level.max_concurrency or 'any'}"
             )
-            done = await run_level_shown(level, prompts, shown)
-            result = load.summarize(done, percentiles=percentiles, goodput=goodput, count_tokens=count_tokens)
-            print(load.describe(result), flush=True)
+            await run_level_shown(done := Level(level), prompts, shown)
+            result = summarize(done, percentiles=percentiles, goodput=goodput, count_tokens=count_tokens)
+            print(describe(result), flush=True)
             results.append(result)
         return results
 
@@ -219,8 +222,8 @@ def run_load(url: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def load_options(url: str, given: dict[str, Any]) -> tuple[Iterator[Prompt], Prompt, LoadOptions]:
     """What to ask, the prompt to warm up with, and how to ask. Raises ValueError for what contradicts itself."""
-    from gpt_fast.bench.load import LoadOptions, read_prompts, synthetic_prompts
-    from gpt_fast.bench.load.prompts import endless
+    from gpt_fast.bench.load.options import LoadOptions
+    from gpt_fast.bench.load.prompts import read_prompts, synthetic_prompts
 
     if "dataset" in given:
         _exclude(given, "dataset", "random_input_len", "random_vocab_size")
@@ -238,7 +241,7 @@ def load_options(url: str, given: dict[str, Any]) -> tuple[Iterator[Prompt], Pro
         # Where lengths are taken for granted the longest is tried: if its answer fits the context, every answer does.
         fixed = made.ignore_eos and made.protocol == "native"
         longest = max(known, key=lambda p: len(p.content) + (p.max_new_tokens or 0))
-        return endless(known), longest if fixed else known[0], made
+        return itertools.cycle(known), longest if fixed else known[0], made
     prompts = synthetic_prompts(
         given.get("random_input_len", _DEFAULT_INPUT_LEN),
         given.get("random_vocab_size", _DEFAULT_VOCAB_SIZE),

@@ -8,13 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpt_fast.commands.options import add_kernels_option
+from gpt_fast.commands.options import add_model_options
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("eval", help="perplexity, or evaluation tasks", description=__doc__)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, as it is")
+    add_model_options(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--perplexity", metavar="FILE", help="a text file; documents end with the separator")
     what.add_argument(
@@ -28,11 +28,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--stride", type=int, metavar="N", help="tokens that windows move on by (default: half of it)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="stop after scoring so many")
     parser.add_argument("--limit", type=int, metavar="N", help="so many examples, of each task")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 (default: %(default)s)")
-    parser.add_argument("--quantize", metavar="MODE", help="quantize the weights while loading: int8, int4, fp8")
-    add_kernels_option(parser)
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line of stdout")
     parser.add_argument("--verbose", action="store_true", help="a traceback on errors")
     parser.set_defaults(run=run)

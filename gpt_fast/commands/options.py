@@ -14,26 +14,26 @@ _ENGINE_FIELDS = ("device", "dtype", "quantize", "kv_cache_dtype", "compile", "k
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """How the model is run: the fields of EngineConfig that matter to one request."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, as it is")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 (default: %(default)s)")
-    group.add_argument("--quantize", metavar="MODE", help="quantize the weights while loading")
+    add_model_options(group)
     group.add_argument(
         "--kv-cache-dtype", default="auto", metavar="DTYPE", help="int8 halves it again (default: as the weights)"
     )
     group.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile (default: on)"
     )
-    add_kernels_option(group)
     group.add_argument("--max-seq-len", type=int, metavar="N", help="context, prompt and answer together, in tokens")
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
 
 
-def add_kernels_option(group: Any) -> None:
-    """``--no-kernels``."""
+def add_model_options(group: Any) -> None:
+    """Which model, and where and how its weights are held."""
+    group.add_argument("--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, as it is")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
+    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 (default: %(default)s)")
+    group.add_argument("--quantize", metavar="MODE", help="quantize the weights while loading: int8, int4, fp8")
     group.add_argument(
         "--kernels", action=argparse.BooleanOptionalAction, default=True, help="own kernels; without: plain torch"
     )
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

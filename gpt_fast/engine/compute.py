@@ -44,6 +44,10 @@ class Computed(NamedTuple):
         """How many of the plan's tokens the request does not have yet; negative while its prompt goes on."""
         return self.plan.end - self.request.num_tokens
 
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        return self.plan.tokens[len(self.plan.tokens) - self.num_drafts :] if self.num_drafts > 0 else ()
+
 
 class Outcome(NamedTuple):
     """What a step found for one request: no token while its prompt goes on, several where drafts were right."""
@@ -64,53 +68,41 @@ def execute(runner: Runner, parts: Sequence[Scheduled]) -> list[Computed]:
 def sample_tokens(parts: Sequence[Computed]) -> list[Outcome | Exception]:
     """The next tokens of each part, or the fault that is its own (a grammar, logits that are not finite).
 
-    Each drafted token's successor is sampled as if the draft were right; the tokens up to the first wrong draft are
-    what sampling one token in each step gives. Raises what the work for all parts together raises.
+    The token behind each draft is sampled as if the draft were right; the tokens up to the first wrong draft are those
+    that sampling one token in each step gives. Raises what the work for all parts together raises.
     """
-    outcomes: list[Outcome | Exception] = []
-    chosen: list[Tensor] = []  # the logits of each part's rows
-    sampling: list[list[SamplingRow]] = []
-    for part in parts:
-        rows: list[SamplingRow] = []
-        outcome: Outcome | Exception = Outcome(len(part.plan.tokens), _prompt_logprobs(part))
-        if part.num_drafts >= 0:
-            try:
-                rows = _rows(part)
-            except Exception as error:
-                outcome = error
-        outcomes.append(outcome)
-        sampling.append(rows)
-        first = len(part.logits) - part.num_drafts - 1  # the row that predicts the first new token
-        chosen.append(part.logits[first : first + len(rows)])
-    found = iter(_sample(chosen, [row for rows in sampling for row in rows]))
-    for i, (part, rows) in enumerate(zip(parts, sampling, strict=True)):
-        known = outcomes[i]
-        if rows and isinstance(known, Outcome):
-            outcomes[i] = _right(part, known, [next(found) for _ in rows], chosen[i])
-    return outcomes
+    rows = attempt(lambda some: [_rows(part) for part in some], parts)
+    logits: list[Tensor] = []
+    sampling: list[SamplingRow] = []
+    for part, own in zip(parts, rows, strict=True):
+        if own and not isinstance(own, Exception):
+            first = part.plan.num_logits - part.num_drafts - 1  # the row that predicts the first new token
+            whole = len(own) == part.plan.num_logits
+            logits.append(part.logits if whole else part.logits[first : first + len(own)])
+            sampling += own
+    found = iter(_sample(logits[0] if len(logits) == 1 else torch.cat(logits), sampling) if sampling else [])
+    return [
+        own if isinstance(own, Exception) else _outcome(part, [next(found) for _ in own])
+        for part, own in zip(parts, rows, strict=True)
+    ]
 
 
-def _right(
-    part: Computed, known: Outcome, found: Sequence[tuple[int, TokenLogprobs | None]], logits: Tensor
-) -> Outcome | Exception:
-    """``known`` with the tokens that were ``found`` up to the first wrong draft, from ``logits`` [R, V]."""
+def _outcome(part: Computed, found: Sequence[tuple[int, TokenLogprobs | None]]) -> Outcome | Exception:
+    """Of the tokens that were ``found`` behind the known ones and behind each draft, those that count."""
+    prompt_logprobs, num_known = _prompt_logprobs(part), len(part.plan.tokens) - len(part.drafts)
+    if not found:
+        return Outcome(num_known, prompt_logprobs)
     if found[0][0] == NO_TOKEN:
-        return _no_token(logits[0])
-    drafts = part.plan.tokens[len(part.plan.tokens) - part.num_drafts :]
+        return _no_token(part.logits[-part.num_drafts - 1])
     count = 1
-    while count < len(found) and found[count - 1][0] == drafts[count - 1] and found[count][0] != NO_TOKEN:
+    while count < len(found) and found[count - 1][0] == part.drafts[count - 1] and found[count][0] != NO_TOKEN:
         count += 1
     entries = [entry for _, entry in found[:count] if entry is not None]
-    kept = known.kept - part.num_drafts + count - 1
-    return Outcome(kept, known.prompt_logprobs, [token for token, _ in found[:count]], entries)
+    return Outcome(num_known + count - 1, prompt_logprobs, [token for token, _ in found[:count]], entries)
 
 
-def _sample(chosen: Sequence[Tensor], sampling: Sequence[SamplingRow]) -> list[tuple[int, TokenLogprobs | None]]:
-    """The token of each row of ``chosen`` [R, V in all], and its log probabilities where they were asked for."""
-    if not sampling:
-        return []
-    with_rows = [rows for rows in chosen if len(rows)]
-    logits = with_rows[0] if len(with_rows) == 1 else torch.cat(with_rows)
+def _sample(logits: Tensor, sampling: Sequence[SamplingRow]) -> list[tuple[int, TokenLogprobs | None]]:
+    """The token of each row of ``logits`` [R, V], and its log probabilities where they were asked for."""
     tokens: list[int] = sample(logits, sampling).tolist()
     entries: list[TokenLogprobs | None] = [None] * len(tokens)
     wanting = [i for i, row in enumerate(sampling) if row.params.logprobs is not None and tokens[i] != NO_TOKEN]
@@ -136,12 +128,13 @@ def _prompt_logprobs(part: Computed) -> list[TokenLogprobs]:
 
 
 def _rows(part: Computed) -> list[SamplingRow]:
-    """How the next token is sampled, and then the one behind each draft, up to a draft that the grammar forbids.
+    """How the next token is sampled, and then the one behind each draft; nothing while the prompt goes on.
 
-    The grammar is left as it was found.
+    A grammar ends this at a draft that it forbids; it is left as it was found.
     """
-    request, grammar = part.request, part.request.grammar
-    drafts = part.plan.tokens[len(part.plan.tokens) - part.num_drafts :]
+    if part.num_drafts < 0:
+        return []
+    request, drafts, grammar = part.request, part.drafts, part.request.grammar
     if grammar is None:
         return [_row(request, drafts[:i], None) for i in range(len(drafts) + 1)]
     rows = [_row(request, (), grammar.allowed())]
@@ -166,15 +159,8 @@ def _rows(part: Computed) -> list[SamplingRow]:
 def _row(request: Request, drafts: tuple[int, ...], allowed: Tensor | None) -> SamplingRow:
     """How the token behind ``drafts`` is sampled."""
     token_ids = [*request.token_ids, *drafts] if drafts and request.params.penalised else request.token_ids
-    return SamplingRow(
-        request.params,
-        request.seed,
-        request.num_tokens + len(drafts),
-        token_ids,
-        request.num_prompt,
-        request.end_ids,
-        allowed,
-    )
+    position = request.num_tokens + len(drafts)
+    return SamplingRow(request.params, request.seed, position, token_ids, request.num_prompt, request.end_ids, allowed)
 
 
 def _no_token(logits: Tensor) -> RequestError:

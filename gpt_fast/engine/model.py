@@ -15,7 +15,7 @@ class CacheLayer(Protocol):
     """What one layer of a model caches: pages of tokens (kernels.cache.PagedLayer), or a fixed state per slot."""
 
     def allocate(
-        self, *, num_slots: int, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self, num_slots: int, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
         """An empty cache for ``num_slots`` sequences that share ``num_pages`` pages of ``page_size`` tokens."""
 

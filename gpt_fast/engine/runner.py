@@ -46,16 +46,8 @@ class Runner:
         self.num_pages = num_pages
         self.prefill_chunk = prefill_chunk
         self.pages_per_sequence = -(-max_seq_len // page_size)
-        self.cache = [
-            layer.allocate(
-                num_slots=max_batch,
-                num_pages=num_pages,
-                page_size=page_size,
-                dtype=cache_dtype or model.dtype,
-                device=self.device,
-            )
-            for layer in model.cache_layers
-        ]
+        sizes = (max_batch, num_pages, page_size, cache_dtype or model.dtype, self.device)
+        self.cache = [layer.allocate(*sizes) for layer in model.cache_layers]
         # The pages of each slot's sequence, on the host and [slots, pages_per_sequence] on the device.
         self._pages: list[list[int]] = [[] for _ in range(max_batch)]
         self._page_table = torch.zeros(max_batch, self.pages_per_sequence, dtype=torch.int32, device=self.device)

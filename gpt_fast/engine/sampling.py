@@ -14,7 +14,7 @@ Legend: R rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ NO_TOKEN = -1  # in the place of a token where none can be drawn
 _CANDIDATES = 1024  # tokens looked at before a whole row is sorted for top_p
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """What one row of logits is sampled with.
 
     ``position``: the new token's index in its sequence. ``token_ids``: the sequence so far, the first ``num_prompt``

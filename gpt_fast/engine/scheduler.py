@@ -11,13 +11,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpt_fast.engine.pages import PageAllocator, page_digest
 from gpt_fast.engine.request import Request, Status
 
 
-@dataclass(frozen=True)
-class SequencePlan:
+class SequencePlan(NamedTuple):
     """One sequence's part in a step: compute ``tokens``, the first at position ``start``, in ``slot``.
 
     The last of the tokens may be drafts, which the request does not have yet. Of the slot's pages the first
@@ -88,7 +88,7 @@ class Scheduler:
     def schedule(self, among: Collection[Request] | None = None) -> tuple[StepPlan, list[Request]]:
         """The next step and, for each sequence of its plan, the request it belongs to.
 
-        ``among``: look at these requests alone. Planning again before the step is computed gives the same step.
+        ``among``: look at these requests alone. Planning again before the step is computed plans the same of them.
         """
         chosen: list[tuple[Request, int, tuple[int, ...]]] = []  # request, how many of its tokens, and drafts
         decoding = any(r.num_pending == 1 and not r.paused for r in self.running)

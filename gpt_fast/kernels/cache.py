@@ -72,7 +72,7 @@ class PagedLayer(NamedTuple):
     head_dim: int
 
     def allocate(
-        self, *, num_slots: int, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self, num_slots: int, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
         """Empty pages that all slots share."""
         return LayerCache.zeros((num_pages, page_size, self.num_kv_heads, self.head_dim), dtype, device)

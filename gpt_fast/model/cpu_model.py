@@ -40,7 +40,9 @@ class CpuModel:
     """
 
     def __init__(self, model: Transformer) -> None:
-        self.config, self.description = model.config, model.description
+        self.config, self.description, self.vocab_size = model.config, model.description, model.config.vocab_size
+        heads = PagedLayer(self.config.num_kv_heads, padded(self.config.head_dim))  # filled up to whole vectors
+        self.cache_layers = [heads] * self.config.num_layers
         self.device, self.dtype, self.ropes = model.device, model.dtype, model.ropes
         modules = (model.embed, *model.layers, model.head)
         _check(model, modules)
@@ -54,15 +56,6 @@ class CpuModel:
         caches: Sequence[LayerCache | None] = (None, *cache, None)
         blocks = [(ops, w._replace(cache=c)) for (ops, w), c in zip(self._blocks, caches, strict=True)]
         return Program(blocks, "logits", rows_before=len(blocks) - 1)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def cache_layers(self) -> list[PagedLayer]:
-        """Pages in every layer; heads are filled up to whole vectors."""
-        return [PagedLayer(self.config.num_kv_heads, padded(self.config.head_dim))] * self.config.num_layers
 
     def make_step(self, cache: KVCache, page_table: Tensor) -> CpuStep:
         """Steps over ``cache``; the layout of each brings the page table."""
@@ -85,13 +78,12 @@ class CpuModel:
 
     def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
         """As ``Transformer.bytes_per_token``."""
-        held = {
-            block.prefix + name: sum(piece.num_bytes for piece in pieces)
-            for block, (_, weights) in zip(self.description.blocks, self._blocks, strict=True)
-            for name, pieces in weights.matrices.items()
-        }
-        for name, table in self._blocks[0][1].tables.items():
-            held["embed." + name] = table.num_bytes if isinstance(table, PackedWeights) else table.nbytes
+        held: dict[str, int] = {}
+        for block, (_, w) in zip(self.description.blocks, self._blocks, strict=True):
+            sizes = {name: sum(piece.num_bytes for piece in pieces) for name, pieces in w.matrices.items()}
+            sizes |= {name: sum(t.nbytes for t in pair if t is not None) for name, pair in w.vectors.items()}
+            sizes |= {n: t.num_bytes if isinstance(t, PackedWeights) else t.nbytes for n, t in w.tables.items()}
+            held |= {block.prefix + name: num_bytes for name, num_bytes in sizes.items()}
         return self.description.bytes_per_token(held) + context_len * self.config.kv_bytes_per_token(cache_itemsize)
 
 

@@ -282,10 +282,10 @@ class Description(NamedTuple):
         kind, _, index = prefix.partition(".")
         return {"embed": self.embed, "head": self.head}[kind] if not index else self.layers[int(index)]
 
-    def matrix(self, module: str) -> Matrix:
-        """The matrix of the Transformer's linear layer ``module``, such as ``layers.3.wo``."""
+    def matrix(self, module: str) -> Matrix | None:
+        """The matrix of the Transformer's linear layer ``module``, such as ``layers.3.wo``; None for another module."""
         prefix, _, name = module.rpartition(".")
-        return self.block(prefix).matrix(name)
+        return next((m for m in self.block(prefix).matrices if m.name == name), None)
 
     @property
     def num_parameters(self) -> int:
@@ -293,14 +293,15 @@ class Description(NamedTuple):
         return sum(math.prod(part.shape) for part in _parts(self))
 
     def bytes_per_token(self, held: Mapping[str, int]) -> int:
-        """Bytes of weights read to decode one token; ``held``: bytes of each matrix and table by its full name.
+        """Bytes of weights read to decode one token; ``held``: bytes of each weight by its full name.
 
-        Of tables one row is read, of experts those that a token is routed to. Vectors are too small to count.
+        Of tables one row is read, of experts those that a token is routed to.
         """
         total = 0
         for block in self.blocks:
             used = next((op.top_k for op in block.ops if isinstance(op, Route)), 0)
             total += sum(held[block.prefix + table.name] // table.num_rows for table in block.tables)
+            total += sum(held[block.prefix + vector.name] for vector in block.vectors)
             for m in block.matrices:
                 num_bytes = held[block.prefix + m.name]
                 total += num_bytes // m.num_experts * used if m.num_experts else num_bytes

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,31 +46,11 @@ class TorchModel:
     """``model`` in plain torch, compiled or not, and on a GPU by Triton's kernels where ``kernels`` allows."""
 
     def __init__(self, model: Transformer, *, kernels: bool, compile: bool) -> None:
-        self.transformer, self.config, self.description = model, model.config, model.description
+        self.transformer, self.config = model, model.config
         self._kernels, self._compile = kernels, compile
-
-    @property
-    def device(self) -> torch.device:
-        return self.transformer.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.transformer.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @cached_property
-    def cache_layers(self) -> list[PagedLayer]:
-        """Pages in every layer."""
-        return [PagedLayer(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
-
-    def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
-        return self.transformer.bytes_per_token(context_len, cache_itemsize)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.transformer.forward(tokens)
+        self.device, self.dtype, self.vocab_size = model.device, model.dtype, model.config.vocab_size
+        self.cache_layers = [PagedLayer(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
+        self.bytes_per_token, self.forward = model.bytes_per_token, model.forward
 
     def make_step(self, cache: KVCache, page_table: Tensor) -> TorchStep:
         return TorchStep(self.transformer, cache, page_table, kernels=self._kernels, compile=self._compile)

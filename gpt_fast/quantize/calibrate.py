@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.progress import progress_bar
 from gpt_fast.checkpoint.safetensors_file import read_safetensors
+from gpt_fast.checkpoint.shard import Cut
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import ConfigError
 from gpt_fast.model.building import NoDraws
@@ -29,8 +30,8 @@ from gpt_fast.model.description import Block as DescribedBlock
 from gpt_fast.model.description import Part, Product, describe, parts
 from gpt_fast.model.rope import Rope
 from gpt_fast.model.transformer import Block, Context
-from gpt_fast.quantize.apply import quantize_layers, swap_layers
-from gpt_fast.quantize.formats import plain_weight
+from gpt_fast.quantize.apply import quantize_layers, quantized_part, swap_layers
+from gpt_fast.quantize.formats import OwnFormat, plain_weight
 from gpt_fast.quantize.gptq import Hessian, gptq
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 from gpt_fast.quantize.rtn import quantize_rows
@@ -41,7 +42,6 @@ from gpt_fast.quantize.writer import (
     begin_writing,
     finish_writing,
     source_of,
-    stored_parts,
     write_part,
 )
 
@@ -129,9 +129,8 @@ def _quantize_blocks(
         else:
             exact = quantize_block(block, x, exact, context, _schemes(source, block))
             _write_block(block, source, writer, prefix)
-            quantized = {part.source for part in _quantized_parts(source, prefix)}
             for part in own:
-                if part.source not in quantized:
+                if quantized_part(part, source.scheme_of)[1] is None:
                     write_part(source, writer, part)
             writer.complete(prefix)
         for begin in range(0, len(x), _BATCH):
@@ -202,22 +201,26 @@ def _schemes(source: Source, block: Block) -> Schemes:
     return {m.name: source.scheme_of(block.block.prefix + m.name) for m in block.block.matrices}
 
 
-def _quantized_parts(source: Source, prefix: str) -> list[Part]:
-    return [p for p, dtype in stored_parts(source.config, source.scheme_of) if dtype and p.target.startswith(prefix)]
+def _quantized_layers(block: Block, source: Source, prefix: str) -> Iterator[tuple[QuantizedLinear, Part]]:
+    """The quantized layers of ``block`` with the parts that they are made of."""
+    for part in parts(source.config):
+        part, scheme = quantized_part(part, source.scheme_of)
+        if scheme is not None and part.target.startswith(prefix):
+            layer = block.get_submodule(part.target.removeprefix(prefix).removesuffix(".weight"))
+            assert isinstance(layer, QuantizedLinear)
+            yield layer, part
 
 
 def _write_block(block: Block, source: Source, writer: CheckpointWriter, prefix: str) -> None:
-    buffers = dict(block.named_buffers())
-    for part in _quantized_parts(source, prefix):
-        tensor = buffers[part.target.removeprefix(prefix)]
-        writer.write(part.source, 0, tensor[part.start : part.start + part.shape[0]])
+    for layer, part in _quantized_layers(block, source, prefix):
+        for name, buffer in layer.named_buffers():
+            rows = buffer[part.start : part.start + part.shape[0]]
+            writer.write(part.source.removesuffix("weight") + name, 0, rows)
 
 
 def _take_from_disk(block: Block, source: Source, writer: CheckpointWriter, prefix: str) -> None:
     """Replace the linear layers of ``block`` by what an earlier run has made of them."""
     stored = read_safetensors(writer.path)
     swap_layers(block, _schemes(source, block).get, "cpu")
-    buffers = dict(block.named_buffers())
-    for part in _quantized_parts(source, prefix):
-        target = buffers[part.target.removeprefix(prefix)][part.start : part.start + part.shape[0]]
-        stored[part.source].copy_to(target)
+    for layer, part in _quantized_layers(block, source, prefix):
+        OwnFormat(source.quant).fill(layer, part, stored, Cut(), None)

@@ -42,6 +42,7 @@ class Format:
 
     method: str | None = None
     quant: QuantConfig | None = None  # of the formats that are made here
+    can_be_divided = True  # between tensor-parallel ranks
 
     def scheme(self, module: str, config: ModelConfig) -> Scheme | Split | None:
         """How the model of ``config`` holds the linear layer ``module``; None: unquantized."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from gpt_fast.checkpoint.shard import Cut
 from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.config import ModelConfig
-from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.errors import CheckpointError
 from gpt_fast.kernels.cpu.packing import nibbles
 from gpt_fast.model.description import Part
 from gpt_fast.quantize.formats import Format, Specs
@@ -72,24 +72,24 @@ def parse_header(raw: Mapping[str, Any], where: str) -> Header:
 class HubFormat(Format):
     """The tensors of a GPTQ or AWQ checkpoint, each layer's as its ``quantization_config`` says."""
 
+    can_be_divided = False  # the groups of an input may lie anywhere, and the codes of several outputs in one number
+
     def __init__(self, header: Header, wanted: Sequence[Part], tensors: Mapping[str, StoredTensor], where: str) -> None:
         """``tensors``: all of the checkpoint's. Raises CheckpointError for a fused layer that is quantized in part."""
         self.method, self._header, self._where = header.method, header, where
         self._packed = {part.source for part in wanted if _prefix(part) + "qweight" in tensors}
         self._groups = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".g_idx")}
-        layers: dict[str, bool] = {}
-        for part in wanted:
-            module, _, kind = part.target.rpartition(".")
-            if kind == "weight" and layers.setdefault(module, part.source in self._packed) != (
-                part.source in self._packed
-            ):
+        weights = [part for part in wanted if part.target.endswith(".weight")]
+        self._layers = {part.target.removesuffix(".weight") for part in weights if part.source in self._packed}
+        for part in weights:
+            module = part.target.removesuffix(".weight")
+            if module in self._layers and part.source not in self._packed:
                 raise CheckpointError(f"{where}: only a part of {module} is quantized, which is one matrix here")
-        self._layers = layers
         self._scheme = Scheme("int4", header.group_size if header.group_size > 0 else max(GROUP_SIZES))
 
     def scheme(self, module: str, config: ModelConfig) -> Scheme | None:
         """int4 for what is stored so."""
-        return self._scheme if self._layers.get(module) else None
+        return self._scheme if module in self._layers else None
 
     def tensors(self, part: Part, scheme: Scheme | None) -> Specs:
         """Codes, zeros, scales and, where they are stored, the groups of the inputs."""
@@ -111,12 +111,12 @@ class HubFormat(Format):
         self, layer: QuantizedLinear, part: Part, tensors: Mapping[str, StoredTensor], cut: Cut, report: Report
     ) -> None:
         """Unpack a whole layer and store it."""
-        if cut != Cut():
-            raise ConfigError(f"shard: {self.method} checkpoints cannot be divided between ranks; use int4 or int8")
         assert isinstance(layer, Int4Linear)
         _store(layer, part, _read(tensors, part, self._header), self._where)
-        if report:
-            report(sum(tensors[name].num_bytes for name in self.tensors(part, layer.scheme)))
+        for name in self.tensors(part, layer.scheme):
+            tensors[name].release(0, tensors[name].num_rows)
+            if report:
+                report(tensors[name].num_bytes)
 
 
 def without_empty_biases(wanted: Sequence[Part], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -175,13 +175,10 @@ def _store(layer: Int4Linear, part: Part, found: _Layer, where: str) -> None:
     layer.zero[rows].copy_(ZERO_STEPS * zero)
     layer.row_scale[rows].copy_(row_scale)
     new = None if torch.equal(order, torch.arange(k)) else order.to(layer.weight.device)
-    if part.start and not (new is layer.order or (new is not None and _same(layer.order, new))):
+    before = layer.order
+    if part.start and not (new is before or (new is not None and before is not None and torch.equal(before, new))):
         raise CheckpointError(f"{where}: {_prefix(part)}g_idx differs from that of the layers it is fused with")
     layer.order = new
-
-
-def _same(a: Tensor | None, b: Tensor) -> bool:
-    return a is not None and torch.equal(a, b)
 
 
 def _whole(tensor: StoredTensor) -> Tensor:

@@ -100,6 +100,8 @@ class QuantConfig:
     def scheme(self, module: str, config: ModelConfig) -> Scheme | Split | None:
         """For the linear layer ``module`` of a Transformer of ``config``, named as there; None: it stays as it is."""
         matrix = describe(config).matrix(module)
+        if matrix is None:
+            return None
         if matrix.name == "output":
             return None if matrix.tied else self.head
         if matrix.split == "whole":  # a router: few weights, and every one of them decides

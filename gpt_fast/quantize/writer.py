@@ -30,8 +30,8 @@ from gpt_fast.checkpoint.stored import Report
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.description import Part, parts
-from gpt_fast.quantize.apply import SchemeOf, chunk_rows, quantized_part
-from gpt_fast.quantize.formats import plain_weight
+from gpt_fast.quantize.apply import chunk_rows, quantized_part
+from gpt_fast.quantize.formats import OwnFormat, plain_weight
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
 
@@ -164,28 +164,15 @@ def source_of(checkpoint: Checkpoint, quant: QuantConfig) -> Source:
     return source
 
 
-def stored_parts(config: ModelConfig, scheme_of: SchemeOf) -> list[tuple[Part, torch.dtype | None]]:
-    """Every tensor of a quantized checkpoint, and its dtype where the scheme gives it."""
-    out: list[tuple[Part, torch.dtype | None]] = []
-    for part in parts(config):
-        part, scheme = quantized_part(part, scheme_of)
-        if scheme is None:
-            out.append((part, None))
-            continue
-        source, target = part.source.removesuffix("weight"), part.target.removesuffix("weight")
-        for name, (dtype, shape) in scheme.tensors(*part.shape).items():
-            out.append((Part(source + name, target + name, part.start, shape), dtype))
-    return out
-
-
 def begin_writing(
     source: Source, out: str | Path, settings: Mapping[str, Any], resume: bool = False
 ) -> CheckpointWriter:
     """The writer of everything that ``source`` becomes."""
-    specs = {
-        part.source: (dtype or source.checkpoint.tensors[part.source].dtype, part.shape)
-        for part, dtype in stored_parts(source.config, source.scheme_of)
-    }
+    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for part in parts(source.config):
+        wanted = OwnFormat(source.quant).tensors(*quantized_part(part, source.scheme_of))
+        for name, (dtype, shape) in wanted.items():
+            specs[name] = (dtype or source.checkpoint.tensors[name].dtype, shape)
     return CheckpointWriter(source.checkpoint, Path(out), specs, {**source.quant.to_json(), **settings}, resume)
 
 

@@ -3,7 +3,7 @@
     gpt-fast archive --checkpoint DIR [--by-reference] [--format no-archive] [--output model_store]
 
 torch-model-archiver does the packing. This module gives it what it cannot do itself: the package gpt_fast in a
-folder of its own (--extra-files unpacks folders), a working place that is not ``/tmp/<model name>`` (which the
+separate folder (--extra-files unpacks folders), a working place that is not ``/tmp/<model name>`` (which the
 archiver deletes first), and a checkpoint that is copied once, not three times, when nothing is compressed.
 """
 

@@ -15,61 +15,15 @@ from typing import Any
 import yaml
 from yaml.reader import ReaderError
 
-from gpt_fast.config import unknown_key
+from gpt_fast.config import read_key, unknown_key
 from gpt_fast.errors import ConfigError
+from gpt_fast.fields import Kind, ListOf, OneOf, Text, Whole, flag
 
 NAME = "model_config.yaml"
 DAY_S = 86_400
 DAY_MS = 1000 * DAY_S
 MAX_FILE_BYTES = 1024 * 1024
 
-
-@dataclass(frozen=True)
-class Flag:
-    """A key that is true or false."""
-
-    def wrong(self, value: object) -> str:
-        """What ``value`` should have been; empty if it is fine."""
-        return "" if isinstance(value, bool) else "must be true or false"
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A key that is a whole number from ``least`` to ``most``."""
-
-    least: int
-    most: int
-
-    def wrong(self, value: object) -> str:
-        good = isinstance(value, int) and not isinstance(value, bool) and self.least <= value <= self.most
-        return "" if good else f"must be a whole number from {self.least} to {self.most}"
-
-
-@dataclass(frozen=True)
-class Word:
-    """A key that is one of ``choices``, in small or capital letters; without choices any text."""
-
-    choices: tuple[str, ...] = ()
-
-    def wrong(self, value: object) -> str:
-        if isinstance(value, str) and value and (not self.choices or value.lower() in self.choices):
-            return ""
-        return f"must be one of {', '.join(self.choices)}" if self.choices else "must be a text"
-
-
-@dataclass(frozen=True)
-class List:
-    """A key that is a list, not empty, of what ``item`` takes."""
-
-    item: Whole
-
-    def wrong(self, value: object) -> str:
-        if isinstance(value, list) and value and not any(self.item.wrong(v) for v in value):
-            return ""
-        return f"must be a list of whole numbers from {self.item.least} to {self.item.most}"
-
-
-Kind = Flag | Whole | Word | List
 
 # TorchServe 0.12's keys, as its ModelConfig.java reads them. The limits are those of sense, not of the format: what
 # lies outside is a mistake in the unit or a digit too many.
@@ -83,19 +37,19 @@ TORCHSERVE: Mapping[str, Kind] = {
     "maxRetryTimeoutInSec": Whole(0, DAY_S),
     "clientTimeoutInMills": Whole(0, DAY_MS),
     "jobQueueSize": Whole(1, 1_000_000),  # requests
-    "useJobTicket": Flag(),
-    "deviceType": Word(("cpu", "gpu")),
-    "deviceIds": List(Whole(0, 1023)),
-    "parallelType": Word(("tp", "pp", "pptp", "custom")),
+    "useJobTicket": flag,
+    "deviceType": OneOf(("cpu", "gpu"), any_case=True),
+    "deviceIds": ListOf(Whole(0, 1023), "whole numbers from 0 to 1023", 1),
+    "parallelType": OneOf(("tp", "pp", "pptp", "custom"), any_case=True),
     "parallelLevel": Whole(1, 1024),  # processes of a worker
-    "continuousBatching": Flag(),
-    "sequenceBatching": Flag(),
-    "asyncCommunication": Flag(),
+    "continuousBatching": flag,
+    "sequenceBatching": flag,
+    "asyncCommunication": flag,
     "sequenceMaxIdleMSec": Whole(0, DAY_MS),
     "sequenceTimeoutMSec": Whole(0, DAY_MS),
     "maxSequenceJobQueueSize": Whole(1, 1_000_000),
     "maxNumSequence": Whole(1, 1_000_000),
-    "useVenv": Flag(),
+    "useVenv": flag,
 }
 # Those of its block ``torchrun:``.
 TORCHRUN: Mapping[str, Kind] = {
@@ -103,9 +57,9 @@ TORCHRUN: Mapping[str, Kind] = {
     "nproc-per-node": Whole(1, 1024),
     "node-rank": Whole(0, 1023),
     "monitor-interval": Whole(1, 3600),  # seconds
-    "rdzv-backend": Word(),
-    "rdzv-endpoint": Word(),
-    "rdzv-conf": Word(),
+    "rdzv-backend": Text(1),
+    "rdzv-endpoint": Text(1),
+    "rdzv-conf": Text(1),
     "OMP_NUMBER_THREADS": Whole(1, 1024),
 }
 BLOCKS = ("handler", "torchrun")
@@ -128,8 +82,7 @@ def check_torchserve_keys(config: Mapping[str, Any]) -> None:
 def _check(key: object, value: object, table: Mapping[str, Kind], blocks: tuple[str, ...], where: str) -> None:
     if not isinstance(key, str) or key not in table:
         raise ConfigError(unknown_key(str(key), [*table, *blocks], where))
-    if wrong := table[key].wrong(value):
-        raise ConfigError(f"{key} in {where} {wrong}, not {value!r}")
+    read_key(table[key], value, f"{key} in {where}")
 
 
 def serves_continuously(config: Mapping[str, Any]) -> bool:

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from gpt_fast.errors import RequestError
 from gpt_fast.serve.metrics import CONTENT_TYPE, Metrics
-from gpt_fast.serve.protocol import native, openai
+from gpt_fast.serve.protocol import native
 from gpt_fast.serve.protocol.body import read_body
-from gpt_fast.serve.protocol.job import Job, Page
+from gpt_fast.serve.protocol.openai_chat import parse_chat
+from gpt_fast.serve.protocol.openai_common import OpenAIContext, model_body, models_body
+from gpt_fast.serve.protocol.openai_completions import parse_completion
+from gpt_fast.serve.protocol.request import Page, WireRequest
 from gpt_fast.serve.settings import HandlerSettings
 from gpt_fast.tokenizer.chat import load_template
 
@@ -29,7 +32,7 @@ MAX_SEQUENCES = 256  # of one request, where any number may wait
 ROUTES = ("v1/chat/completions", "v1/completions", "v1/models", "health", "metrics")
 
 
-class Api:
+class Routes:
     """What one model answers under its routes. ``names``: what requests may call it in OpenAI's ``model``."""
 
     def __init__(self, llm: LLM, settings: HandlerSettings, names: tuple[str, ...], metrics: Metrics) -> None:
@@ -38,7 +41,7 @@ class Api:
         self._metrics = metrics
         checkpoint = getattr(llm, "checkpoint", None)
         max_waiting = llm.engine.max_waiting
-        self._openai = openai.OpenAIContext(
+        self._openai = OpenAIContext(
             models=names,
             max_model_len=llm.max_seq_len,
             tokenizer=llm.tokenizer,
@@ -48,8 +51,8 @@ class Api:
             max_sequences=MAX_SEQUENCES if max_waiting is None else max(1, max_waiting // 2),
         )
 
-    def open(self, route: str, entry: Mapping[str, Any], content_length: int | None) -> Job | Page:
-        """The answer to one request: a job for the engine, or a page. Raises RequestError.
+    def open(self, route: str, entry: Mapping[str, Any], content_length: int | None) -> WireRequest | Page:
+        """The answer to one request: a request for the engine, or a page. Raises RequestError.
 
         ``entry``: the body as TorchServe delivers it (protocol/body.py).
         """
@@ -59,9 +62,9 @@ class Api:
         if route == "metrics":
             return Page(CONTENT_TYPE, self._metrics.exposition())
         if route == "v1/models":
-            return Page(native.JSON_TYPE, openai.models_body(self._openai))
+            return Page(native.JSON_TYPE, models_body(self._openai))
         if route.startswith("v1/models/"):
-            return Page(native.JSON_TYPE, openai.model_body(route.removeprefix("v1/models/"), self._openai))
+            return Page(native.JSON_TYPE, model_body(route.removeprefix("v1/models/"), self._openai))
         if route and route not in ROUTES:
             shown = route if len(route) <= 100 else route[:97] + "..."
             known = ", ".join(ROUTES)
@@ -70,9 +73,9 @@ class Api:
             )
         body = read_body(entry, self._settings.max_body_bytes, content_length)
         if route == "v1/chat/completions":
-            return openai.parse_chat(body, self._openai)
+            return parse_chat(body, self._openai)
         if route == "v1/completions":
-            return openai.parse_completion(body, self._openai)
+            return parse_completion(body, self._openai)
         return native.parse_request(body, self._settings.max_new_tokens, self._settings.stream)
 
     def health(self) -> str:

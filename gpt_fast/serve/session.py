@@ -1,7 +1,8 @@
 """One HTTP request between a wire protocol and the engine, whatever server carries it. No torch, no TorchServe here.
 
-A :class:`Session` has its request understood, submits its sequences and turns what the engine says into pieces of the
-answer. Before the first piece a failure has a status; after it a failure can only be told in the body.
+A :class:`Session` has its request parsed, gives its sequences to the engine, and makes pieces of the answer out of what
+the engine generates. A request that fails before its first piece is answered with an HTTP status that says so. After
+the first piece the status has been sent, and the failure can only be written into the body.
 
 Whatever may take long (a large body, a grammar, a long answer in one piece) is done in other threads (lanes.py):
 the thread that talks to the server serves everybody, and must not wait for one request.
@@ -21,18 +22,18 @@ from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import MAX_SHOWN, SamplingParams, brief, try_later, without_frames
 from gpt_fast.serve.lanes import Lanes
-from gpt_fast.serve.protocol.job import Job, Page
+from gpt_fast.serve.protocol.request import Page, WireRequest
 
 log = logging.getLogger(__name__)
 
-MAX_UNCOLLECTED = 256  # tokens that a sequence may be ahead of its server
+MAX_UNCOLLECTED = 256  # tokens of a stream that wait to be sent; then the engine pauses that sequence
 LIGHT_BYTES = 8192  # a larger body takes the heavy lane
 LIGHT_NUMBERS = 1000  # an answer with more log probabilities does, too
-UNDERSTAND_S = 10.0  # to understand a request: past it, it is refused
+PARSE_S = 10.0  # to parse a request and prepare its prompt and grammar; one that takes longer is refused
 TOO_MANY_LARGE = "too many large requests are waiting"
 
 
-class Sequence(Protocol):
+class HandleLike(Protocol):
     """What a session needs of engine.handle.Handle."""
 
     completion: Completion | None
@@ -47,7 +48,7 @@ class Sequence(Protocol):
     def cancel(self) -> None: ...
 
 
-class Engine(Protocol):
+class LLMLike(Protocol):
     """What a session needs of LLM."""
 
     changed: threading.Condition  # notified when any sequence has something new
@@ -65,26 +66,26 @@ class Piece(NamedTuple):
     content_type: str
 
 
-class _Understood(NamedTuple):
-    """A job, and its sequences once they are in the engine."""
+class _Parsed(NamedTuple):
+    """A parsed request. ``sequences``: its handles; None while the engine does not have them yet."""
 
-    job: Job
-    sequences: list[Sequence] | None
+    request: WireRequest
+    sequences: list[HandleLike] | None
 
 
 class Session:
-    """Answers one request, which ``read`` understands. ``num_bytes``: the size of its body.
+    """Answers one request, which ``read`` parses. ``num_bytes``: the size of its body.
 
-    ``announce``: give out an empty first piece of a stream as soon as the first token is there, even if its text is
-    not: a server that looks whether its client is still there only when it sends something then looks early.
-    ``one_piece_s``: the time limit of answers in one piece that have none of their own. While such an answer is made,
-    the server cannot see that its client has gone; so this bounds what is computed for nobody.
+    ``announce``: give out an empty first piece of a stream as soon as the first token is there, even if that token has
+    no whole character yet. Some servers notice a client that has gone only when they send something: they notice early.
+    ``one_piece_s``: the time limit of requests for one whole answer that give no ``timeout_s``. While such an answer is
+    made, the server cannot notice that its client has gone; the limit bounds what is computed for nobody.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        read: Callable[[], Job | Page],
+        llm: LLMLike,
+        read: Callable[[], WireRequest | Page],
         lanes: Lanes,
         *,
         num_bytes: int = 0,
@@ -94,18 +95,18 @@ class Session:
         self.num_bytes = num_bytes
         self.started = False  # a piece has been given out
         self.failure: Exception | None = None  # what went wrong after that
-        self._engine = engine
+        self._llm = llm
         self._lanes = lanes
         self._announce = announce
         self._one_piece_s = one_piece_s
         self._cancelled = False
-        self._job: Job
-        self._sequences: list[Sequence] = []
+        self._request: WireRequest
+        self._sequences: list[HandleLike] = []
         self._completions: list[Completion | None] = []
         self._since = time.monotonic()
         self._work: Future[Any] | None = None  # what a lane does for this session at present
         light = num_bytes <= LIGHT_BYTES
-        self._begin(lanes.light if light else lanes.heavy, self._understand, read, light)
+        self._begin(lanes.light if light else lanes.heavy, self._parse, read, light)
 
     @property
     def has_news(self) -> bool:
@@ -113,7 +114,7 @@ class Session:
         if self._work is not None:
             return self._work.done()
         running = [s for s, completion in zip(self._sequences, self._completions, strict=True) if completion is None]
-        return any(s.has_news if self._job.stream else s.finished for s in running)
+        return any(s.has_news if self._request.stream else s.finished for s in running)
 
     @property
     def ending(self) -> bool:
@@ -145,7 +146,7 @@ class Session:
             failure = as_request_error(error)
             self.failure = without_frames(error)
             log.warning("a request failed after its first piece: %s", failure.message[:MAX_SHOWN])
-            return Piece(self._job.broken(failure), last=True, plain=False, content_type=self._job.content_type)
+            return Piece(self._request.write_error(failure), True, False, self._request.content_type)
 
     # In the lanes.
 
@@ -156,38 +157,38 @@ class Session:
     def _wake(self, work: Future[Any]) -> None:
         if self._cancelled:
             self._drop(work)
-        with self._engine.changed:
-            self._engine.changed.notify_all()
-            self._engine.begun_or_ended.notify_all()
+        with self._llm.changed:
+            self._llm.changed.notify_all()
+            self._llm.begun_or_ended.notify_all()
 
     @staticmethod
     def _drop(work: Future[Any]) -> None:
         """Cancel what ``work`` has put into the engine, if it has."""
         if work.done() and not work.cancelled() and work.exception() is None:
             found = work.result()
-            for sequence in (found.sequences or ()) if isinstance(found, _Understood) else ():
+            for sequence in (found.sequences or ()) if isinstance(found, _Parsed) else ():
                 sequence.cancel()
 
-    def _understand(self, read: Callable[[], Job | Page], light: bool) -> Page | _Understood:
+    def _parse(self, read: Callable[[], WireRequest | Page], light: bool) -> Page | _Parsed:
         opened = read()
         if isinstance(opened, Page):
             return opened
         if light and any(part.params.has_grammar for part in opened.sequences):
-            return _Understood(opened, None)  # compiling it is for the heavy lane
+            return _Parsed(opened, None)  # compiling it is for the heavy lane
         return self._submit(opened)
 
-    def _submit(self, job: Job) -> _Understood:
+    def _submit(self, request: WireRequest) -> _Parsed:
         parts = []
-        for part in job.sequences:
+        for part in request.sequences:
             params = part.params
-            if not job.stream and params.timeout_s is None:
+            if not request.stream and params.timeout_s is None:
                 params = dataclasses.replace(params, timeout_s=self._one_piece_s)
             parts += [(part.prompt, sample) for sample in params.samples()]
         try:
             # An answer in one piece is collected at its end.
-            return _Understood(job, self._engine.submit_all(parts, MAX_UNCOLLECTED if job.stream else None))
+            return _Parsed(request, self._llm.submit_all(parts, MAX_UNCOLLECTED if request.stream else None))
         except RequestError as error:
-            raise job.named(error) from None
+            raise request.as_written(error) from None
 
     # In the thread that talks to the server.
 
@@ -205,21 +206,21 @@ class Session:
             if isinstance(found, Page):
                 return Piece(found.body, last=True, plain=True, content_type=found.content_type)
             if isinstance(found, str):
-                return Piece(found, last=True, plain=True, content_type=self._job.content_type)
-            self._job = found.job
+                return Piece(found, last=True, plain=True, content_type=self._request.content_type)
+            self._request = found.request
             if found.sequences is None:
-                self._begin(self._lanes.heavy, self._submit, found.job)
+                self._begin(self._lanes.heavy, self._submit, found.request)
             else:
                 self._sequences = found.sequences
                 self._completions = [None] * len(self._sequences)
         return None
 
     def _check_time(self) -> None:
-        """Raise RequestError if the request takes too long to understand."""
-        if self._sequences or time.monotonic() < self._since + UNDERSTAND_S:
+        """Raise RequestError if the request takes too long to parse and prepare."""
+        if self._sequences or time.monotonic() < self._since + PARSE_S:
             return
         if self._work is not None and self._work.running():
-            message = f"the request takes longer than {UNDERSTAND_S:g} s to prepare: make its grammar or prompt smaller"
+            message = f"the request takes longer than {PARSE_S:g} s to prepare: make its grammar or prompt smaller"
             raise RequestError(message, None, "too_complex")
         raise try_later(TOO_MANY_LARGE)
 
@@ -229,19 +230,19 @@ class Session:
         text = self._collect()
         completions = [c for c in self._completions if c is not None]
         last = len(completions) == len(self._sequences)
-        if not self._job.stream:
+        if not self._request.stream:
             if not last:
                 return None
-            self._begin(self._lane_for(completions), self._job.end, completions)
+            self._begin(self._lane_for(completions), self._request.write_end, completions)
             return self._finished_work()
         if last:
-            text += self._job.end(completions)
+            text += self._request.write_end(completions)
         has_begun = self._announce and (self.started or any(s.has_begun for s in self._sequences))
         if not text and not last and not has_begun:
             return None
         plain = last and not self.started
         self.started = True
-        return Piece(text, last, plain, self._job.content_type)
+        return Piece(text, last, plain, self._request.content_type)
 
     def _lane_for(self, completions: Collection[Completion]) -> Executor:
         entries = [e for c in completions for e in (*(c.logprobs or ()), *(c.prompt_logprobs or ())) if e is not None]
@@ -255,8 +256,8 @@ class Session:
                 continue
             if delta.finish_reason == "abort":
                 raise RequestError("the request was aborted: its time was up", "timeout_s", "timeout", 504)
-            if self._job.stream:
-                parts.append(self._job.delta(i, delta))
+            if self._request.stream:
+                parts.append(self._request.write_delta(i, delta))
             self._completions[i] = delta.completion
         return "".join(parts)
 
@@ -271,21 +272,19 @@ def as_request_error(error: Exception) -> RequestError:
     )
 
 
-def wait_for_news(
-    engine: Engine, sessions: Collection[Session], timeout_s: float, pause_s: float, since: float
-) -> None:
+def wait_for_news(llm: LLMLike, sessions: Collection[Session], timeout_s: float, pause_s: float, since: float) -> None:
     """Sleep until a session has something to say, or ``timeout_s`` is over.
 
     A piece of a stream that already runs waits until ``pause_s`` after ``since`` (monotonic), so that a fast engine
     does not drown in exchanges; a first piece or an ending does not wait.
     """
     deadline = time.monotonic() + timeout_s
-    with engine.changed:
+    with llm.changed:
         while (now := time.monotonic()) < deadline:
             talking = [s for s in sessions if s.has_news]
             if any(not s.started or s.ending for s in talking) or (talking and now >= since + pause_s):
                 return
             if talking:
-                engine.begun_or_ended.wait(since + pause_s - now)
+                llm.begun_or_ended.wait(since + pause_s - now)
             else:
-                engine.changed.wait(deadline - now)
+                llm.changed.wait(deadline - now)

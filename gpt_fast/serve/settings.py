@@ -6,22 +6,20 @@ TorchServe's own gpt_fast example are understood as well, so that its users can 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from gpt_fast.config import EngineConfig, from_mapping, unknown_key
 from gpt_fast.errors import ConfigError
-from gpt_fast.serve.model_yaml import ModelYaml, Whole, check_torchserve_keys, read_model_yaml, serves_continuously
+from gpt_fast.fields import Whole, kinds_of
+from gpt_fast.serve.model_yaml import ModelYaml, check_torchserve_keys, read_model_yaml, serves_continuously
 
 BLOCK = "the handler block of model_config.yaml"
 MIB = 1024 * 1024
 
-_ENGINE = tuple(f.name for f in dataclasses.fields(EngineConfig))
-_OWN = ("checkpoint", "max_new_tokens", "stream", "max_body_bytes", "one_piece_timeout_s")
 _ALIASES = {"converted_ckpt_dir": "checkpoint"}
 _WITHOUT_EFFECT = {
     "draft": "there is no speculative decoding yet, the target decodes alone",
@@ -29,12 +27,6 @@ _WITHOUT_EFFECT = {
     "speculate_k": "there is no speculative decoding yet, the target decodes alone",
     "fx_graph_cache": "torch caches compiled graphs by itself",
     "profile": "nothing is profiled",
-}
-KNOWN = (*_OWN, *_ENGINE, *_ALIASES, *_WITHOUT_EFFECT)
-_RANGES = {
-    "max_new_tokens": Whole(1, 2**24),  # more than any model's context
-    "max_body_bytes": Whole(1, 256 * MIB),
-    "one_piece_timeout_s": Whole(1, 86_400),
 }
 _WEIGHTS = ("*.safetensors", "*.pth", "*.pt", "*.bin")
 
@@ -57,10 +49,15 @@ class _Own:
     """The handler's own keys as they may be typed; what is left out is None."""
 
     checkpoint: str | None = None
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int | None, Whole(1, 2**24)] = None  # more than any model's context
     stream: bool | None = None
-    max_body_bytes: int | None = None
-    one_piece_timeout_s: int | None = None
+    max_body_bytes: Annotated[int | None, Whole(1, 256 * MIB)] = None
+    one_piece_timeout_s: Annotated[int | None, Whole(1, 86_400)] = None
+
+
+_OWN = kinds_of(_Own)
+_ENGINE = kinds_of(EngineConfig)
+KNOWN = (*_OWN, *_ENGINE, *_ALIASES, *_WITHOUT_EFFECT)
 
 
 def read_settings(config: Mapping[str, Any] | None, model_dir: Path) -> HandlerSettings:
@@ -71,7 +68,7 @@ def read_settings(config: Mapping[str, Any] | None, model_dir: Path) -> HandlerS
     """
     config = config or {}
     own, engine = check(config)
-    given = {f.name: getattr(own, f.name) for f in dataclasses.fields(own) if getattr(own, f.name) is not None}
+    given = {name: value for name, value in vars(own).items() if value is not None}
     block = config.get("handler") or {}
     return HandlerSettings(
         **{**given, "checkpoint": find_checkpoint(own.checkpoint, model_dir)},
@@ -113,7 +110,7 @@ def _check_block(block: object) -> tuple[_Own, dict[str, Any]]:
         raise ConfigError(f"handler in model_config.yaml must be a block of keys, not {block!r}")
     for key in block:
         if key not in KNOWN:
-            raise ConfigError(unknown_key(str(key), list(KNOWN), BLOCK))
+            raise ConfigError(unknown_key(str(key), KNOWN, BLOCK))
     values = dict(block)
     for alias, name in _ALIASES.items():
         if alias in values:
@@ -121,10 +118,6 @@ def _check_block(block: object) -> tuple[_Own, dict[str, Any]]:
                 raise ConfigError(f"{alias} and {name} in {BLOCK} are the same key; give one of them")
             values[name] = values.pop(alias)
     own = from_mapping(_Own, {k: v for k, v in values.items() if k in _OWN}, BLOCK)
-    for name, kind in _RANGES.items():
-        value = getattr(own, name)
-        if value is not None and (wrong := kind.wrong(value)):
-            raise ConfigError(f"{name} in {BLOCK} {wrong}, not {value!r}")
     engine = {k: v for k, v in values.items() if k in _ENGINE}
     from_mapping(EngineConfig, engine, BLOCK)  # for its checks; LLM builds its own
     return own, engine

@@ -11,8 +11,10 @@ settings.py          what the JSON files beside a vocabulary say: special tokens
 sentencepiece_model.py, tiktoken_ranks.py, hf_json.py    the back-ends; each imports its library when it is used
 loading.py           which files make a tokenizer, told apart by their content
 detokenizer.py       token by token to text, never half a character
+chat.py              a checkpoint's chat template: messages to text
+chat_prompt.py       messages to token ids through that template, safe against forged turns
 
-It is not a chat template (chat.py), and it needs no torch.
+It needs no torch.
 """
 
 from gpt_fast.errors import TokenizerError, TokenizerMissing

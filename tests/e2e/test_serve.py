@@ -365,7 +365,7 @@ def assert_worker_never_restarted(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("unknown-key", "did you mean 'compile'"), ("impossible", "max_seq_len: 0 is too small")],
+    [("unknown-key", "did you mean 'compile'"), ("impossible", "must be a whole number from 1 to 1073741824, not 0")],
 )
 def test_a_model_that_is_configured_wrongly_says_so_in_the_log(server: Server, name: str, says: str) -> None:
     wait_for(lambda: says in server.log)

@@ -1,29 +1,12 @@
-"""A load client for streaming completion servers, timed at the socket. Standard library only; no torch.
+"""A load client for streaming completion servers, timed at the socket. It needs no torch.
 
+    options.py    one load level: which endpoint, which requests, when
     prompts.py    what to ask: a file's prompts, or token ids drawn at random
     wire.py       how to ask and how to read the pieces of an answer: native, OpenAI completions, OpenAI chat
-    http.py       bytes to pieces of body: the part of HTTP/1.1 that is needed
+    http.py       bytes to pieces of body, by httptools
     connection.py sockets: one callback per read, no task switch per chunk
     client.py     when to ask: arrivals, concurrency, hanging up; one record per request
     metrics.py    records to numbers, under the names of `vllm bench serve`
 
 It is not a general HTTP client: no redirects, no proxies, no compression, no retries.
 """
-
-from gpt_fast.bench.load.client import Level, LoadError, LoadOptions, Record, run_level, warm_up
-from gpt_fast.bench.load.metrics import describe, summarize
-from gpt_fast.bench.load.prompts import Prompt, read_prompts, synthetic_prompts
-
-__all__ = [
-    "Level",
-    "LoadError",
-    "LoadOptions",
-    "Prompt",
-    "Record",
-    "describe",
-    "read_prompts",
-    "run_level",
-    "summarize",
-    "synthetic_prompts",
-    "warm_up",
-]

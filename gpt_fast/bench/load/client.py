@@ -12,82 +12,28 @@ import contextlib
 import json
 import math
 import random
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gpt_fast.bench.load import wire
 from gpt_fast.bench.load.connection import Endpoint, raise_file_limit
-from gpt_fast.bench.load.http import ResponseParser, TransferError
+from gpt_fast.bench.load.options import LoadOptions
 from gpt_fast.bench.load.prompts import Prompt
-
-Outcome = Literal["completed", "failed", "refused", "aborted"]
+from gpt_fast.errors import AnswerError, LoadError, TransferError
 
 _SPARE_FILES = 64  # open files of the process itself
-
-
-class LoadError(RuntimeError):
-    """The endpoint does not answer as it should; a measurement would mean nothing."""
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """One load level against one endpoint. Raises ValueError naming the option that is wrong.
-
-    ``num_prompts`` requests are sent, or with ``duration_s`` as many as start within so many seconds; those under way
-    then are waited for. ``burstiness``: shape of the gamma distribution of the gaps between arrivals; 1 is Poisson,
-    below it they come in bursts, above it they are more regular. ``abort_fraction``: share of requests that hang up
-    after the first piece of text. ``seed`` fixes arrivals and hang-ups, and request i samples with ``seed`` + i.
-    ``timeout_s``: for one whole request.
-    """
-
-    url: str
-    protocol: str = "native"
-    model: str = "gpt-fast"  # the name that OpenAI requests carry
-    max_new_tokens: int = 128
-    temperature: float | None = 0.0
-    ignore_eos: bool = False
-    stream: bool = True
-    num_prompts: int = 100
-    duration_s: float | None = None
-    request_rate: float = math.inf  # requests per second; inf: all at once
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    abort_fraction: float = 0.0
-    seed: int = 0
-    timeout_s: float = 600.0
-    keep_alive: bool = False
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.protocol not in wire.PROTOCOLS:
-            raise ValueError(f"protocol {self.protocol!r} is not one of {', '.join(wire.PROTOCOLS)}")
-        for name in ("num_prompts", "max_new_tokens", "max_concurrency"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("request_rate", "burstiness", "timeout_s", "duration_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be more than 0, not {value}")
-        if not 0 <= self.abort_fraction <= 1:
-            raise ValueError(f"abort_fraction must be between 0 and 1, not {self.abort_fraction}")
-        if self.abort_fraction and not self.stream:
-            raise ValueError(
-                "abort_fraction needs a stream: an answer in one piece has no first piece to hang up after"
-            )
-        if self.duration_s is not None and self.max_concurrency is None and math.isinf(self.request_rate):
-            raise ValueError("duration needs a request rate or a concurrency; else nothing limits the requests")
 
 
 @dataclass
 class Record:
     """One request. Times are of time.perf_counter(), ``start`` from before the connection was opened.
 
-    ``start`` is 0 until it is sent. ``times``: when each piece of text was read from the socket. ``num_output``: tokens
-    by the server's usage, else, where the length was fixed, ``fixed_output``; None where neither is known.
+    ``times``: when each piece of text was read from the socket. ``num_output``: tokens by the server's usage, else,
+    where the length was fixed, ``fixed_output``; None where neither is known.
     """
 
     prompt: Prompt
@@ -95,7 +41,7 @@ class Record:
     hang_up: bool = False
     end: float = 0.0
     times: list[float] = field(default_factory=list)
-    outcome: Outcome = "failed"
+    outcome: Literal["completed", "failed", "refused", "aborted"] = "failed"
     error: str = ""
     usage: wire.Usage | None = None
     fixed_output: int | None = None
@@ -136,7 +82,6 @@ class Level:
     begin: float = 0.0  # of time.perf_counter()
     duration_s: float = 0.0
     cpu_s: float = 0.0  # of this process, all threads
-    crash: BaseException | None = None  # a mistake of this program, not of the server
 
 
 async def warm_up(options: LoadOptions, prompt: Prompt) -> None:
@@ -147,9 +92,9 @@ async def warm_up(options: LoadOptions, prompt: Prompt) -> None:
     """
     fixed = options.protocol == "native" and options.ignore_eos
     record = Record(prompt)
-    endpoint = Endpoint(options.url, headers=options.headers)
     asked = prompt.max_new_tokens or options.max_new_tokens
-    await _send(options, endpoint, record, options.seed, stream=options.stream and not fixed, count=lambda n: None)
+    endpoint = Endpoint(options.url, headers=options.headers)
+    await _send(Level(options), endpoint, record, options.seed, options.stream and not fixed)
     if record.outcome != "completed":
         verb = "was refused" if record.outcome == "refused" else "failed"
         raise LoadError(f"{options.url}: the first request {verb}: {record.error}")
@@ -162,30 +107,23 @@ async def warm_up(options: LoadOptions, prompt: Prompt) -> None:
         )
 
 
-async def run_level(
-    options: LoadOptions, prompts: Iterator[Prompt], watch: Callable[[Level], object] = lambda level: None
-) -> Level:
-    """Send the requests of one level, wait for all of them. ``watch`` is given the level before it starts."""
-    level = Level(options)
+async def run_level(level: Level, prompts: Iterator[Prompt]) -> None:
+    """Send the requests of ``level``, wait for all of them, and fill it in."""
+    options = level.options
     endpoint = Endpoint(options.url, headers=options.headers, keep_alive=options.keep_alive)
     raise_file_limit((options.max_concurrency or options.num_prompts) + _SPARE_FILES)
-    watch(level)
     tasks: set[asyncio.Task[None]] = set()
     cpu = time.process_time()
     level.begin = time.perf_counter()
     try:
         await _dispatch(level, endpoint, prompts, tasks)
-        if tasks:
-            await asyncio.wait(tasks)
+        await asyncio.gather(*tasks)  # raises a mistake of this program; the server's are records
     finally:
-        for task in tasks:  # only after Ctrl-C are there any
+        for task in tasks:
             task.cancel()
         endpoint.close()
-    if level.crash is not None:
-        raise level.crash
     level.duration_s = max((r.end for r in level.records), default=level.begin) - level.begin
     level.cpu_s = time.process_time() - cpu
-    return level
 
 
 async def _dispatch(
@@ -194,14 +132,12 @@ async def _dispatch(
     """Start each request when it is due and there is room."""
     o = level.options
     rng = random.Random(o.seed)
-    room = asyncio.Semaphore(o.max_concurrency) if o.max_concurrency is not None else None
+    room = asyncio.Semaphore(o.max_concurrency or sys.maxsize)
 
     def ended(task: asyncio.Task[None]) -> None:
-        tasks.discard(task)
-        if room is not None:
-            room.release()
-        if not task.cancelled() and task.exception() is not None:
-            level.crash = task.exception()
+        room.release()
+        if not task.cancelled() and task.exception() is None:
+            tasks.discard(task)
 
     due, index = 0.0, 0
     while o.duration_s is not None or index < o.num_prompts:
@@ -211,43 +147,20 @@ async def _dispatch(
                 return
             # Sleep even when late: arrivals must not keep the answers from being read.
             await asyncio.sleep(max(0.0, level.begin + due - time.perf_counter()))
-        if room is not None:
-            await room.acquire()
+        await room.acquire()
         if o.duration_s is not None and time.perf_counter() - level.begin >= o.duration_s:
             return
-        task = asyncio.create_task(_one(level, endpoint, next(prompts), index, rng.random() < o.abort_fraction))
+        record = Record(next(prompts), hang_up=rng.random() < o.abort_fraction)
+        task = asyncio.create_task(_send(level, endpoint, record, o.seed + index, o.stream))
         tasks.add(task)
         task.add_done_callback(ended)
         index += 1
 
 
-async def _one(level: Level, endpoint: Endpoint, prompt: Prompt, index: int, hang_up: bool) -> None:
-    level.in_flight += 1
-    level.peak_in_flight = max(level.peak_in_flight, level.in_flight)
-
-    def count(num_pieces: int) -> None:
-        level.num_pieces += num_pieces
-
-    record = Record(prompt, hang_up=hang_up)
-    try:
-        await _send(level.options, endpoint, record, level.options.seed + index, level.options.stream, count)
-    finally:
-        level.in_flight -= 1
-    level.records.append(record)
-    level.counts[record.outcome] += 1
-
-
-async def _send(
-    options: LoadOptions,
-    endpoint: Endpoint,
-    record: Record,
-    seed: int,
-    stream: bool,
-    count: Callable[[int], None],
-) -> None:
-    """Send one request and fill in its record; whatever goes wrong becomes its outcome and error."""
-    max_new_tokens = record.prompt.max_new_tokens or options.max_new_tokens
-    answer = wire.reader(options.protocol, stream)
+async def _send(level: Level, endpoint: Endpoint, record: Record, seed: int, stream: bool) -> None:
+    """Send one request, fill in its record and count it; whatever goes wrong becomes its outcome and error."""
+    o = level.options
+    answer = wire.reader(o.protocol, stream)
     refusal: list[bytes] = []
 
     def receive(status: int, pieces: list[bytes], now: float) -> bool:
@@ -256,41 +169,37 @@ async def _send(
             return True
         num_texts = sum([answer.feed(piece) for piece in pieces])
         record.times += [now] * num_texts
-        count(num_texts)
+        level.num_pieces += num_texts
         return not (record.hang_up and record.times)
 
-    body = wire.request_body(
-        options.protocol,
-        record.prompt.content,
-        max_new_tokens,
-        model=options.model,
-        temperature=options.temperature,
-        seed=seed,
-        ignore_eos=options.ignore_eos,
-        stream=stream,
-    )
-    request = endpoint.request(body)
+    request = endpoint.request(wire.request_body(o, record.prompt, seed, stream))
+    level.in_flight += 1
+    level.peak_in_flight = max(level.peak_in_flight, level.in_flight)
     record.start = time.perf_counter()
     try:
-        response = await asyncio.wait_for(endpoint.post(request, receive), options.timeout_s)
+        response = await asyncio.wait_for(endpoint.post(request, receive), o.timeout_s)
         record.end = record.times[-1] if response is None else response.read_at
         if response is None:
             record.outcome = "aborted"
         elif response.status != 200:
             record.outcome = "refused" if response.status in wire.REFUSED else "failed"
-            record.error = _status_line(response, b"".join(refusal))
+            record.error = _status_line(response.status, b"".join(refusal))
         else:
             answer.finish()
             record.outcome = "completed"
             record.usage, record.text = answer.usage, answer.text
-            record.fixed_output = max_new_tokens if options.ignore_eos else None
-    except (asyncio.TimeoutError, TransferError, wire.AnswerError) as error:
+            record.fixed_output = (record.prompt.max_new_tokens or o.max_new_tokens) if o.ignore_eos else None
+    except (asyncio.TimeoutError, TransferError, AnswerError) as error:
         record.end = time.perf_counter()
         record.error = "timeout" if isinstance(error, asyncio.TimeoutError) else str(error)
+    finally:
+        level.in_flight -= 1
+    level.records.append(record)
+    level.counts[record.outcome] += 1
 
 
-def _status_line(response: ResponseParser, body: bytes) -> str:
+def _status_line(status: int, body: bytes) -> str:
     message = body[:200].decode("utf-8", "replace").strip()
     with contextlib.suppress(ValueError):
         message = wire.error_message(json.loads(body)) or message
-    return f"HTTP {response.status}: {message}" if message else f"HTTP {response.status}"
+    return f"HTTP {status}: {message}" if message else f"HTTP {status}"

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
+import errno
+import resource
 import ssl
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
 
-from gpt_fast.bench.load.http import ResponseParser, TransferError
+from gpt_fast.bench.load.http import ResponseParser
+from gpt_fast.errors import TransferError
 
 _READ_BYTES = 16384
 
@@ -29,11 +31,15 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     def __init__(self) -> None:
-        self._buffer = bytearray(_READ_BYTES)
+        self._buffer = memoryview(bytearray(_READ_BYTES))
         self.transport: asyncio.Transport | None = None
         self.parser = ResponseParser()
         self._receive: Receive | None = None
         self._done: asyncio.Future[ResponseParser | None] | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.transport is not None and not self.transport.is_closing()
 
     def send(self, request: bytes, receive: Receive) -> asyncio.Future[ResponseParser | None]:
         """Send; the future gives the finished response, or None when ``receive`` hung up.
@@ -42,7 +48,7 @@ class Connection(asyncio.BufferedProtocol):
         """
         done: asyncio.Future[ResponseParser | None] = asyncio.get_running_loop().create_future()
         self.parser, self._receive, self._done = ResponseParser(), receive, done
-        if self.transport is None or self.transport.is_closing():
+        if self.transport is None or not self.open:
             self._fail(TransferError("connection closed without an answer"))
         else:
             self.transport.write(request)
@@ -51,16 +57,13 @@ class Connection(asyncio.BufferedProtocol):
     def close(self, reset: bool = False) -> None:
         """Close; ``reset``: at once, dropping what is unsent and unread, as a client that is gone does."""
         if self.transport is not None:
-            if reset:
-                self.transport.abort()
-            else:
-                self.transport.close()
+            self.transport.abort() if reset else self.transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -70,7 +73,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self.parser.read_at = now
         try:
-            pieces = self.parser.feed(bytes(self._buffer[:nbytes]))
+            pieces = self.parser.feed(self._buffer[:nbytes])
             hang_up = bool(pieces) and not self._receive(self.parser.status, pieces, now)
         except Exception as error:  # raised here it would be logged, and the request would hang
             self._fail(error)
@@ -80,21 +83,17 @@ class Connection(asyncio.BufferedProtocol):
             self.close(reset=True)
         elif self.parser.complete:
             self._done.set_result(self.parser)
-            if not self.parser.reusable:
-                self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._done is None or self._done.done():
             return
-        if exc is not None:
-            self._fail(TransferError("connection reset"))
-            return
         try:
+            if exc is not None:
+                raise TransferError("connection reset")
             self.parser.eof()
+            self._done.set_result(self.parser)
         except TransferError as error:
             self._fail(error)
-        else:
-            self._done.set_result(self.parser)
 
     def _fail(self, error: Exception) -> None:
         if self._done is not None and not self._done.done():
@@ -108,31 +107,27 @@ class Endpoint:
     Raises ValueError for a URL that is not http(s)://host[:port]/path.
     """
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, keep_alive: bool = False) -> None:
+    def __init__(self, url: str, *, headers: Mapping[str, str], keep_alive: bool = False) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url {url!r} is not of the form http://host:port/path")
-        self.url = url
-        self.host = parts.hostname
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.keep_alive = keep_alive
+        self._host = self._address = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._addresses: list[tuple[socket.AddressFamily, str]] | None = None
-        self._connected = False
+        self._port = parts.port or (80 if self._tls is None else 443)
+        self._keep_alive = keep_alive
         self._idle: list[Connection] = []
-        path = urllib.parse.quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._") + (
-            f"?{parts.query}" * bool(parts.query)
-        )
+        path = urllib.parse.quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
         given = {
             "Host": parts.netloc.rpartition("@")[2],
             "Content-Type": "application/json",
             "Connection": "keep-alive" if keep_alive else "close",
-            **(headers or {}),
+            **headers,
         }
         for name, value in given.items():
             if any(c in name + value for c in "\r\n"):
                 raise ValueError(f"header {name!r} must be one line")
-        self._head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in given.items())
+        self._head = f"POST {path}{f'?{parts.query}' * bool(parts.query)} HTTP/1.1\r\n"
+        self._head += "".join(f"{name}: {value}\r\n" for name, value in given.items())
 
     def request(self, body: bytes) -> bytes:
         """The whole request, ready to send."""
@@ -145,8 +140,6 @@ class Endpoint:
         """
         while self._idle:
             connection = self._idle.pop()
-            if connection.transport is None or connection.transport.is_closing():
-                continue
             try:
                 return await self._exchange(connection, request, receive)
             except TransferError:
@@ -158,7 +151,6 @@ class Endpoint:
         """Close the idle connections."""
         for connection in self._idle:
             connection.close()
-        self._idle.clear()
 
     async def _exchange(self, connection: Connection, request: bytes, receive: Receive) -> ResponseParser | None:
         try:
@@ -166,50 +158,33 @@ class Endpoint:
         except BaseException:
             connection.close(reset=True)  # a timeout or Ctrl-C: the server must notice
             raise
-        if response is not None and response.reusable and self.keep_alive:
+        if response is not None and response.reusable and self._keep_alive:
             self._idle.append(connection)
         else:
             connection.close()
         return response
 
     async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
+        server = self._host if self._tls is not None else None
         try:
-            if self._addresses is None:  # once: resolving a name takes a thread each time
-                found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-                self._addresses = [(family, str(address[0])) for family, *_, address in found]
-            while True:
-                family, host = self._addresses[0]
-                try:
-                    _, connection = await loop.create_connection(
-                        Connection,
-                        host,
-                        self.port,
-                        family=family,
-                        ssl=self._tls,
-                        server_hostname=self.host if self._tls is not None else None,
-                    )
-                    self._connected = True
-                    return connection
-                except ConnectionRefusedError:
-                    # "localhost" is often ::1 first, and the server on 127.0.0.1 alone.
-                    if self._connected or len(self._addresses) == 1:
-                        raise
-                    self._addresses = self._addresses[1:]
-        except ConnectionRefusedError:
-            raise TransferError("connection refused") from None
+            transport, connection = await asyncio.get_running_loop().create_connection(
+                Connection, self._address, self._port, ssl=self._tls, server_hostname=server
+            )
         except ssl.SSLError as error:
             raise TransferError(f"TLS: {error.reason}") from None
         except OSError as error:
+            if f"[Errno {errno.ECONNREFUSED}]" in str(error):  # asyncio lists the errors of several addresses
+                raise TransferError("connection refused") from None
             raise TransferError(f"cannot connect: {error.strerror or error}") from None
+        # The numbers that answered: resolving a name takes a thread each time, and "localhost" is often ::1 first.
+        self._address = transport.get_extra_info("peername")[0]
+        return connection
 
 
 def raise_file_limit(wanted: int) -> None:
     """Allow ``wanted`` open files, as far as the system does; each connection is one."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        enough = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        if soft != resource.RLIM_INFINITY and soft < enough:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

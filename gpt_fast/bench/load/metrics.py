@@ -20,10 +20,12 @@ Where n comes from is said by ``output_tokens_from``:
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from gpt_fast.bench.load.client import Level, Record
 
@@ -52,14 +54,6 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of ascending values, by linear interpolation between the closest ranks (numpy's default)."""
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
 def summarize(
     level: Level,
     *,
@@ -75,12 +69,14 @@ def summarize(
     """
     done = [r for r in level.records if r.outcome == "completed"]
     outputs, source = _output_lengths(done, count_tokens)
-    inputs = [_input_length(r, count_tokens) for r in done]
-    total_input = sum(n for n in inputs if n is not None) if None not in inputs else None
+    inputs = [
+        count_tokens(str(r.prompt.content)) if r.num_input is None and count_tokens else r.num_input for r in done
+    ]
+    total_input = sum(n or 0 for n in inputs) if None not in inputs else None
     total_output = sum(outputs)
     num_pieces = sum(len(r.times) for r in done)
     seconds = level.duration_s
-    samples = _samples(done, outputs)
+    latencies = [_latencies(r, n) for r, n in zip(done, outputs, strict=True)]
     o = level.options
     result: dict[str, Any] = {
         "max_concurrency": o.max_concurrency,
@@ -104,9 +100,10 @@ def summarize(
         "client_cpu_us_per_piece": 1e6 * level.cpu_s / level.num_pieces if level.num_pieces else None,
     }
     if goodput:
-        result["request_goodput"] = _rate(_num_good(done, outputs, goodput), seconds)
+        good = [all(ms <= limit for name, limit in goodput.items() for ms in found[name]) for found in latencies]
+        result["request_goodput"] = _rate(sum(good), seconds)
     for name in METRICS:
-        result |= _statistics(name, sorted(1e3 * value for value in samples[name]), percentiles)
+        result |= _statistics(name, [ms for found in latencies for ms in found[name]], percentiles)
     return result
 
 
@@ -155,47 +152,25 @@ def _output_lengths(done: Sequence[Record], count_tokens: Callable[[str], int] |
     return [len(r.times) if n is None else n for r, n in zip(done, known, strict=True)], "pieces"
 
 
-def _input_length(record: Record, count_tokens: Callable[[str], int] | None) -> int | None:
-    if record.num_input is not None or count_tokens is None:
-        return record.num_input
-    return count_tokens(str(record.prompt.content))
-
-
-def _samples(done: Sequence[Record], outputs: Sequence[int]) -> dict[str, list[float]]:
-    """Seconds, by metric."""
-    return {
-        "ttft": [r.ttft_s for r in done if r.ttft_s is not None],
-        "tpot": [t for r, n in zip(done, outputs, strict=True) if (t := _tpot(r, n)) is not None],
-        "itl": [after - before for r in done for before, after in zip(r.times, r.times[1:], strict=False)],
-        "e2el": [r.e2el_s for r in done],
+def _latencies(record: Record, num_output: int) -> dict[str, list[float]]:
+    """Milliseconds, by metric; empty where there is nothing to measure, such as the TPOT of an answer of one token."""
+    first = record.times[:1]
+    seconds = {
+        "ttft": [time - record.start for time in first],
+        "tpot": [(record.end - time) / (num_output - 1) for time in first if num_output > 1],
+        "itl": [after - before for before, after in pairwise(record.times)],
+        "e2el": [record.e2el_s],
     }
+    return {name: [1e3 * value for value in values] for name, values in seconds.items()}
 
 
-def _tpot(record: Record, num_output: int) -> float | None:
-    if record.ttft_s is None or num_output < 2:
-        return None
-    return (record.e2el_s - record.ttft_s) / (num_output - 1)
-
-
-def _num_good(done: Sequence[Record], outputs: Sequence[int], limits: Mapping[str, float]) -> int:
-    good = 0
-    for record, n in zip(done, outputs, strict=True):
-        values = {"ttft": record.ttft_s, "tpot": _tpot(record, n), "e2el": record.e2el_s}
-        # An answer of one token has no TPOT, and so none that is too long.
-        good += all(1e3 * (values[name] or 0.0) <= limit for name, limit in limits.items())
-    return good
-
-
-def _statistics(name: str, ordered: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    keys = {f"p{p:g}_{name}_ms": p for p in percentiles}
-    if not ordered:
-        return dict.fromkeys([*(f"{what}_{name}_ms" for what in ("mean", "median", "std")), *keys])
-    return {
-        f"mean_{name}_ms": statistics.fmean(ordered),
-        f"median_{name}_ms": percentile(ordered, 50),
-        f"std_{name}_ms": statistics.pstdev(ordered),
-        **{key: percentile(ordered, p) for key, p in keys.items()},
-    }
+def _statistics(name: str, ms: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """Percentiles are by linear interpolation, numpy's default."""
+    keys = [f"{what}_{name}_ms" for what in ("mean", "median", "std", *(f"p{p:g}" for p in percentiles))]
+    if not ms:
+        return dict.fromkeys(keys)
+    numbers = (np.mean(ms), np.median(ms), np.std(ms), *np.percentile(ms, percentiles))
+    return dict(zip(keys, map(float, numbers), strict=True))
 
 
 def _rate(count: int, seconds: float) -> float | None:

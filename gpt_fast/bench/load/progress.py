@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import Iterator
 
-from gpt_fast.bench.load.client import Level, LoadOptions, run_level
+from gpt_fast.bench.load.client import Level, run_level
 from gpt_fast.bench.load.prompts import Prompt
 
 _REFRESH_S = 0.5
 
 
-async def run_level_shown(options: LoadOptions, prompts: Iterator[Prompt], name: str) -> Level:
+async def run_level_shown(level: Level, prompts: Iterator[Prompt], name: str) -> None:
     """``run_level`` with a bar named ``name`` where stderr is a terminal; elsewhere nothing is written."""
-    if not sys.stderr.isatty():
-        return await run_level(options, prompts)
-    bars: list[asyncio.Task[None]] = []
+    bar = asyncio.create_task(_show(level, name)) if sys.stderr.isatty() else None
     try:
-        return await run_level(options, prompts, lambda level: bars.append(asyncio.create_task(_show(level, name))))
+        await run_level(level, prompts)
     finally:
-        for bar in bars:
+        if bar is not None:
             bar.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await bar
+            await asyncio.wait([bar])
 
 
 async def _show(level: Level, name: str) -> None:
@@ -32,22 +28,17 @@ async def _show(level: Level, name: str) -> None:
     from tqdm import tqdm
 
     total = None if level.options.duration_s is not None else level.options.num_prompts
-    seen = 0
     with tqdm(total=total, desc=name, unit="req", file=sys.stderr) as bar:
-        try:
-            while True:
-                await asyncio.sleep(_REFRESH_S)
-                rate, seen = (level.num_pieces - seen) / _REFRESH_S, level.num_pieces
-                bar.set_postfix_str(_state(level, rate), refresh=False)
-                bar.update(len(level.records) - bar.n)
-        finally:
-            bar.set_postfix_str(_state(level, None), refresh=False)
+
+        def draw(*running: str) -> None:
+            ended = [f"{level.counts[o]} {o}" for o in ("failed", "refused", "aborted") if level.counts[o]]
+            bar.set_postfix_str(", ".join([*running, *ended]), refresh=False)
             bar.update(len(level.records) - bar.n)
 
-
-def _state(level: Level, rate: float | None) -> str:
-    parts = [f"{level.in_flight} running"] if rate is not None else []
-    if rate is not None:
-        parts.append(f"{rate:.0f} tok/s")
-    parts += [f"{level.counts[o]} {o}" for o in ("failed", "refused", "aborted") if level.counts[o]]
-    return ", ".join(parts)
+        try:
+            while True:
+                seen = level.num_pieces
+                await asyncio.sleep(_REFRESH_S)
+                draw(f"{level.in_flight} running", f"{(level.num_pieces - seen) / _REFRESH_S:.0f} tok/s")
+        finally:
+            draw()

@@ -1,11 +1,11 @@
-"""What a load test asks: prompts from a file, or drawn at random. Both go on for as long as they are asked for."""
+"""What a load test asks: prompts from a file, or drawn at random."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life
 
 
 class Prompt(NamedTuple):
-    """``content``: text or token ids. ``max_new_tokens``: its own, where the file gives one."""
+    """``content``: text or token ids. ``max_new_tokens``: the limit of this prompt alone, where the file gives one."""
 
     content: str | list[int]
     max_new_tokens: int | None = None
@@ -28,47 +28,38 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     path = Path(path)
     text = path.read_text(encoding="utf-8")
+    entries: list[tuple[str, Any]]
     if path.suffix == ".txt":
         paragraphs = text.strip().split("\n\n")
         pieces = paragraphs if len(paragraphs) > 1 else text.splitlines()
-        prompts = [Prompt(piece.strip("\n")) for piece in pieces if piece.strip()]
+        entries = [(str(path), {"prompt": piece.strip("\n")}) for piece in pieces if piece.strip()]
     elif path.suffix == ".jsonl":
-        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-        prompts = [_entry(_parse(line, f"{path}:{n}"), f"{path}:{n}") for n, line in lines]
+        lines = [(f"{path}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        entries = [(where, _parse(line, where)) for where, line in lines]
     elif path.suffix == ".json":
-        entries = _parse(text, str(path))
-        if not isinstance(entries, list):
+        listed = _parse(text, str(path))
+        if not isinstance(listed, list):
             raise ValueError(f"{path} is not a JSON list")
-        prompts = [_entry(entry, f"{path}: entry {n}") for n, entry in enumerate(entries)]
+        entries = [(f"{path}: entry {n}", entry) for n, entry in enumerate(listed)]
     else:
         raise ValueError(f"{path}: a dataset must end in .jsonl, .json or .txt")
-    if not prompts:
+    if not entries:
         raise ValueError(f"{path} holds no prompts")
-    return prompts
-
-
-def endless(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    """``prompts`` over and over. The second time round a server with a prefix cache knows them."""
-    return itertools.cycle(prompts)
+    return [_prompt(entry, where) for where, entry in entries]
 
 
 def synthetic_prompts(input_len: int, vocab_size: int, seed: int, as_text: bool = False) -> Iterator[Prompt]:
-    """Prompts of ``input_len`` token ids drawn from 3 to ``vocab_size`` - 1, no two alike; the same for the same seed.
+    """Prompts without end, of ``input_len`` token ids drawn from 3 to ``vocab_size`` - 1; the same for the same seed.
 
-    Ids below 3 are special tokens almost everywhere. ``as_text``: so many common words instead, for protocols without
-    token ids; how many tokens that makes is up to the server. Raises ValueError.
+    Ids below 3 are special tokens almost everywhere. ``as_text``: ``input_len`` common words instead, for protocols
+    without token ids; how many tokens that makes is up to the server. Raises ValueError.
     """
     if input_len < 1 or vocab_size < 4:
         raise ValueError("synthetic prompts need at least one token and a vocabulary of at least 4")
-    return _draw(input_len, vocab_size, random.Random(seed), as_text)
-
-
-def _draw(input_len: int, vocab_size: int, rng: random.Random, as_text: bool) -> Iterator[Prompt]:
-    while True:
-        if as_text:
-            yield Prompt(" ".join(rng.choices(_WORDS, k=input_len)))
-        else:
-            yield Prompt(rng.choices(range(3, vocab_size), k=input_len))
+    rng = random.Random(seed)
+    if as_text:
+        return (Prompt(" ".join(rng.choices(_WORDS, k=input_len))) for _ in itertools.count())
+    return (Prompt(rng.choices(range(3, vocab_size), k=input_len)) for _ in itertools.count())
 
 
 def _parse(text: str, where: str) -> Any:
@@ -78,18 +69,18 @@ def _parse(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not JSON: {error}") from None
 
 
-def _entry(entry: Any, where: str) -> Prompt:
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where} is not a JSON object")
-    content = entry.get("prompt")
-    if content is None and entry.get("turns"):
-        content = entry["turns"][0]
-    if content is None and entry.get("conversations"):
-        content = entry["conversations"][0].get("value")
-    is_ids = isinstance(content, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in content)
+def _prompt(entry: Any, where: str) -> Prompt:
+    match entry:
+        case {"prompt": content} if content is not None:
+            pass
+        case {"turns": [content, *_]} | {"conversations": [{"value": content}, *_]}:
+            pass
+        case _:
+            content = None
+    is_ids = isinstance(content, list) and all(type(i) is int for i in content)
     if not content or not (isinstance(content, str) or is_ids):
         raise ValueError(f"{where} has no prompt: one of prompt, turns or conversations is needed")
     limit = entry.get("max_new_tokens")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+    if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(f"{where}: max_new_tokens must be a whole number of at least 1")
     return Prompt(content, limit)

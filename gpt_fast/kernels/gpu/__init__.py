@@ -9,7 +9,6 @@ Nothing here is imported by the rest of the package unless a model runs on CUDA:
     graphs.py     CapturedDecoder: the same replayed from CUDA graphs
     step.py       GpuStep: what takes the place of Transformer.step
     *_kernel.py   the Triton code; reference.py and gpt_fast/model/attention.py hold the plain twins
-    synthetic.py, selfcheck.py, tune.py   random decoders, checks and measurements: for benchmarks/gpu.py
 
 Under TRITON_INTERPRET=1, set before Triton is imported, everything runs on a CPU, slowly: for tests.
 """

@@ -1,4 +1,4 @@
-"""Plain-torch twins: products with all that is fused to them, and for selfcheck.py decoding and rotation in float32.
+"""Plain-torch twins: products with all that is fused to them; decoding and rotation in float32 for benchmarks/gpu.
 
 Elsewhere: quantized weights in quantize/reference.py, attention of any step and the int8 cache in
 gpt_fast/model/attention.py, norm and rotation in gpt_fast/model/transformer.py.

@@ -16,12 +16,11 @@ from typing import Any
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
 from gpt_fast.params import SamplingParams
-from gpt_fast.serve.protocol.chat_prompt import FALLBACK, special_names
-from gpt_fast.serve.protocol.job import SequenceRequest
 from gpt_fast.serve.protocol.native import JSON_TYPE, error_body
-from gpt_fast.serve.protocol.openai_fields import StreamOptions, as_written
+from gpt_fast.serve.protocol.request import SequenceRequest, as_written
 from gpt_fast.tokenizer import Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
+from gpt_fast.tokenizer.chat_prompt import FALLBACK, special_names
 
 EVENT_TYPE = "text/event-stream; charset=utf-8"
 _DONE = "data: [DONE]\n\n"
@@ -32,10 +31,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenAIContext:
-    """What the translation has to know of the server. Made once, at load.
+    """What the protocol needs to know about the server. Made once, when the model is loaded.
 
     ``models``: the names that requests may use. ``max_model_len``: tokens of prompt and answer together.
-    ``default_temperature``: the checkpoint's own, of generation_config.json; None: it has none.
+    ``default_temperature``: of generation_config.json; None: the file has none.
     ``completion_max_tokens`` and ``chat_max_tokens``: for requests that do not say; None: as many as fit.
     ``max_sequences``: prompts times ``n`` of one request. ``created``: the models' date, unix seconds.
     """
@@ -75,8 +74,8 @@ def model_body(name: str, context: OpenAIContext) -> str:
 
 
 def models_body(context: OpenAIContext) -> str:
-    """The answer to ``GET v1/models``. Beside OpenAI's fields, ``max_model_len`` (as vLLM has it) and where the chat
-    template is from."""
+    """The answer to ``GET v1/models``. OpenAI's fields, vLLM's ``max_model_len``, and where the chat template comes
+    from."""
     return json.dumps({"object": "list", "data": [_model(name, context) for name in context.models]}) + "\n"
 
 
@@ -91,50 +90,43 @@ def _model(name: str, context: OpenAIContext) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A parsed request: prompts, and how each is completed."""
+class OpenAIRequest:
+    """A :class:`~gpt_fast.serve.protocol.request.WireRequest`; the two kinds fill in how a choice looks.
 
-    model: str
-    prompts: tuple[list[int], ...]
-    params: SamplingParams
-    given: Mapping[str, Any]  # the fields as the client wrote them
-    stream: bool
-    stream_options: StreamOptions
-
-
-class OpenAIJob:
-    """A :class:`~gpt_fast.serve.protocol.job.Job`; the two kinds fill in how a choice looks.
-
-    Choices are numbered as the sequences: the samples of the first prompt, those of the second, and so on.
+    ``given``: the fields as the client wrote them. ``prompts``: token ids. Choices are numbered as the sequences: the
+    samples of the first prompt, those of the second, and so on.
     """
 
     _prefix: str  # of the id
     _object: str
     _chunk_object: str
 
-    def __init__(self, ask: Ask, context: OpenAIContext) -> None:
-        self.ask = ask
+    def __init__(
+        self, given: Mapping[str, Any], prompts: Sequence[list[int]], params: SamplingParams, context: OpenAIContext
+    ) -> None:
+        self.given = given
+        self.prompts = prompts
+        self.params = params
         self.context = context
-        self.stream = ask.stream
-        self.content_type = EVENT_TYPE if ask.stream else JSON_TYPE
-        self.sequences = tuple(SequenceRequest(prompt, ask.params) for prompt in ask.prompts)
-        self.num_samples = ask.params.n
+        self.stream: bool = given.get("stream", False)
+        self.content_type = EVENT_TYPE if self.stream else JSON_TYPE
+        self.sequences = tuple(SequenceRequest(prompt, params) for prompt in prompts)
         self.id = self._prefix + context.new_id()
         self.created = int(context.clock())
+        self._options: Mapping[str, Any] = given.get("stream_options", {})
         self._num_new = 0  # tokens streamed so far, of all sequences
         self._closed = False  # an error has ended the stream
 
-    def delta(self, index: int, delta: Delta) -> str:
+    def write_delta(self, index: int, delta: Delta) -> str:
         """The events that tell ``delta`` of sequence ``index``, perhaps none."""
         if self._closed:
             return ""
         if delta.finish_reason == "abort":
-            return self.broken(_aborted())
+            return self.write_error(_aborted())
         self._num_new += len(delta.token_ids)
         return "".join(self._event([choice], self._usage_so_far()) for choice in self._chunks(index, delta))
 
-    def end(self, completions: Sequence[Completion]) -> str:
+    def write_end(self, completions: Sequence[Completion]) -> str:
         """The end of the stream, or the whole answer. Raises RequestError (500) for the whole answer if a sequence was
         aborted."""
         if self._closed:
@@ -142,18 +134,29 @@ class OpenAIJob:
         if not self.stream:
             return self._answer(completions)
         self._closed = True
-        return (self._event([], self._usage(completions)) if self.ask.stream_options.include_usage else "") + _DONE
+        return (self._event([], self._usage(completions)) if self._options.get("include_usage") else "") + _DONE
 
-    def broken(self, error: RequestError) -> str:
+    def write_error(self, error: RequestError) -> str:
         """The error as the stream's last event."""
         if self._closed:
             return ""
         self._closed = True
         return f"data: {error_body(error).strip()}\n\n{_DONE}"
 
-    def named(self, error: RequestError) -> RequestError:
+    def as_written(self, error: RequestError) -> RequestError:
         """``error`` of the engine about a sequence, with the field named as the client wrote it."""
-        return as_written(error, self.ask.given)
+        return as_written(error, self.given)
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        return self.params.logprobs is not None
+
+    def _token_name(self, token: int) -> bytes:
+        """The bytes that stand for ``token`` in a list of tokens: its text, a special token's name, or its number."""
+        tokenizer = self.context.tokenizer
+        if token_bytes(tokenizer, token) is None or tokenizer is None:
+            return b"token_id:%d" % token
+        return tokenizer.token_bytes(token, skip_special=False)
 
     def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """The choice of each event that tells ``delta``."""
@@ -172,7 +175,7 @@ class OpenAIJob:
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
         chunk = self._frame(self._chunk_object, choices)
-        if any(self.ask.stream_options):
+        if any(self._options.values()):
             chunk["usage"] = usage
         # ASCII: some readers of event streams take U+2028 and U+0085 for line ends.
         return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
@@ -182,20 +185,20 @@ class OpenAIJob:
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.ask.model,
+            "model": self.given["model"],
             "system_fingerprint": self.context.system_fingerprint,
             "choices": choices,
         }
 
     def _usage_so_far(self) -> dict[str, Any] | None:
-        if not self.ask.stream_options.continuous_usage_stats:
+        if not self._options.get("continuous_usage_stats"):
             return None
-        num_prompt = sum(map(len, self.ask.prompts))
+        num_prompt = sum(map(len, self.prompts))
         return _counts(num_prompt, self._num_new)
 
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """A prompt counts once, however many samples are drawn from it."""
-        firsts = completions[:: self.num_samples]
+        firsts = completions[:: self.params.n]
         num_prompt = sum(completion.num_prompt_tokens for completion in firsts)
         num_new = sum(len(completion.token_ids) for completion in completions)
         details = {"cached_tokens": sum(completion.num_cached_tokens for completion in firsts)}
@@ -229,13 +232,6 @@ def token_bytes(tokenizer: Tokenizer | None, token: int) -> bytes | None:
     """What ``token`` adds to the text, nothing for a special one; None for an id that has no text at all."""
     known = tokenizer is not None and 0 <= token < tokenizer.vocab_size
     return tokenizer.token_bytes(token) if tokenizer is not None and known else None
-
-
-def token_name(tokenizer: Tokenizer | None, token: int) -> bytes:
-    """The bytes that stand for ``token`` in a list of tokens: its text, a special token's name, or its number."""
-    if token_bytes(tokenizer, token) is None or tokenizer is None:
-        return b"token_id:%d" % token
-    return tokenizer.token_bytes(token, skip_special=False)
 
 
 def finite(entry: TokenLogprobs) -> TokenLogprobs:

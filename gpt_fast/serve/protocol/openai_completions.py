@@ -9,59 +9,48 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
-from gpt_fast.serve.protocol.fields import is_number, kind
 from gpt_fast.serve.protocol.openai_common import (
-    Ask,
     OpenAIContext,
-    OpenAIJob,
+    OpenAIRequest,
     check_count,
     check_length,
     finite,
-    token_name,
 )
-from gpt_fast.serve.protocol.openai_fields import (
-    COMPLETION,
-    check_model,
-    read_fields,
-    read_params,
-    read_stream_options,
-    read_switch,
-    require,
-)
+from gpt_fast.serve.protocol.openai_fields import COMPLETION, read_params, read_request, require
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
 
 Prompt = str | list[int]
 
 
-class CompletionJob(OpenAIJob):
-    """A completion request, understood. ``echoes``: what is put in front of each prompt's completions."""
+class CompletionRequest(OpenAIRequest):
+    """A completion request that is understood. ``echoes``: what is put in front of each prompt's completions."""
 
     _prefix = "cmpl-"
     _object = "text_completion"
     _chunk_object = "text_completion"
 
-    def __init__(self, ask: Ask, context: OpenAIContext, echoes: Sequence[str] | None, scores_only: bool) -> None:
-        super().__init__(ask, context)
+    def __init__(self, *facts: Any, echoes: Sequence[str] | None, scores_only: bool) -> None:
+        super().__init__(*facts)
         self._echoes = echoes
         self._scores_only = scores_only
         self._streamed: dict[int, _Offsets | None] = {}  # the sequences that have begun
 
-    def delta(self, index: int, delta: Delta) -> str:
+    def write_delta(self, index: int, delta: Delta) -> str:
         """The events that tell ``delta`` of sequence ``index``, perhaps none."""
         if self._scores_only and delta.finish_reason != "abort":
             if delta.finish_reason is None:
                 return ""
             delta = Delta("", (), "length", delta.completion)
-        return super().delta(index, delta)
+        return super().write_delta(index, delta)
 
-    def end(self, completions: Sequence[Completion]) -> str:
+    def write_end(self, completions: Sequence[Completion]) -> str:
         """The end of the stream, or the whole answer. Raises RequestError (500) for the whole answer if a sequence was
         aborted."""
-        return super().end([self._shown(completion) for completion in completions])
+        return super().write_end([self._shown(completion) for completion in completions])
 
     def _shown(self, completion: Completion) -> Completion:
         if not self._scores_only or completion.finish_reason == "abort":
@@ -91,15 +80,11 @@ class CompletionJob(OpenAIJob):
                 logprobs = {name: front[name] + logprobs[name] for name in front}
         return _choice(index, echo + completion.text, logprobs, completion.finish_reason)
 
-    @property
-    def _wants_logprobs(self) -> bool:
-        return self.ask.params.logprobs is not None
-
     def _prompt(self, index: int) -> list[int]:
-        return self.ask.prompts[index // self.num_samples]
+        return self.prompts[index // self.params.n]
 
     def _echo(self, index: int) -> str:
-        return self._echoes[index // self.num_samples] if self._echoes is not None else ""
+        return self._echoes[index // self.params.n] if self._echoes is not None else ""
 
     def _offsets(self, index: int) -> _Offsets:
         return _Offsets(self.context.tokenizer, self._prompt(index), len(self._echo(index)))
@@ -131,7 +116,7 @@ class CompletionJob(OpenAIJob):
         return lists
 
     def _name(self, token: int) -> str:
-        name = token_name(self.context.tokenizer, token)
+        name = self._token_name(token)
         try:
             return name.decode()
         except UnicodeDecodeError:
@@ -153,74 +138,37 @@ class _Offsets:
         return offset if self._end is None else min(offset, self._end)
 
 
-def parse_completion(body: Mapping[str, Any], context: OpenAIContext) -> CompletionJob:
-    """``body`` as a job. Raises RequestError naming the field that is wrong."""
-    given = read_fields(body, COMPLETION)
-    model = check_model(given, context.models)
-    prompts = _prompts(require(given, "prompt"))
-    echo = read_switch(given, "echo")
-    stream = read_switch(given, "stream")
-    options = read_stream_options(given, stream)
+def parse_completion(body: Mapping[str, Any], context: OpenAIContext) -> CompletionRequest:
+    """``body``, understood. Raises RequestError naming the field that is wrong."""
+    given = read_request(body, COMPLETION, context.models)
+    prompts = require(given, "prompt")
+    echo = given.get("echo", False)
     num_new = given.get("max_tokens")
-    scores_only = is_number(num_new) and num_new == 0
+    scores_only = num_new == 0 and not isinstance(num_new, bool)
     if scores_only and not echo:
         raise RequestError("max_tokens 0 needs echo: there would be no answer", "max_tokens")
     logprobs = given.get("logprobs")
-    if echo and stream and logprobs is not None:
+    if echo and given.get("stream") and logprobs is not None:
         message = "echo with logprobs cannot be streamed; the prompt's log probabilities come with the whole answer"
         raise RequestError(message, "stream", "unsupported_value")
     params = read_params(
         given,
+        context.completion_max_tokens,
+        context.default_temperature,
         max_tokens=1 if scores_only else num_new,
-        logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
-        default_max_tokens=context.completion_max_tokens,
-        default_temperature=context.default_temperature,
     )
     check_count(len(prompts), params.n, context, "prompt")
     echoes = [_text(prompt, context) for prompt in prompts] if echo else None
-    encoded = []
-    for i, prompt in enumerate(prompts):
-        ids = _encode(prompt, context)
+    encoded = [_encode(prompt, context) for prompt in prompts]
+    for i, ids in enumerate(encoded):
         path = "prompt" if len(prompts) == 1 else f"prompt.{i}"
-        asked = params.max_tokens if num_new else None
-        check_length(ids, asked, context, path, "max_tokens")
-        encoded.append(ids)
-    ask = Ask(model, tuple(encoded), params, given, stream, options)
-    return CompletionJob(ask, context, echoes, scores_only)
+        check_length(ids, params.max_tokens if num_new else None, context, path, "max_tokens")
+    return CompletionRequest(given, encoded, params, context, echoes=echoes, scores_only=scores_only)
 
 
 def _choice(index: int, text: str, logprobs: dict[str, list[Any]] | None, reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _prompts(prompt: Any) -> list[Prompt]:
-    """The one or several prompts in the field."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, list):
-        message = f"prompt must be a string, a list of token ids, or a list of either, not {kind(prompt)}"
-        raise RequestError(message, "prompt", "invalid_type")
-    if not prompt:
-        raise RequestError("prompt is an empty list", "prompt")
-    if isinstance(prompt[0], (str, list)):
-        return [one if isinstance(one, str) else _ids(one, f"prompt.{i}") for i, one in enumerate(prompt)]
-    return [_ids(prompt, "prompt")]
-
-
-def _ids(tokens: Any, path: str) -> list[int]:
-    if not isinstance(tokens, list):
-        message = f"{path} is {kind(tokens)}; a prompt is a string or a list of token ids"
-        raise RequestError(message, path, "invalid_type")
-    if not tokens:
-        raise RequestError(f"{path} is an empty list; give at least one token id", path)
-    for i, token in enumerate(tokens):
-        if isinstance(token, bool) or not isinstance(token, int):
-            message = f"{path}.{i} is {kind(token)}, not a token id"
-            raise RequestError(message, f"{path}.{i}", "invalid_type")
-        if not 0 <= token < 2**31:
-            raise RequestError(f"{path}.{i} is no token id: it is negative or too large", f"{path}.{i}")
-    return cast(list[int], tokens)
 
 
 def _encode(prompt: Prompt, context: OpenAIContext) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt_fast.kernels.gpu import linear
 from gpt_fast.kernels.gpu.graphs import CudaCapture
-from gpt_fast.kernels.gpu.synthetic import random_weights
+from gpu.synthetic import random_weights
 
 _COPIES = 6  # of some tens of megabytes: more than a second-level cache holds
 

@@ -25,18 +25,19 @@ from typing import Any
 
 if "--smoke" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [folder for folder in (str(ROOT / "benchmarks"), str(ROOT)) if folder not in sys.path]
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from gpt_fast.config import ModelConfig  # noqa: E402
-from gpt_fast.kernels.gpu import attention, launching, linear, selfcheck, tune  # noqa: E402
-from gpt_fast.kernels.gpu.selfcheck import Checks  # noqa: E402
-from gpt_fast.kernels.gpu.synthetic import PAGE, PRECISIONS, random_decoder, recorded_step  # noqa: E402
+from gpt_fast.kernels.gpu import attention, launching, linear  # noqa: E402
 from gpt_fast.model.shapes import shape  # noqa: E402
 from gpt_fast.model.transformer import Rope  # noqa: E402
+from gpu import selfcheck, tune  # noqa: E402
+from gpu.selfcheck import Checks  # noqa: E402
+from gpu.synthetic import PAGE, PRECISIONS, random_decoder, recorded_step  # noqa: E402
 
 SMOKE = "--smoke" in sys.argv
 DEVICE = torch.device("cpu" if SMOKE else "cuda")

@@ -1,4 +1,4 @@
-"""The kernels against float32 on fresh random numbers, without a test runner: what benchmarks/gpu.py does first."""
+"""The kernels against float32 on fresh random numbers, without a test runner: what benchmarks/gpu.sh does first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.gpu import attention, fused, linear, reference
-from gpt_fast.kernels.gpu.synthetic import PAGE, PRECISIONS, random_weights
+from gpu.synthetic import PAGE, PRECISIONS, random_weights
 
 
 class Checks:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpt_fast.kernels.layers import LayerWeights
 from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.gpu import linear
 from gpt_fast.kernels.gpu.decoder import GpuDecoder, Rope
 from gpt_fast.kernels.gpu.graphs import CapturedDecoder, Run
-from gpt_fast.kernels.layers import LayerWeights
 
 PRECISIONS = ("bf16", "int8", "int4", "fp8")
 GROUP = 64  # of int4

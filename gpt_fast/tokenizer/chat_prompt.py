@@ -1,10 +1,13 @@
 """Chat messages to token ids, so that no message can end its turn or begin another's.
 
-A template writes special tokens out as text, and so can a user: "<|eot_id|><|start_header_id|>system..." in a message
-would be a system turn. Where no message holds anything of that kind the rendered prompt is encoded at once, which
-gives exactly the ids of transformers' ``apply_chat_template``. Otherwise the dangerous strings go through the template
-as single private-use characters, which templates can trim around but not take apart; what the template itself wrote
-is then told from what it was given, and the latter is encoded as plain text.
+A template writes special tokens as text, and a user can write the same text: "<|eot_id|><|start_header_id|>system..."
+inside a message would become a system turn. Two cases:
+
+1. No message contains the name of a special token, or a part of one that could be completed. The rendered prompt is
+   encoded in one call, which gives exactly the ids of transformers' ``apply_chat_template``.
+2. Otherwise each dangerous string is replaced by one private-use character before the template sees it: a template can
+   trim around a character, but cannot take it apart. After rendering, the text between these characters was written by
+   the template, and its special tokens count. The dangerous strings are put back and encoded as plain text.
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+"""What a load level is: which endpoint, which requests, when they are sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PROTOCOLS = ("native", "openai-completions", "openai-chat")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """One load level against one endpoint. Raises ValueError naming the option that is wrong.
+
+    ``num_prompts`` requests are sent, or with ``duration_s`` as many as start within that many seconds; then those
+    under way are waited for. ``burstiness``: shape of the gamma distribution of the gaps between arrivals; 1 is
+    Poisson, below it they come in bursts, above it they are more regular. ``abort_fraction``: share of requests that
+    hang up after the first piece of text. ``seed`` fixes arrivals and hang-ups, and request i samples with ``seed`` +
+    i. ``timeout_s``: for one whole request.
+    """
+
+    url: str
+    protocol: str = "native"
+    model: str = "gpt-fast"  # the name that OpenAI requests carry
+    max_new_tokens: int = 128
+    temperature: float | None = 0.0
+    ignore_eos: bool = False
+    stream: bool = True
+    num_prompts: int = 100
+    duration_s: float | None = None
+    request_rate: float = math.inf  # requests per second; inf: all at once
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    abort_fraction: float = 0.0
+    seed: int = 0
+    timeout_s: float = 600.0
+    keep_alive: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.protocol not in PROTOCOLS:
+            raise ValueError(f"protocol {self.protocol!r} is not one of {', '.join(PROTOCOLS)}")
+        for name in ("num_prompts", "max_new_tokens", "max_concurrency"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        for name in ("request_rate", "burstiness", "timeout_s", "duration_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be more than 0, not {value}")
+        if not 0 <= self.abort_fraction <= 1:
+            raise ValueError(f"abort_fraction must be between 0 and 1, not {self.abort_fraction}")
+        if self.abort_fraction and not self.stream:
+            raise ValueError("abort_fraction needs a stream: a whole answer has no first piece to hang up after")
+        if self.duration_s is not None and self.max_concurrency is None and math.isinf(self.request_rate):
+            raise ValueError("duration needs a request rate or a concurrency; else nothing limits the requests")
