@@ -19,7 +19,7 @@ from gpt_fast.quantize.writer import quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOKENS = torch.tensor(families_table.prompts()[-1])
+TOKENS = torch.tensor(families_table.prompts()[-1]).view(25, 4)
 
 
 def saved(name: str, directory: Path) -> Checkpoint:
@@ -29,7 +29,13 @@ def saved(name: str, directory: Path) -> Checkpoint:
 
 def logits(model: Transformer | CpuModel) -> torch.Tensor:
     with torch.no_grad():
-        return model.forward(TOKENS[None])[0].float()
+        return model.forward(TOKENS).flatten(0, 1).float()
+
+
+def share_alike(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Tokens whose logits are those expected."""
+    alike = (actual - expected).abs().amax(-1) < 1e-4 * expected.std()
+    return float(alike.float().mean())
 
 
 @pytest.mark.skipif(not available(), reason="needs a C++ compiler and a CPU with AVX2")
@@ -43,10 +49,9 @@ def test_the_step_equals_its_twin(name: str, mode: str, tmp_path: Path) -> None:
     for layer in layers:
         layer.rounded = True
     expected = logits(twin)
-    difference = (logits(CpuModel(twin)) - expected).abs()
-    # The last bit of a number can decide how an activation is rounded to 8 bits, which moves one token's logits.
-    assert difference.median() < 1e-4 * expected.std()
-    assert difference.median() < 0.1 * (exact - expected).abs().median(), "no closer than unrounded activations are"
+    assert share_alike(exact, expected) == 0
+    # The last bit of a number can decide how an activation is rounded to 8 bits, which moves a token and those after it.
+    assert share_alike(logits(CpuModel(twin)), expected) > 0.7
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
@@ -63,7 +68,7 @@ def test_rounded_while_loading_and_stored_rounded_are_equal(name: str, mode: str
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-windows", "gpt-oss"])
 def test_experts_are_rounded_to_nearest_beside_calibrated_layers(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path / "source")
-    quantize_with_text(source, tmp_path / "out", quant_config("int4"), TOKENS.view(4, -1))
+    quantize_with_text(source, tmp_path / "out", quant_config("int4"), TOKENS)
     nearest = source.build(torch.float32, quantize="int4").state_dict()
     fitted = Checkpoint.open(tmp_path / "out").build(torch.float32).state_dict()
     same = {key for key in nearest if torch.equal(nearest[key], fitted[key])}
