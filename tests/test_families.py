@@ -12,6 +12,8 @@ import families_table
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import (
@@ -53,6 +55,37 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     theirs = families_table.FAMILIES[name]()
     ours = Checkpoint.open(save(theirs, tmp_path)).build(torch.float32)
     assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_experts_in_mxfp4(quantize: str | None, tmp_path: Path) -> None:
+    """The published form of gpt-oss holds the same model as the weights that transformers makes of it."""
+    theirs = families_table.make("GptOss", **families_table.GPT_OSS | {"intermediate_size": 96})
+    generator, packed = torch.Generator().manual_seed(0), {}
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.dim() == 3:
+                experts, inputs, outputs = parameter.shape
+                shape = (experts, outputs, inputs // 32)
+                blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+                scales = torch.randint(122, 126, shape, dtype=torch.uint8, generator=generator)
+                packed |= {name + "_blocks": blocks, name + "_scales": scales}
+                parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    plain, short = Checkpoint.open(save(theirs, tmp_path / "plain")), save(theirs, tmp_path / "short")
+    tensors = load_file(short / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if name + "_blocks" not in packed}
+    save_file(kept | packed, short / "model.safetensors")
+    raw = read_json(short / "config.json") | {"quantization_config": {"quant_method": "mxfp4"}}
+    (short / "config.json").write_text(json.dumps(raw))
+    expected = plain.build(torch.float32, quantize=quantize).state_dict()
+    actual = Checkpoint.open(short).build(torch.float32, quantize=quantize).state_dict()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    if quantize is None:
+        assert_same_logits(plain.build(torch.float32), theirs)
+    packed.popitem()
+    save_file(kept | packed, short / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: .*down_proj\.0\.weight.*unexpected: .*down_proj_blocks"):
+        Checkpoint.open(short)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2-tied", "qwen3"])
@@ -170,6 +203,7 @@ def test_to_hf_config_refuses_what_the_family_cannot_say() -> None:
         to_hf_config(config, "float32")
 
 
+MIXTRAL = ["MixtralForCausalLM"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
         {"architectures": ["BambooForCausalLM"]},
@@ -189,6 +223,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"num_attention_heads": 32, "num_key_value_heads": 5}, "num_key_value_heads"),
     "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool"),
     "epsilon": ({"rms_norm_eps": None}, "rms_norm_eps must be a number"),
+    "experts": ({"architectures": MIXTRAL, "num_local_experts": "8"}, "num_local_experts must be int, not '8'"),
+    "too few experts": ({"architectures": MIXTRAL, "num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) is more"),
+    "too many experts": (
+        {"architectures": MIXTRAL, "num_local_experts": 4096, "num_hidden_layers": 64},
+        "4096 experts in 64 layers",
+    ),
+    "sparse step": ({"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}, "decoder_sparse_step"),
+    "swiglu": ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0}, "swiglu_limit 5.0"),
+    "query scale": ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    "both ways": ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional"),
+    "no rotation": ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, "unrotated has 2 entries"),
+    "logits": ({"architectures": ["GraniteForCausalLM"], "logits_scaling": "2"}, "logits_scaling must be a number"),
 }
 
 

@@ -62,16 +62,19 @@ def unstacked(tensors: Mapping[str, StoredTensor], wanted: Iterable[str]) -> dic
             stacks.setdefault((base, kind), []).append(name)
     for (base, kind), names in stacks.items():
         stack = base + ("_bias" if kind == "bias" else "" if base in tensors else "_blocks")
-        scales = tensors.get(base + "_scales")
-        if stack not in tensors or tensors[stack].shape[:1] != (len(names),):
+        stored, scales = tensors.get(stack), tensors.get(base + "_scales")
+        if stored is None or len(stored.shape) < 2 or len(stored.shape) > 4 or stored.shape[0] != len(names):
             continue  # check_tensors tells what is missing
-        stored = out.pop(stack)
-        if stack.endswith("_blocks") and scales is not None and stored.shape[:-1] == scales.shape:
-            del out[base + "_scales"]
+        if len(stored.shape) < 4:
+            out |= {
+                name: StoredTensor(stored.rows(i, i + 1)[0].t(), mapped=stored.mapped) for i, name in enumerate(names)
+            }
+        elif scales is not None and scales.shape == stored.shape[:-1] and stored.shape[-1] == _GROUP // 2:
             for i, name in enumerate(names):
                 blocks = stored.rows(i, i + 1)[0].flatten(1)
                 out[name] = Mxfp4Tensor(blocks, scales.rows(i, i + 1)[0], stored.mapped)
+            del out[base + "_scales"]
         else:
-            for i, name in enumerate(names):
-                out[name] = StoredTensor(stored.rows(i, i + 1)[0].t(), mapped=stored.mapped)
+            continue
+        del out[stack]
     return out
