@@ -167,6 +167,17 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "gpt-oss-plain": functools.partial(
         make, "GptOss", **GPT_OSS | {"attention_bias": False, "num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}
     ),
+    "glm": functools.partial(make, "Glm", head_dim=24, pad_token_id=0),
+    "glm4": functools.partial(make, "Glm4", head_dim=32, num_key_value_heads=1, pad_token_id=0),
+    "glm4-turning": functools.partial(
+        make,
+        "Glm4",
+        head_dim=16,
+        pad_token_id=0,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    ),
 }
 
 

@@ -31,6 +31,19 @@ _GEMMA2 = {key: value for key, value in _GEMMA.items() if key != "hidden_act"} |
     "use_bidirectional_attention": None,
 }
 _OLMO = LLAMA | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279}
+_GLM = LLAMA | {
+    "vocab_size": 151552,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "bos_token_id": None,
+    "eos_token_id": [151329, 151336, 151338],
+}
 _LAYER = "model.layers.{}."
 _OLMO_NAMES = llama_names(
     attention_post_norm=_LAYER + "post_attention_layernorm",
@@ -207,5 +220,28 @@ ROWS = (
         keys=_BIASES | {"mlp_bias": "mlp_bias"},
         windows="listed",
         finish=_smollm3,
+    ),
+    Family(
+        name="glm",
+        architectures=("GlmForCausalLM",),
+        model_type="glm",
+        defaults=_GLM,
+        names=llama_names(w13="model.layers.{}.mlp.gate_up_proj"),
+        layouts={"wqkv": "pairs"},
+        keys={"qkv_bias": "attention_bias"},
+    ),
+    Family(
+        name="glm4",
+        architectures=("Glm4ForCausalLM",),
+        model_type="glm4",
+        defaults=_GLM,
+        names=llama_names(
+            attention_post_norm=_LAYER + "post_self_attn_layernorm",
+            w13="model.layers.{}.mlp.gate_up_proj",
+            ffn_post_norm=_LAYER + "post_mlp_layernorm",
+        ),
+        layouts={"wqkv": "pairs"},
+        fields={"norms": "both"},
+        keys={"qkv_bias": "attention_bias"},
     ),
 )
