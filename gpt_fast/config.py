@@ -117,6 +117,11 @@ class ModelConfig:
         if self.rotary % 2:
             what = "head_dim" if self.rotary_dim is None else "rotary_dim"
             raise ConfigError(f"{what} ({self.rotary}) is odd; rotary embeddings need an even one")
+        if self.rope_scaling is not None and self.rope_scaling.type == "longrope":
+            for name in ("short", "long"):
+                given = getattr(self.rope_scaling, name)
+                if len(given) != self.rotary // 2:
+                    raise ConfigError(f"{name}_factor has {len(given)} numbers for {self.rotary // 2} rotary pairs")
         for name in ("windows", "unrotated"):
             given = getattr(self, name)
             if given and len(given) != self.num_layers:

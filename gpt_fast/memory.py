@@ -179,6 +179,8 @@ def plan_cache(
     """
     share, free = options.memory_share or SHARES[device_type], max(0, free)
     longest = options.max_seq_len or config.max_seq_len
+    if config.learned_positions is not None and longest > config.max_seq_len:
+        raise ConfigError(f"max_seq_len: {longest} is more than the model's {config.max_seq_len} learned positions")
     page_bytes = options.page_size * config.num_layers * token_bytes(config.num_kv_heads, config.head_dim, dtype)
     each = page_bytes + 2 * 4 * options.num_slots  # two page tables, int32, may hold it in every row
     allowed = int(share * max(0, free - _step_bytes(config, max(options.num_slots, options.chunk(device_type)))))

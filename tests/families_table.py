@@ -59,7 +59,7 @@ def make(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedMod
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            is_norm = "norm" in parameter_name
+            is_norm = "norm" in parameter_name or "ln_" in parameter_name
             parameter.copy_(1 + 0.1 * noise if is_norm else 0.15 * noise)
     return model.eval()
 
@@ -177,6 +177,83 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
         attention_bias=False,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    ),
+    "gpt2": functools.partial(make, "GPT2", max_position_embeddings=256),
+    "gpt2-odd-heads": functools.partial(
+        make,
+        "GPT2",
+        max_position_embeddings=256,
+        hidden_size=35,
+        num_attention_heads=7,
+        n_inner=75,
+        scale_attn_weights=False,
+        tie_word_embeddings=False,
+    ),
+    "gpt-neox": functools.partial(make, "GPTNeoX"),
+    "gpt-neox-serial": functools.partial(
+        make,
+        "GPTNeoX",
+        use_parallel_residual=False,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        hidden_size=60,
+        num_attention_heads=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.3},
+    ),
+    "opt": functools.partial(make, "OPT", max_position_embeddings=256, ffn_dim=144),
+    "opt-no-biases": functools.partial(
+        make,
+        "OPT",
+        max_position_embeddings=256,
+        ffn_dim=100,
+        enable_bias=False,
+        activation_function="gelu",
+        tie_word_embeddings=False,
+        hidden_size=33,
+        num_attention_heads=3,
+    ),
+    "bloom": functools.partial(make, "Bloom"),
+    # heads that are no power of two have slopes of two series
+    "bloom-odd-heads": functools.partial(
+        make, "Bloom", hidden_size=66, num_attention_heads=6, tie_word_embeddings=False
+    ),
+    "phi": functools.partial(make, "Phi", partial_rotary_factor=0.25),
+    "phi-one-key": functools.partial(
+        make, "Phi", num_key_value_heads=1, hidden_size=60, num_attention_heads=3, tie_word_embeddings=True
+    ),
+    "starcoder2": functools.partial(make, "Starcoder2", sliding_window=8),
+    "starcoder2-no-biases": functools.partial(
+        make, "Starcoder2", use_bias=False, tie_word_embeddings=False, num_key_value_heads=1
+    ),
+    "stablelm": functools.partial(make, "StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
+    "stablelm-parallel": functools.partial(make, "StableLm", use_parallel_residual=True, num_key_value_heads=4),
+    "phi3": functools.partial(make, "Phi3", sliding_window=8, pad_token_id=0),
+    # as phi-4-mini; the tests' prompts begin on both sides of the original length, and answers cross it
+    "phi3-longrope": functools.partial(
+        make,
+        "Phi3",
+        pad_token_id=0,
+        hidden_size=80,
+        tie_word_embeddings=True,
+        original_max_position_embeddings=32,
+        partial_rotary_factor=0.6,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.9],
+            "long_factor": [1.0, 1.5, 2.2, 3.1, 5.0, 9.0],
+        },
+    ),
+    "falcon": functools.partial(make, "Falcon", ffn_hidden_size=144),
+    "falcon-serial": functools.partial(
+        make, "Falcon", multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=False
+    ),
+    "falcon-11b": functools.partial(
+        make, "Falcon", new_decoder_architecture=True, num_ln_in_parallel_attn=1, num_kv_heads=2
+    ),
+    "falcon-40b": functools.partial(make, "Falcon", new_decoder_architecture=True, num_kv_heads=2, bias=True),
+    "gpt-bigcode": functools.partial(make, "GPTBigCode", max_position_embeddings=256),
+    "gpt-bigcode-multi-head": functools.partial(
+        make, "GPTBigCode", max_position_embeddings=256, multi_query=False, tie_word_embeddings=False
     ),
 }
 

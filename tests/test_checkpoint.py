@@ -504,11 +504,11 @@ def test_a_value_too_large_for_the_dtype_is_named(tmp_path: Path, caplog: pytest
 
 def test_random_models_are_seeded(tmp_path: Path) -> None:
     one, same, other = (random_model(TINY, torch.float32, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(one.output.weight, same.output.weight)
-    assert not torch.equal(one.output.weight, other.output.weight)
-    assert one.output.weight.std() == pytest.approx(0.02, rel=0.1)
-    assert torch.equal(one.norm.weight, torch.ones(32))
-    assert len(one.output.weight.unique(dim=0)) == 64
+    assert torch.equal(one.head.output.weight, same.head.output.weight)
+    assert not torch.equal(one.head.output.weight, other.head.output.weight)
+    assert one.head.output.weight.std() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(one.head.norm.weight, torch.ones(32))
+    assert len(one.head.output.weight.unique(dim=0)) == 64
 
 
 def test_named_shapes() -> None:

@@ -23,7 +23,7 @@ from gpt_fast.evaluate import Example, Scorer, documents, evaluate_tasks, perple
 from gpt_fast.evaluate.perplexity import Window, score, windows
 from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
-from gpt_fast.model.transformer import Transformer
+from gpt_fast.model.steps import Served, serve
 from gpt_fast.params import SamplingParams
 from gpt_fast.tokenizer import Tokenizer, load_tokenizer
 
@@ -36,8 +36,8 @@ def checkpoint(data_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoint: Path) -> tuple[Transformer, Tokenizer]:
-    return Checkpoint.open(checkpoint).build(torch.float32), load_tokenizer(checkpoint)
+def loaded(checkpoint: Path) -> tuple[Served, Tokenizer]:
+    return serve(Checkpoint.open(checkpoint).build(torch.float32), compile=False), load_tokenizer(checkpoint)
 
 
 @given(st.integers(2, 60), st.integers(2, 20), st.data())
@@ -58,7 +58,7 @@ def test_documents_are_split_at_the_separator() -> None:
     assert documents("One.<|endoftext|>", separator="") == ["One.<|endoftext|>"]
 
 
-def test_a_published_figure(data_dir: Path, loaded: tuple[Transformer, Tokenizer]) -> None:
+def test_a_published_figure(data_dir: Path, loaded: tuple[Served, Tokenizer]) -> None:
     reference = json.loads((data_dir / "golden" / "llama2c_numpy_reference.json").read_text())["stories260K"]["nll"]
     text = (data_dir / reference["text_file"]).read_text()[: reference["chars"]]
     tokens = reference["tokens"]
@@ -84,7 +84,7 @@ def test_batches_do_not_change_a_score() -> None:
         assert torch.allclose(together[index].log_probs, expected, atol=1e-5)
 
 
-def test_settings_are_checked_and_kept(loaded: tuple[Transformer, Tokenizer]) -> None:
+def test_settings_are_checked_and_kept(loaded: tuple[Served, Tokenizer]) -> None:
     text = "Once upon a time there was a little girl. She liked to play.\n<|endoftext|>\nTom ran home."
     assert perplexity(*loaded, text).num_documents == 2
     assert perplexity(*loaded, text, max_tokens=10).num_tokens == 10
@@ -98,7 +98,7 @@ def test_settings_are_checked_and_kept(loaded: tuple[Transformer, Tokenizer]) ->
         perplexity(*loaded, "")
 
 
-def test_likelihoods_of_parts_make_that_of_the_whole(loaded: tuple[Transformer, Tokenizer]) -> None:
+def test_likelihoods_of_parts_make_that_of_the_whole(loaded: tuple[Served, Tokenizer]) -> None:
     scorer = Scorer(*loaded)
     first, second = "Once upon a time, there was", " a little girl named Lily."
     [rolling] = scorer.loglikelihood_rolling([first + second])
@@ -108,7 +108,7 @@ def test_likelihoods_of_parts_make_that_of_the_whole(loaded: tuple[Transformer, 
     assert shifted.log_prob == pytest.approx(rest.log_prob, abs=1e-4), "white space belongs to the continuation"
 
 
-def test_greedy_continuations_are_known_as_such(loaded: tuple[Transformer, Tokenizer]) -> None:
+def test_greedy_continuations_are_known_as_such(loaded: tuple[Served, Tokenizer]) -> None:
     scorer = Scorer(*loaded)
     prompt = "Lily and Tom went to the"
     [text] = scorer.generate_until([(prompt, {"max_gen_toks": 6})])
@@ -121,7 +121,7 @@ def test_greedy_continuations_are_known_as_such(loaded: tuple[Transformer, Token
     assert stopped == text[: text.index(text[3:5])]
 
 
-def test_long_questions_lose_their_beginning(loaded: tuple[Transformer, Tokenizer]) -> None:
+def test_long_questions_lose_their_beginning(loaded: tuple[Served, Tokenizer]) -> None:
     scorer = Scorer(*loaded, context=32)
     [found] = scorer.loglikelihood([("Once upon a time. " * 50, "The end.")])
     assert math.isfinite(found.log_prob)
@@ -130,7 +130,7 @@ def test_long_questions_lose_their_beginning(loaded: tuple[Transformer, Tokenize
         Scorer(*loaded, context=100_000)
 
 
-def test_examples_are_read_and_answered(tmp_path: Path, loaded: tuple[Transformer, Tokenizer]) -> None:
+def test_examples_are_read_and_answered(tmp_path: Path, loaded: tuple[Served, Tokenizer]) -> None:
     path = tmp_path / "examples.jsonl"
     lines: list[dict[str, Any]] = [
         {"query": "Once upon a", "choices": ["time", "xylophone"], "gold": 0},
@@ -173,7 +173,7 @@ def fake_harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fake_harness")
-def test_the_harness_gets_answers_in_its_own_form(loaded: tuple[Transformer, Tokenizer]) -> None:
+def test_the_harness_gets_answers_in_its_own_form(loaded: tuple[Served, Tokenizer]) -> None:
     scorer = Scorer(*loaded)
     found = evaluate_tasks(scorer, ["task"], limit=3)["task"]
     assert found["limit"] == 3
@@ -184,7 +184,7 @@ def test_the_harness_gets_answers_in_its_own_form(loaded: tuple[Transformer, Tok
 
 
 def test_tasks_without_the_harness_are_refused(
-    monkeypatch: pytest.MonkeyPatch, loaded: tuple[Transformer, Tokenizer]
+    monkeypatch: pytest.MonkeyPatch, loaded: tuple[Served, Tokenizer]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)

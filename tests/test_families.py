@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from gpt_fast import LLM
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import (
     FAMILIES,
@@ -25,10 +26,14 @@ from gpt_fast.checkpoint.families import (
     read_json,
     to_hf_config,
 )
+from gpt_fast.checkpoint.saving import save_checkpoint
+from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig
-from gpt_fast.errors import CheckpointError
-from gpt_fast.model.description import describe
+from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.model.description import describe, split_of
 from gpt_fast.model.shapes import shape
+from gpt_fast.quantize.scheme import quant_config
+from gpt_fast.quantize.writer import quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -148,40 +153,120 @@ def test_old_spelling_of_rotation_by_layer(name: str, local: str, tmp_path: Path
     assert parse_config(raw) == new
 
 
+@pytest.mark.parametrize(
+    ("name", "prefix", "changes", "buffer"),
+    [
+        ("gpt2", "transformer.", {}, "h.0.attn.bias"),
+        ("bloom", "transformer.", {"hidden_size": "n_embed", "n_head": "num_attention_heads"}, None),
+        ("opt", "model.", {}, None),
+        ("gpt-neox-serial", "", {}, "gpt_neox.layers.0.attention.masked_bias"),
+    ],
+)
+def test_checkpoints_as_the_hub_has_them(
+    name: str, prefix: str, changes: dict[str, str], buffer: str | None, tmp_path: Path
+) -> None:
+    """From before transformers 5: names without their beginning, other keys, causal masks among the weights."""
+    theirs = families_table.FAMILIES[name]()
+    save(theirs, tmp_path)
+    weights = {key.removeprefix(prefix): tensor for key, tensor in load_file(tmp_path / "model.safetensors").items()}
+    if buffer is not None:
+        weights[buffer] = torch.zeros(1, 1, 4, 4)
+    save_file(weights, tmp_path / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw = {changes.get(key, key): value for key, value in raw.items()}
+    rope = raw.pop("rope_parameters", None)
+    if rope:
+        raw |= {"rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "opt", "bloom", "phi", "phi3-longrope", "falcon-40b"])
+def test_a_saved_model_has_the_tensors_that_transformers_saves(name: str, tmp_path: Path) -> None:
+    save(families_table.FAMILIES[name](), tmp_path / "theirs")
+    save_checkpoint(Checkpoint.open(tmp_path / "theirs").build(torch.float32), tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "falcon-40b"])
+def test_layouts_are_undone_before_rounding(name: str, mode: str, tmp_path: Path) -> None:
+    """Scales belong to the rows of the parameter: a quantized checkpoint is what quantizing while loading makes."""
+    source = Checkpoint.open(save(families_table.FAMILIES[name](), tmp_path / "plain"))
+    quantize_checkpoint(source, tmp_path / "quantized", quant_config(mode))
+    stored = Checkpoint.open(tmp_path / "quantized").build(torch.float32).state_dict()
+    rounded = source.build(torch.float32, quantize=mode).state_dict()
+    assert stored.keys() == rounded.keys()
+    assert any(tensor.dtype in (torch.int8, torch.uint8) for tensor in stored.values())
+    assert all(torch.equal(stored[key], rounded[key]) for key in stored)
+
+
+@pytest.mark.parametrize("mode", [None, "int8"])
+@pytest.mark.parametrize("name", ["GPT2", "GPTNeoX", "Phi3"])
+def test_ranks_divide_rows_in_the_order_of_the_parameter(name: str, mode: str | None, tmp_path: Path) -> None:
+    """Each rank has its share of the queries, of the keys and of the values, however the tensor mixes them."""
+    checkpoint = Checkpoint.open(save(families_table.make(name, vocab_size=264, pad_token_id=0), tmp_path))
+    whole, *ranks = (
+        checkpoint.build(torch.float32, quantize=mode, shard=shard).state_dict()
+        for shard in (None, Shard(0, 2), Shard(1, 2))
+    )
+    for name, tensor in whole.items():
+        module, _, kind = name.rpartition(".")
+        split, runs = split_of(f"{module}.bias" if kind == "bias" else f"{module}.weight", checkpoint.config)
+        held = [rank[name] for rank in ranks]
+        if split == "rows":
+            pieces = [t.split([size // 2 for size in runs]) for t in held]
+            joined = torch.cat([piece[i] for i in range(len(runs)) for piece in pieces])
+        else:
+            joined = torch.cat(held, dim=1) if split == "columns" and tensor.dim() == 2 else held[0]
+        assert torch.equal(joined, tensor), name
+
+
+def test_positions_that_were_not_learned_are_refused(tmp_path: Path) -> None:
+    save(families_table.FAMILIES["gpt2"](), tmp_path)
+    with pytest.raises(ConfigError, match="max_seq_len: 257 is more than the model's 256 learned positions"):
+        LLM(tmp_path, max_seq_len=257)
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda row: row.name)
 def test_defaults_are_those_of_transformers(family: Any) -> None:
     """A config.json that names its architecture alone means what transformers' own defaults say."""
-    theirs = transformers.AutoConfig.for_model(family.model_type)
-    for key, value in family.defaults.items():
+    meant = {key: values[0] for key, values in family.when.items()}
+    theirs = transformers.AutoConfig.for_model(family.model_type, **meant)
+    dim, heads = theirs.hidden_size, theirs.num_attention_heads
+    derived = {
+        "head_dim": dim // heads,
+        "num_key_value_heads": heads,
+        "num_kv_heads": heads,
+        "ffn_hidden_size": 4 * dim,
+        "word_embed_proj_dim": dim,
+    }
+    for key, value in (family.defaults | meant).items():
         if key in ("rope_theta", "partial_rotary_factor"):
             assert theirs.rope_parameters.get("full_attention", theirs.rope_parameters)[key] == value
         elif key == "rope_local_base_freq":
             assert theirs.rope_parameters["sliding_attention"]["rope_theta"] == value
-        elif key == "head_dim" and value is None:
-            derived = theirs.hidden_size // theirs.num_attention_heads
-            assert (getattr(theirs, key, None) or derived) == derived
-        elif key == "num_key_value_heads" and value is None:
-            assert theirs.num_key_value_heads == theirs.num_attention_heads
+        elif key in derived and value is None:
+            assert (getattr(theirs, key, None) or derived[key]) == derived[key]
         elif key == "sliding_window" and "use_sliding_window" in family.defaults:
             assert type(theirs)(use_sliding_window=True).sliding_window == value
         elif key == "sliding_window_pattern":
-            theirs = type(theirs)(use_sliding_window=True) if "use_sliding_window" in family.defaults else theirs
-            assert theirs.layer_types == [
-                "sliding_attention" if (i + 1) % value else "full_attention" for i in range(theirs.num_hidden_layers)
-            ]
-        elif key in ("attention_bias", "mlp_bias") and not hasattr(theirs, key):
-            assert not value  # the family has no such key
+            on = type(theirs)(use_sliding_window=True) if "use_sliding_window" in family.defaults else theirs
+            kinds = ["sliding_attention" if (i + 1) % value else "full_attention" for i in range(on.num_hidden_layers)]
+            assert on.layer_types == kinds
+        elif key in ("attention_bias", "mlp_bias", "seq_length") and not hasattr(theirs, key):
+            assert not value or key == "seq_length"  # transformers has no such key
         else:
             assert getattr(theirs, key) == value, key
-    config = parse_config({"architectures": list(family.architectures)})
-    assert (config.dim, config.num_layers, config.vocab_size) == (
-        theirs.hidden_size,
-        theirs.num_hidden_layers,
-        theirs.vocab_size,
-    )
+    config = parse_config({"architectures": list(family.architectures)} | meant)
+    assert (config.dim, config.num_layers, config.num_heads) == (dim, theirs.num_hidden_layers, heads)
+    assert config.vocab_size == theirs.vocab_size
 
 
-WRITTEN = [name for name in families_table.FAMILIES if re.match("llama|mistral|mixtral|qwen[23](?!-moe)", name)]
+UNWRITTEN = re.compile("gemma|olmo|granite|smollm3|glm|gpt-oss|qwen[23]-moe")  # whose rows compute fields from keys
+WRITTEN = [name for name in families_table.FAMILIES if not UNWRITTEN.match(name)]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -190,7 +275,8 @@ def test_to_hf_config_round_trips_and_transformers_reads_it(name: str, tmp_path:
     config = read_config(save(theirs, tmp_path))
     raw = to_hf_config(config, "float32")
     assert parse_config(raw) == config
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    padding = {"pad_token_id": theirs.config.pad_token_id}  # transformers' default may lie outside a tiny vocabulary
+    (tmp_path / "config.json").write_text(json.dumps(raw | padding))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.tensor([families_table.prompts()[-1]])
     with torch.no_grad():
@@ -235,6 +321,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "both ways": ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional"),
     "no rotation": ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, "unrotated has 2 entries"),
     "logits": ({"architectures": ["GraniteForCausalLM"], "logits_scaling": "2"}, "logits_scaling must be a number"),
+    "longrope's lengths": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]},
+        },
+        "short_factor has 1 numbers for 48 rotary pairs",
+    ),
+    "gpt2 scales": ({"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by"),
+    "gpt2 width": ({"architectures": ["GPT2LMHeadModel"], "n_embd": 2**30}, "n_embd must be between 1 and 262144"),
+    "opt norms": ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "do_layer_norm_before False"),
+    "opt width": ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 512}, r"word_embed_proj_dim 512.*768"),
+    "bloom": (
+        {"architectures": ["BloomForCausalLM"], "apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm True",
+    ),
+    "falcon alibi": ({"architectures": ["FalconForCausalLM"], "alibi": True}, "alibi True is not supported"),
+    "falcon norms": ({"architectures": ["FalconForCausalLM"], "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+    "falcon flag": ({"architectures": ["FalconForCausalLM"], "multi_query": 1}, "multi_query 1 is not supported"),
+    "phi": ({"architectures": ["PhiForCausalLM"], "qk_layernorm": True}, "qk_layernorm True"),
+    "stablelm": ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "qk_layernorm True"),
 }
 
 

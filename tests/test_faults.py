@@ -382,7 +382,7 @@ def test_a_model_that_computes_no_numbers_fails_its_requests_and_goes_on(data_di
     from gpt_fast.checkpoint.families import read_config
 
     model = random_model(read_config(data_dir / "models" / "stories260K_hf"), torch.float32)
-    model.norm.weight.fill_(float("nan"))
+    model.head.norm.weight.fill_(float("nan"))
     with LLM.from_model(model, compile=False, max_seq_len=64) as llm:
         for params in (SamplingParams(), SamplingParams(temperature=1.0, logprobs=3)):
             with pytest.raises(RequestError, match="not finite") as caught:

@@ -25,7 +25,7 @@ from gpt_fast.kernels.cpu.packing import from_nibbles, nibbles
 from gpt_fast.kernels.reference import dequantize_int4
 from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
-from gpt_fast.model.description import parts
+from gpt_fast.model.description import describe, parts
 from gpt_fast.params import SamplingParams
 from gpt_fast.quantize.apply import quantize_model
 from gpt_fast.quantize.linear import KINDS, Int4Linear, QuantizedLinear, SplitLinear
@@ -224,24 +224,25 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     int4, int8 = Scheme("int4", 32), Scheme("int8")
     whole = {"wo": int4, "w13": int4, "w2": int8}  # 48 inputs are no whole groups
     apart = {"wqkv.queries": int4, "wqkv.keys_values": int8}
-    assert kinds(model) == blocks(whole | apart) | {"output": int8}
+    assert kinds(model) == blocks(whole | apart) | {"head.output": int8}
     unshared = random_model(replace(TINY, num_kv_heads=4), torch.float32)  # keys and values as many as queries
     quantize_model(unshared, quant_config("int4", 32))
-    assert kinds(unshared) == blocks(whole | {"wqkv": int4}) | {"output": int8}
+    assert kinds(unshared) == blocks(whole | {"wqkv": int4}) | {"head.output": int8}
     llama = FAMILIES["llama"]
-    stacked = replace(llama, names={**llama.names, "layers.{}.attention.wqkv": "one_tensor"})
+    stacked = replace(llama, names={**llama.names, "wqkv": "one_tensor"})
     with monkeypatch.context() as patch:
         patch.setitem(FAMILIES, "llama", stacked)
+        patch.setattr("gpt_fast.quantize.scheme.describe", describe.__wrapped__)  # what is cached is of the real row
         assert quant_config("int4", 32).scheme("layers.0.wqkv", TINY) == int4
     no_exceptions = random_model(TINY, torch.float32)
     quantize_model(no_exceptions, replace(quant_config("int4", 32), exceptions=None))
-    assert kinds(no_exceptions) == blocks(dict.fromkeys(whole, int4) | {"wqkv": int4}) | {"output": int8}
+    assert kinds(no_exceptions) == blocks(dict.fromkeys(whole, int4) | {"wqkv": int4}) | {"head.output": int8}
     tied = random_model(SHAPES["tied"], torch.float32)
     quantize_model(tied, quant_config("int8"))
     assert tied.head.output.weight is tied.embed.tokens.weight
     kept = random_model(TINY, torch.float32)
     quantize_model(kept, quant_config("int4", quantize_head=False))
-    assert isinstance(kept.output, nn.Linear)
+    assert isinstance(kept.head.output, nn.Linear)
 
 
 def test_bytes_per_token_count_the_quantized_weights() -> None:

@@ -1,4 +1,11 @@
-"""What a row of the table of families is (family_table.py), and what most rows share: keys, names, defaults."""
+"""What a family of models is: a row of data.
+
+A row has the family's architecture names, the values that transformers assumes for keys that its ``config.json`` leaves
+out, the fields of ``ModelConfig`` that are the same for all its models, the keys that its ``config.json`` has in the
+place of the usual ones, and its tensor names. The rows stand in family_table.py, gpt_families.py and family_rows_*.py;
+families.py reads ``config.json`` by them. A family that needs other mathematics needs an operation or a field of one first
+(model/description.py).
+"""
 
 from __future__ import annotations
 
@@ -38,10 +45,12 @@ class Family:
     """One row.
 
     ``names``: what a tensor is called without ``.weight``; ``{}`` is the layer, ``{e}`` the expert; several names are
-    stacked into one weight. ``layouts``: of weights whose rows stand in another order (description.Layout).
-    ``experts``: fields of ExpertsConfig, and their keys. ``finish`` computes fields from others, where keys alone do
-    not say them; it gets the values of ``config.json``, defaults included, and the fields found, and raises
-    ConfigError.
+    stacked into one weight. ``prefix``: the beginning of the names that some files leave out. ``layouts``: of weights
+    whose rows stand in another order (description.Layout). ``aliases``: other spellings of keys. ``experts``:
+    fields of ExpertsConfig, and their keys. ``choices``: fields by a key whose value chooses the field's, as ``{field: (key, {value: field's value})}``; None is the field's default.
+    ``when``: keys, and the values with which the row is meant, for architectures with several rows: the first that fits
+    is taken. ``finish`` computes fields from others, where keys alone do not say them, or raises ConfigError; it gets
+    the values of ``config.json``, defaults included, and the fields found.
     """
 
     name: str
@@ -53,14 +62,17 @@ class Family:
     fields: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, str] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)  # other spellings of keys, and the keys
+    choices: Mapping[str, tuple[str, Mapping[Any, Any]]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    prefix: str = ""
     windows: Literal["none", "all", "upper", "listed"] = "none"  # layers that sliding_window applies to
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # keys, and the values that can be served
     finish: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda raw, fields: None
 
 
 def llama_names(**changes: str) -> dict[str, str]:
-    """Llama's tensor names, which most families share, with ``changes``."""
+    """Llama's tensor names, which most families share."""
     layer, attention, mlp = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
     return {
         "tokens": "model.embed_tokens",

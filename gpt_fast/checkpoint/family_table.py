@@ -1,15 +1,10 @@
-"""The model families: rows of data.
-
-A family is a row of ``FAMILIES``: its architecture names, the values that transformers assumes for keys that its
-``config.json`` leaves out, the fields of ``ModelConfig`` that are the same for all its models, the keys that its
-``config.json`` has in the place of the usual ones, and its tensor names. A family that needs other mathematics needs
-an operation or a field of one first (model/description.py). families.py reads ``config.json`` by a row.
-"""
+"""The model families that share Llama's shape and tensor names, and the table of all families."""
 
 from __future__ import annotations
 
 from gpt_fast.checkpoint import family_rows_experts, family_rows_rms
 from gpt_fast.checkpoint.family import LLAMA, Family, llama_names
+from gpt_fast.checkpoint.gpt_families import GPT_ROWS
 
 _MISTRAL = LLAMA | {
     "intermediate_size": 14336,
@@ -66,6 +61,31 @@ _ROWS = (
         keys={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
         windows="upper",
     ),
+    # Phi 3, 3.5 and 4.
+    Family(
+        name="phi3",
+        architectures=("Phi3ForCausalLM",),
+        model_type="phi3",
+        defaults=LLAMA
+        | {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": None,
+            "eos_token_id": 32000,
+        },
+        names=llama_names(
+            wqkv="model.layers.{}.self_attn.qkv_proj",
+            w13="model.layers.{}.mlp.gate_up_proj",
+        ),
+        windows="all",
+    ),
 )
 
-FAMILIES: dict[str, Family] = {row.name: row for row in (*_ROWS, *family_rows_experts.ROWS, *family_rows_rms.ROWS)}
+FAMILIES: dict[str, Family] = {
+    row.name: row for row in (*_ROWS, *GPT_ROWS, *family_rows_experts.ROWS, *family_rows_rms.ROWS)
+}

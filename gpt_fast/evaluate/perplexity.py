@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpt_fast.errors import ConfigError
 from gpt_fast.model.steps import Served
+from gpt_fast.model.transformer import Transformer
 from gpt_fast.tokenizer import Tokenizer
 
 SEPARATOR = "<|endoftext|>"  # between documents of a text file
@@ -70,7 +71,7 @@ def windows(tokens: Sequence[int], context: int, stride: int, first: int = 1) ->
 
 
 def perplexity(
-    model: Served,
+    model: Transformer | Served,
     tokenizer: Tokenizer,
     text: str,
     *,
@@ -116,7 +117,7 @@ def perplexity(
 
 
 @torch.inference_mode()
-def score(model: Served, pieces: Iterable[Window]) -> Iterator[tuple[int, Scores]]:
+def score(model: Transformer | Served, pieces: Iterable[Window]) -> Iterator[tuple[int, Scores]]:
     """Index and scores of every window, those of similar length in one batch, so not in their order."""
     pieces = list(pieces)
     order = sorted(range(len(pieces)), key=lambda i: -len(pieces[i].tokens))

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from gpt_fast.errors import ConfigError
 from gpt_fast.evaluate.perplexity import Window, score, windows
 from gpt_fast.llm import LLM
-from gpt_fast.model.steps import Served
+from gpt_fast.model.steps import Served, serve
+from gpt_fast.model.transformer import Transformer
 from gpt_fast.params import SamplingParams
 from gpt_fast.tokenizer import Tokenizer
 
@@ -40,8 +41,8 @@ class Example:
 class Scorer:
     """Answers about ``model``. ``context``: tokens that a question may have; longer ones lose their beginning."""
 
-    def __init__(self, model: Served, tokenizer: Tokenizer, context: int | None = None) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: Transformer | Served, tokenizer: Tokenizer, context: int | None = None) -> None:
+        self.model, self.tokenizer = serve(model, compile=False), tokenizer
         self.context = context or model.config.max_seq_len
         if not 2 <= self.context <= model.config.max_seq_len:
             raise ConfigError(f"context: {self.context} is not between 2 and the model's {model.config.max_seq_len}")

@@ -154,8 +154,15 @@ def _take(module: Block, matrix: d.Matrix) -> list[PackedWeights]:
             assert isinstance(part, (nn.Linear, Int8Linear, Int4Linear))
             n = part.out_features // max(1, matrix.num_experts)
             found += [_pack_rows(part, slice(i, i + n)) for i in range(0, part.out_features, n)]
-    setattr(module, matrix.name, nn.Identity())
+    setattr(module, matrix.name, _Taken())
     return found
+
+
+class _Taken(nn.Module):
+    """In the place of a matrix whose weights were taken."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("the weights of this Transformer were packed for the C++ kernels; use what serve() returned")
 
 
 def _pack_rows(module: nn.Linear | Int8Linear | Int4Linear, rows: slice) -> PackedWeights:
