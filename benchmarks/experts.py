@@ -53,9 +53,9 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 def rate(llm: LLM, new_tokens: int, seed: int) -> float:
     """Tokens per second of decoding after a short prompt."""
-    completion = llm.generate(
-        prompt_of(16, seed), SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
-    )
+    params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    completion = llm.generate(prompt_of(16, seed), params)
+    assert not isinstance(completion, list)
     return completion.timings.tokens_per_second(new_tokens)
 
 

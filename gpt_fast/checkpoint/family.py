@@ -3,8 +3,8 @@
 A row has the family's architecture names, the values that transformers assumes for keys that its ``config.json`` leaves
 out, the fields of ``ModelConfig`` that are the same for all its models, the keys that its ``config.json`` has in the
 place of the usual ones, and its tensor names. The rows stand in family_table.py, gpt_families.py and family_rows_*.py;
-families.py reads ``config.json`` by them. A family that needs other mathematics needs an operation or a field of one first
-(model/description.py).
+families.py reads ``config.json`` by them. A family that needs other mathematics needs an operation or a field of one
+first (model/description.py).
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class Family:
 
     ``names``: what a tensor is called without ``.weight``; ``{}`` is the layer, ``{e}`` the expert; several names are
     stacked into one weight. ``prefix``: the beginning of the names that some files leave out. ``layouts``: of weights
-    whose rows stand in another order (description.Layout). ``aliases``: other spellings of keys. ``experts``:
-    fields of ExpertsConfig, and their keys. ``choices``: fields by a key whose value chooses the field's, as ``{field: (key, {value: field's value})}``; None is the field's default.
-    ``when``: keys, and the values with which the row is meant, for architectures with several rows: the first that fits
-    is taken. ``finish`` computes fields from others, where keys alone do not say them, or raises ConfigError; it gets
-    the values of ``config.json``, defaults included, and the fields found.
+    whose rows stand in another order (description.Layout). ``aliases``: other spellings of keys. ``experts``: fields of
+    ExpertsConfig, and their keys. ``choices``: fields by a key whose value chooses the field's, as
+    ``{field: (key, {value: field's value})}``; None is the field's default. ``when``: keys, and the values with which
+    the row is meant, for architectures with several rows: the first that fits is taken. ``finish`` computes fields from
+    others, where keys alone do not say them, or raises ConfigError; it gets the values of ``config.json``, defaults
+    included, and the fields found.
     """
 
     name: str
