@@ -128,4 +128,4 @@ def test_other_models_of_the_process_leave_room_to_compile() -> None:
     )
     with torch._dynamo.config.patch(recompile_limit=1):
         runner.warm_up()
-    assert runner.compiled
+    assert runner.path != "eager"
