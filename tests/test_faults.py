@@ -388,7 +388,8 @@ def test_a_model_that_computes_no_numbers_fails_its_requests_and_goes_on(data_di
             with pytest.raises(RequestError, match="not finite") as caught:
                 llm.generate([5, 6], params)
             assert caught.value.status == 500
-        assert llm.engine._thread is not None and llm.engine._thread.is_alive()
+        assert llm.engine._thread is not None
+        assert llm.engine._thread.is_alive()
         check_idle(llm)
 
 
