@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from gpt_fast.checkpoint.family_table import FAMILIES, Family
+from gpt_fast.checkpoint.family import Family
+from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.config import ExpertsConfig, ModelConfig, RopeScaling
 
 
