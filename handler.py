@@ -149,7 +149,7 @@ class GPTFastHandler:
                 else:
                     self.sessions[request_id] = opened
         if not pieces:
-            wait_for_news(self.llm, self.sessions.values(), EXCHANGE_S, PAUSE_S, self.last_exchange)
+            wait_for_news(self.llm.engine, self.sessions.values(), EXCHANGE_S, PAUSE_S, self.last_exchange)
         self.last_exchange = time.monotonic()
         for index, request_id in ids.items():
             if request_id in self.sessions:
@@ -174,7 +174,7 @@ class GPTFastHandler:
         receivers = {index: ctx.request_ids[index]}
         try:
             while True:
-                wait_for_news(self.llm, [session], EXCHANGE_S, 0.0, 0.0)
+                wait_for_news(self.llm.engine, [session], EXCHANGE_S, 0.0, 0.0)
                 piece = self.take(ctx, index, session)
                 if piece is not None and piece.last:
                     return piece.text

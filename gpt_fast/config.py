@@ -16,6 +16,8 @@ from gpt_fast.fields import Kind, OneOf, Real, Whole, check_fields, kinds_of, re
 
 T = TypeVar("T")
 
+MAX_EXPERTS = 2**17  # of all layers: far above every model, and few enough to describe each
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -62,7 +64,7 @@ class ExpertsConfig:
 class ModelConfig:
     """The shape and mathematics of one decoder-only transformer. model/description.py makes operations of it."""
 
-    family: str  # a row of families.FAMILIES
+    family: str  # a row of family_table.FAMILIES
     vocab_size: int
     dim: int
     num_layers: int
@@ -124,6 +126,12 @@ class ModelConfig:
             given = getattr(self, name)
             if given and len(given) != self.num_layers:
                 raise ConfigError(f"{name} has {len(given)} entries for {self.num_layers} layers")
+        if self.experts is not None:
+            count, chosen = self.experts.num_experts, self.experts.top_k
+            if chosen > count:
+                raise ConfigError(f"num_experts_per_tok ({chosen}) is more than the number of experts ({count})")
+            if count * self.num_layers > MAX_EXPERTS:
+                raise ConfigError(f"{count} experts in {self.num_layers} layers are more than {MAX_EXPERTS}")
 
     def window(self, layer: int) -> int:
         """Sliding window of ``layer`` in tokens; 0 means full attention."""

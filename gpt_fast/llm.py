@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -205,7 +204,7 @@ class LLM:
         parts = list(zip(several, each, strict=True))
         handles = self.submit_all([(prompt, sample) for prompt, own in parts for sample in own.samples()])
         try:
-            completions = [_completion(handle) for handle in handles]
+            completions = [d.completion for handle in handles for d in handle if d.completion is not None]
         except BaseException:
             for handle in handles:
                 handle.cancel()
@@ -260,7 +259,7 @@ class LLM:
             seed=seed,
             max_tokens=min(room, resolved.max_tokens or room),
             end_ids=frozenset((*eos_ids, *resolved.stop_token_ids)),
-            text=TextStream(IncrementalDetokenizer(self.tokenizer, token_ids, padded=True), resolved.stop),
+            text=TextStream(IncrementalDetokenizer(self.tokenizer, token_ids), resolved.stop),
             grammar=self._grammars.compile(resolved),
         )
 
@@ -304,7 +303,7 @@ class LLM:
         scheduler = self.engine.scheduler
         return {
             "pid": os.getpid(),
-            "compiled": self.engine.runner.compiled,
+            "compiled": self.engine.runner.path != "eager",
             "path": self.engine.runner.path,
             "family": self.config.family,
             "parameters": describe(self.config).num_parameters,
@@ -318,31 +317,6 @@ class LLM:
             "pages_used": scheduler.pages.num_used,
             "pages_total": scheduler.pages.num_pages - 1,
         }
-
-    @property
-    def changed(self) -> threading.Condition:
-        """Notified whenever a request has something new; hold it to look at several handles at once."""
-        return self.engine.changed
-
-    @property
-    def begun_or_ended(self) -> threading.Condition:
-        """Of the same lock as ``changed``, notified of first tokens and endings alone."""
-        return self.engine.begun_or_ended
-
-    @property
-    def num_preemptions(self) -> int:
-        """How often a sequence had to give its pages back and was computed again."""
-        return self.engine.scheduler.num_preemptions
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of all prompt tokens that were found in the prefix cache."""
-        pages = self.engine.scheduler.pages
-        return pages.hits / pages.queries if pages.queries else 0.0
-
-    def check_idle(self, timeout_s: float = 5.0) -> None:
-        """Wait until nothing runs, then raise RuntimeError unless every page is free or cached and accounted for."""
-        self.engine.check_idle(timeout_s)
 
     def close(self) -> None:
         """Abort what runs and end the engine's thread."""
@@ -361,10 +335,3 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     except TokenizerMissing as error:
         log.warning("%s; until then prompts must be token ids, and completions have no text", error)
         return None
-
-
-def _completion(handle: Handle) -> Completion:
-    for delta in handle:
-        if delta.completion is not None:
-            return delta.completion
-    raise AssertionError("a request ended without a completion")

@@ -38,11 +38,13 @@ class FakeLLM:
         self.error = error or ValueError("the fake failed")
         self.abort_after = abort_after
         self.calls: list[tuple[Any, SamplingParams]] = []
-        self.changed = self.begun_or_ended = threading.Condition()
+        changed = threading.Condition()
         self.tokenizer = None
         self.defaults = GenerationDefaults((), None, SamplingParams())
         scheduler = SimpleNamespace(running=[], num_preemptions=0, pages=PageAllocator(2, 1))
-        self.engine = SimpleNamespace(scheduler=scheduler, num_waiting=0, max_waiting=None)
+        self.engine = SimpleNamespace(
+            scheduler=scheduler, num_waiting=0, max_waiting=None, changed=changed, begun_or_ended=changed
+        )
         self.handles: list[FakeHandle] = []
         self.silent = False  # of the handles to come
 

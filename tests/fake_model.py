@@ -23,7 +23,7 @@ from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.kernels.cache import LayerCache, PagedLayer
 from gpt_fast.model.attention import StepLayout
-from gpt_fast.tokenizer import BaseTokenizer
+from gpt_fast.tokenizer import Tokenizer
 
 VOCAB_SIZE = 260  # of the model; the tokenizer has two ids less, as where a vocabulary is padded
 EOS = 257
@@ -75,7 +75,7 @@ class FakeStep:
         run(1)
 
 
-class Bytes(BaseTokenizer):
+class Bytes(Tokenizer):
     """One token a byte, then a beginning and an end."""
 
     def __init__(self) -> None:
@@ -119,3 +119,18 @@ class FakeModelLLM(LLM):
         pages = PageAllocator(num_pages, page_size, prefix_cache)
         self.engine = Engine(runner, scheduler(pages, max_batch, prefill_chunk), max_waiting=max_waiting, threads=1)
         self.engine.start(runner.warm_up)
+
+
+def check_idle(llm: LLM, timeout_s: float = 5.0) -> None:
+    """Wait until nothing runs; then every page must be free or cached, and accounted for."""
+    engine = llm.engine
+    with engine.changed:
+        assert engine.changed.wait_for(lambda: not engine._handles and not engine._inbox, timeout_s), "still running"
+        engine.scheduler.check_integrity()
+        assert engine.scheduler.pages.num_used == 0
+
+
+def hit_rate(llm: LLM) -> float:
+    """Share of all prompt tokens that were found in the prefix cache."""
+    pages = llm.engine.scheduler.pages
+    return pages.hits / pages.queries

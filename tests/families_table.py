@@ -33,11 +33,28 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+SLIDING_FIRST = ["sliding_attention", "sliding_attention", "full_attention"]
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "attention_factor": 1.2,
+}
+QWEN_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "head_dim": 24,
+    "sliding_window": 8,
+    "rope_parameters": YARN | {"rope_theta": 5000.0, "truncate": False},
+}
+
 
 def make(name: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """A seeded causal model of ``<name>Config`` in float32 with ``changes`` to SHAPE."""
     config = getattr(transformers, f"{name}Config")(**(SHAPE | changes))
-    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -67,6 +84,8 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama-biases": functools.partial(make, "Llama", attention_bias=True, mlp_bias=True),
     "mistral": functools.partial(make, "Mistral", sliding_window=8),
     "mistral-full": functools.partial(make, "Mistral", sliding_window=None, head_dim=32),
+    "mixtral": functools.partial(make, "Mixtral", num_local_experts=5, num_experts_per_tok=2),
+    "mixtral-windows": functools.partial(make, "Mixtral", num_local_experts=4, sliding_window=8, num_key_value_heads=1),
     "qwen2": functools.partial(make, "Qwen2"),
     "qwen2-tied": functools.partial(make, "Qwen2", tie_word_embeddings=True),
     "qwen2-windows": functools.partial(make, "Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
@@ -74,6 +93,90 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "qwen3-biases": functools.partial(make, "Qwen3", head_dim=16, attention_bias=True),
     "qwen3-windows": functools.partial(
         make, "Qwen3", head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=2
+    ),
+    "qwen2-moe": functools.partial(make, "Qwen2Moe", **QWEN_EXPERTS, shared_expert_intermediate_size=40),
+    "qwen2-moe-windows": functools.partial(
+        make,
+        "Qwen2Moe",
+        **QWEN_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True},
+        use_sliding_window=True,
+        sliding_window=8,
+    ),
+    "qwen3-moe": functools.partial(make, "Qwen3Moe", **QWEN_EXPERTS, head_dim=32, decoder_sparse_step=2),
+    "qwen3-moe-windows": functools.partial(
+        make,
+        "Qwen3Moe",
+        **QWEN_EXPERTS | {"norm_topk_prob": True, "num_key_value_heads": 1},
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=8,
+    ),
+    "gemma": functools.partial(make, "Gemma", head_dim=24, num_key_value_heads=1),
+    "gemma2": functools.partial(
+        make, "Gemma2", head_dim=32, sliding_window=8, query_pre_attn_scalar=20, attn_logit_softcapping=2.0
+    ),
+    "gemma3": functools.partial(make, "Gemma3Text", head_dim=24, sliding_window=8, layer_types=SLIDING_FIRST),
+    "gemma3-linear": functools.partial(
+        make,
+        "Gemma3Text",
+        head_dim=16,
+        sliding_window=8,
+        layer_types=SLIDING_FIRST,
+        tie_word_embeddings=False,
+        final_logit_softcapping=5.0,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+        },
+    ),
+    "olmo2": functools.partial(make, "Olmo2"),
+    "olmo2-biases": functools.partial(make, "Olmo2", attention_bias=True, num_key_value_heads=1),
+    "olmo3": functools.partial(make, "Olmo3", sliding_window=8, layer_types=SLIDING_FIRST),
+    "olmo3-yarn": functools.partial(
+        make,
+        "Olmo3",
+        sliding_window=8,
+        layer_types=SLIDING_FIRST,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "full_attention": YARN | {"rope_theta": 10000.0},
+        },
+    ),
+    "granite": functools.partial(
+        make,
+        "Granite",
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        attention_multiplier=0.1,
+        logits_scaling=0.5,
+        tie_word_embeddings=True,
+    ),
+    "granite-biases": functools.partial(make, "Granite", attention_multiplier=0.3, attention_bias=True, mlp_bias=True),
+    "smollm3": functools.partial(make, "SmolLM3", no_rope_layer_interval=2, pad_token_id=0),
+    "smollm3-windows": functools.partial(
+        make,
+        "SmolLM3",
+        no_rope_layers=[0, 1, 1],
+        use_sliding_window=True,
+        sliding_window=8,
+        attention_bias=True,
+        mlp_bias=True,
+        pad_token_id=0,
+    ),
+    "gpt-oss": functools.partial(make, "GptOss", **GPT_OSS),
+    "gpt-oss-plain": functools.partial(
+        make, "GptOss", **GPT_OSS | {"attention_bias": False, "num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}
+    ),
+    "glm": functools.partial(make, "Glm", head_dim=24, pad_token_id=0),
+    "glm4": functools.partial(make, "Glm4", head_dim=32, num_key_value_heads=1, pad_token_id=0),
+    "glm4-turning": functools.partial(
+        make,
+        "Glm4",
+        head_dim=16,
+        pad_token_id=0,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     ),
     "gpt2": functools.partial(make, "GPT2", max_position_embeddings=256),
     "gpt2-odd-heads": functools.partial(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import EOS, VOCAB_SIZE, FakeModelLLM
+from fake_model import EOS, VOCAB_SIZE, FakeModelLLM, check_idle, hit_rate
 from test_engine import mixed_requests
 
 from gpt_fast import Completion, SamplingParams
@@ -58,7 +58,7 @@ def drafting(requests: Sequence[Asked], error_rate: float = 0.0, num_drafts: int
 def answers(llm: FakeModelLLM, requests: Sequence[Asked]) -> list[tuple[Any, ...]]:
     """All that a caller sees of each."""
     done = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
-    llm.check_idle()
+    check_idle(llm)
     return [seen(d) for d in done]
 
 
@@ -87,7 +87,7 @@ def test_drafts_change_no_answer(options: dict[str, Any], error_rate: float, exp
     with drafting(mixed_requests(), error_rate, **options) as llm:
         assert answers(llm, mixed_requests()) == expected
         if "num_pages" in options:
-            assert llm.num_preemptions > 0
+            assert llm.engine.scheduler.num_preemptions > 0
 
 
 def test_drafts_that_are_right_save_steps_and_arrive_together() -> None:
@@ -169,7 +169,7 @@ def test_what_drafts_left_in_the_cache_is_not_found_again() -> None:
     with drafting([first, longer], error_rate=0.5, page_size=4) as llm:
         llm.generate(*first)
         assert answers(llm, [longer]) == plain
-        assert llm.prefix_hit_rate > 0.4
+        assert hit_rate(llm) > 0.4
 
 
 def test_a_row_behind_a_draft_that_has_no_token_is_left_to_the_next_step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gpt_fast import LLM
 from gpt_fast.checkpoint.checkpoint import Checkpoint
@@ -29,6 +31,7 @@ from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.description import describe, split_of
+from gpt_fast.model.shapes import shape
 from gpt_fast.quantize.scheme import quant_config
 from gpt_fast.quantize.writer import quantize_checkpoint
 
@@ -57,6 +60,37 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     theirs = families_table.FAMILIES[name]()
     ours = Checkpoint.open(save(theirs, tmp_path)).build(torch.float32)
     assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_experts_in_mxfp4(quantize: str | None, tmp_path: Path) -> None:
+    """The published form of gpt-oss holds the same model as the weights that transformers makes of it."""
+    theirs = families_table.make("GptOss", **families_table.GPT_OSS | {"intermediate_size": 96})
+    generator, packed = torch.Generator().manual_seed(0), {}
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.dim() == 3:
+                experts, inputs, outputs = parameter.shape
+                shape = (experts, outputs, inputs // 32)
+                blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+                scales = torch.randint(122, 126, shape, dtype=torch.uint8, generator=generator)
+                packed |= {name + "_blocks": blocks, name + "_scales": scales}
+                parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    plain, short = Checkpoint.open(save(theirs, tmp_path / "plain")), save(theirs, tmp_path / "short")
+    tensors = load_file(short / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if name + "_blocks" not in packed}
+    save_file(kept | packed, short / "model.safetensors")
+    raw = read_json(short / "config.json") | {"quantization_config": {"quant_method": "mxfp4"}}
+    (short / "config.json").write_text(json.dumps(raw))
+    expected = plain.build(torch.float32, quantize=quantize).state_dict()
+    actual = Checkpoint.open(short).build(torch.float32, quantize=quantize).state_dict()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    if quantize is None:
+        assert_same_logits(plain.build(torch.float32), theirs)
+    packed.popitem()
+    save_file(kept | packed, short / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: .*down_proj\.0\.weight.*unexpected: .*down_proj_blocks"):
+        Checkpoint.open(short)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2-tied", "qwen3"])
@@ -105,6 +139,18 @@ def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(raw))
     assert read_config(tmp_path) == new
     assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
+
+
+@pytest.mark.parametrize(("name", "local"), [("gemma3-linear", "rope_local_base_freq"), ("olmo3-yarn", "unread")])
+def test_old_spelling_of_rotation_by_layer(name: str, local: str, tmp_path: Path) -> None:
+    """Before transformers 5 layers with a window had keys beside rope_theta, or what rope_theta says unscaled."""
+    save(families_table.FAMILIES[name](), tmp_path)
+    new, path = read_config(tmp_path), tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    rope = raw.pop("rope_parameters")
+    full = rope["full_attention"]
+    raw |= {"rope_theta": full.pop("rope_theta"), local: rope["sliding_attention"]["rope_theta"], "rope_scaling": full}
+    assert parse_config(raw) == new
 
 
 @pytest.mark.parametrize(
@@ -199,11 +245,17 @@ def test_defaults_are_those_of_transformers(family: Any) -> None:
     }
     for key, value in (family.defaults | meant).items():
         if key in ("rope_theta", "partial_rotary_factor"):
-            assert theirs.rope_parameters[key] == value
+            assert theirs.rope_parameters.get("full_attention", theirs.rope_parameters)[key] == value
+        elif key == "rope_local_base_freq":
+            assert theirs.rope_parameters["sliding_attention"]["rope_theta"] == value
         elif key in derived and value is None:
-            assert getattr(theirs, key, derived[key]) == derived[key]
-        elif key == "sliding_window" and family.windows == "upper":
+            assert (getattr(theirs, key, None) or derived[key]) == derived[key]
+        elif key == "sliding_window" and "use_sliding_window" in family.defaults:
             assert type(theirs)(use_sliding_window=True).sliding_window == value
+        elif key == "sliding_window_pattern":
+            on = type(theirs)(use_sliding_window=True) if "use_sliding_window" in family.defaults else theirs
+            kinds = ["sliding_attention" if (i + 1) % value else "full_attention" for i in range(on.num_hidden_layers)]
+            assert on.layer_types == kinds
         elif key in ("attention_bias", "mlp_bias", "seq_length") and not hasattr(theirs, key):
             assert not value or key == "seq_length"  # transformers has no such key
         else:
@@ -213,7 +265,11 @@ def test_defaults_are_those_of_transformers(family: Any) -> None:
     assert config.vocab_size == theirs.vocab_size
 
 
-@pytest.mark.parametrize("name", families_table.FAMILIES)
+UNWRITTEN = re.compile("gemma|olmo|granite|smollm3|glm|gpt-oss|qwen[23]-moe")  # whose rows compute fields from keys
+WRITTEN = [name for name in families_table.FAMILIES if not UNWRITTEN.match(name)]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_to_hf_config_round_trips_and_transformers_reads_it(name: str, tmp_path: Path) -> None:
     theirs = families_table.FAMILIES[name]()
     config = read_config(save(theirs, tmp_path))
@@ -233,6 +289,7 @@ def test_to_hf_config_refuses_what_the_family_cannot_say() -> None:
         to_hf_config(config, "float32")
 
 
+MIXTRAL = ["MixtralForCausalLM"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
         {"architectures": ["BambooForCausalLM"]},
@@ -252,6 +309,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"num_attention_heads": 32, "num_key_value_heads": 5}, "num_key_value_heads"),
     "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool"),
     "epsilon": ({"rms_norm_eps": None}, "rms_norm_eps must be a number"),
+    "experts": ({"architectures": MIXTRAL, "num_local_experts": "8"}, "num_local_experts must be int, not '8'"),
+    "too few experts": ({"architectures": MIXTRAL, "num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) is more"),
+    "too many experts": (
+        {"architectures": MIXTRAL, "num_local_experts": 4096, "num_hidden_layers": 64},
+        "4096 experts in 64 layers",
+    ),
+    "sparse step": ({"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}, "decoder_sparse_step"),
+    "swiglu": ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0}, "swiglu_limit 5.0"),
+    "query scale": ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    "both ways": ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional"),
+    "no rotation": ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, "unrotated has 2 entries"),
+    "logits": ({"architectures": ["GraniteForCausalLM"], "logits_scaling": "2"}, "logits_scaling must be a number"),
     "longrope's lengths": (
         {
             "architectures": ["Phi3ForCausalLM"],
@@ -313,6 +382,9 @@ def test_published_parameter_counts() -> None:
     )  # fmt: skip
     assert describe(llama32).num_parameters == 1_235_814_400
     assert describe(published()).num_parameters == 6_738_415_616  # Llama 2 7B is what transformers defaults to
+    mixtral = describe(shape("mixtral-8x7b"))
+    assert mixtral.num_parameters == 46_702_792_704
+    assert mixtral.active_parameters == 12_748_587_008  # the embedding table is not multiplied with
 
 
 def write_generation(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import FakeModelLLM
+from fake_model import FakeModelLLM, check_idle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +131,7 @@ def test_every_number_is_taken_as_integer_and_as_float_alone_and_in_company(
     alone = [finish(llm.submit(*request)) for request in requests]
     together = llm.submit_all(requests)
     assert [finish(handle) for handle in together] == alone
-    llm.check_idle()
+    check_idle(llm)
 
 
 @pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS])
@@ -282,7 +282,7 @@ def test_a_fault_at_any_stage_costs_the_others_not_a_byte(
         else:
             assert finish(handle) == expected[i], f"request {i}"
     assert max(len(record.getMessage()) for record in caplog.records) < 20_000
-    llm.check_idle()
+    check_idle(llm)
     monkeypatch.undo()
     assert finish(llm.submit(*eight()[3])) == expected[3], "the engine goes on"
 
@@ -315,7 +315,7 @@ def test_several_at_fault_end_and_the_others_do_not(llm: LLM, monkeypatch: pytes
                 finish(handle)
         else:
             assert finish(handle) == expected[i]
-    llm.check_idle()
+    check_idle(llm)
 
 
 def test_when_all_that_run_are_at_fault_the_next_is_served(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def test_all_of_several_requests_are_queued_or_none() -> None:
         assert (caught.value.status, caught.value.code) == (503, "queue_full")
         assert engine.num_waiting == 0
         assert len(llm.submit_all([([3], SamplingParams(max_tokens=1))] * 4)) == 4
-        llm.check_idle()
+        check_idle(llm)
 
 
 # ---- numbers that the model computes --------------------------------------------------------------------------------
@@ -388,8 +388,9 @@ def test_a_model_that_computes_no_numbers_fails_its_requests_and_goes_on(data_di
             with pytest.raises(RequestError, match="not finite") as caught:
                 llm.generate([5, 6], params)
             assert caught.value.status == 500
-        assert llm.engine.alive
-        llm.check_idle()
+        assert llm.engine._thread is not None
+        assert llm.engine._thread.is_alive()
+        check_idle(llm)
 
 
 def test_a_request_that_rules_out_every_token_is_told_so(llm: LLM) -> None:
@@ -400,5 +401,5 @@ def test_a_request_that_rules_out_every_token_is_told_so(llm: LLM) -> None:
     request = llm.prepare([5, 6], SamplingParams(max_tokens=8, min_tokens=4, stop_token_ids=(7,)))
     request.grammar = OnlySeven()
     with pytest.raises(RequestError, match="min_tokens") as caught:
-        finish(llm.engine.add(request))
+        finish(llm.engine.add_all([request])[0])
     assert caught.value.status == 400

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_model import check_idle
 from test_hub_quantized import make as make_hub
 
 from gpt_fast import LLM, SamplingParams, memory
@@ -258,7 +259,7 @@ def test_any_number_of_positions_starts_by_default(
         assert len(done.token_ids) == 5
         whole = llm.generate([5] * (llm.max_seq_len - 2), SamplingParams(max_tokens=2, ignore_eos=True))
         assert len(whole.token_ids) == 2, "the length that is promised can be used"
-        llm.check_idle()
+        check_idle(llm)
         length = llm.max_seq_len
     assert f"max_seq_len is {length} and not {positions}" in caplog.text
     assert "0.006 GB free" in caplog.text

@@ -20,7 +20,7 @@ from gpt_fast.serve.protocol.native import error_body
 from gpt_fast.serve.protocol.openai_chat import ChatRequest, parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext, model_body, models_body
 from gpt_fast.serve.protocol.openai_completions import CompletionRequest, parse_completion
-from gpt_fast.tokenizer import BaseTokenizer, IncrementalDetokenizer, Tokenizer
+from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, _byte_level_alphabet
@@ -55,7 +55,7 @@ def byte_level(bos: str | None = LLAMA3[0]) -> Tokenizer:
     return HfJsonTokenizer(spec, Settings(bos_token=bos, add_bos_token=bos is not None), source="the test")
 
 
-class SpaceFirst(BaseTokenizer):
+class SpaceFirst(Tokenizer):
     """One token a byte, and as SentencePiece a space in front of a text: also behind a special token, or not."""
 
     def __init__(self, every_segment: bool) -> None:
@@ -154,6 +154,11 @@ def run(request: ChatRequest | CompletionRequest, *answers: Any, reason: FinishR
         for i, sequence in enumerate(running):
             if completions[i] is None:
                 delta = next(sequence)
+                if delta.finish_reason == "abort":  # as serve/session.py does
+                    error = RequestError("its time was up", "timeout_s", "timeout", 504)
+                    if request.stream:
+                        return body + request.write_error(error)
+                    raise error
                 completions[i] = delta.completion
                 body += request.write_delta(i, delta) if request.stream else ""
     return body + request.write_end(completions)
@@ -228,11 +233,11 @@ def test_what_the_endpoints_spell_differently(params: Callable[[], Any], expecte
 
 
 def test_defaults_of_the_server() -> None:
-    server = context(default_temperature=0.6, completion_max_tokens=None, chat_max_tokens=50)
+    server = context(default_temperature=0.6)
     assert parse_chat(chat(), server).sequences[0].params.temperature == 0.6
-    assert parse_chat(chat(), server).sequences[0].params.max_tokens == 50
+    assert parse_chat(chat(), server).sequences[0].params.max_tokens is None
     assert parse_completion(text(temperature=1), server).sequences[0].params.temperature == 1
-    assert parse_completion(text(), server).sequences[0].params.max_tokens is None
+    assert parse_completion(text(), server).sequences[0].params.max_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -696,21 +701,12 @@ def test_choices_are_numbered_prompt_by_prompt() -> None:
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
 
 
-def test_an_abort_is_an_error_in_the_stream_and_ends_it() -> None:
+def test_an_error_is_the_last_event_of_a_stream() -> None:
     request = parse_chat(chat(stream=True, n=2), context())
     request.write_delta(0, Delta("a", (97,)))
-    [event] = events(request.write_delta(1, Delta("", (), "abort")))
-    assert event["error"]["code"] == "aborted"
+    [event] = events(request.write_error(RequestError("its time was up", "timeout_s", "timeout", 504)))
+    assert event["error"]["code"] == "timeout"
     assert event["error"]["type"] == "server_error"
-    # Nothing follows a [DONE].
-    assert request.write_delta(0, Delta("b", (98,))) == request.write_end([]) == ""
-    assert request.write_error(RequestError("x")) == ""
-
-
-def test_an_abort_is_an_error_instead_of_a_whole_answer() -> None:
-    done = Completion("a", (97,), "abort")
-    for request in (parse_chat(chat(), context()), parse_completion(text(echo=True, max_tokens=0), context())):
-        assert refusal(request.write_end, [done]).status == 500
 
 
 def test_nothing_is_sent_for_nothing() -> None:
@@ -831,4 +827,4 @@ def test_client_errors(openai: Any) -> None:
 def test_client_sees_an_abort(openai: Any, stream: bool) -> None:
     with pytest.raises(openai.APIError) as caught:
         list(client(openai, reason="abort").chat.completions.create(stream=stream, **chat()))
-    assert caught.value.code == "aborted"
+    assert caught.value.code == "timeout"

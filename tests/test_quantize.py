@@ -352,7 +352,7 @@ def test_compiled_equals_eager_and_nothing_compiles_in_service(tmp_path: Path) -
     with LLM(source, quantize=mode, compile=False, **options) as llm:
         eager = [c.token_ids for c in llm.generate(prompts, params)]
     with LLM(source, quantize=mode, **options) as llm:
-        assert llm.engine.runner.compiled
+        assert llm.engine.runner.path != "eager"
         compiled = counters["stats"]["unique_graphs"]
         assert [c.token_ids for c in llm.generate(prompts, params)] == eager
         assert counters["stats"]["unique_graphs"] == compiled

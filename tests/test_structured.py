@@ -124,7 +124,7 @@ def test_a_grammar_that_becomes_too_complex_fails_its_request_by_field_and_brief
     matcher = request.grammar._matcher  # type: ignore[union-attr]
     assert not matcher.consume_token(0)  # what llguidance does when a limit is met in mid-text: an error that stays
     with pytest.raises(RequestError) as caught:
-        list(llm.engine.add(request))
+        list(llm.engine.add_all([request])[0])
     assert (caught.value.status, caught.value.param) == (400, "json_schema")
     assert "secret" not in caplog.text
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from vocabularies import library_for_ranks, write_all
 
 from gpt_fast.errors import TokenizerError
-from gpt_fast.tokenizer import BaseTokenizer, IncrementalDetokenizer, Tokenizer, load_tokenizer
+from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, gpt2_spec
 from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from gpt_fast.tokenizer.settings import Settings
@@ -57,15 +57,13 @@ def load(vocabularies: Path) -> Load:
     return cache(lambda name: load_tokenizer(vocabularies / name))
 
 
-def stream(
-    tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, skip_special: bool = True
-) -> list[str]:
+def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
     """The pieces of the pushes, the flush last."""
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt or (), skip_special)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt or ())
     return [*map(detokenizer.push, ids), detokenizer.flush()]
 
 
-class ByteTokenizer(BaseTokenizer):
+class ByteTokenizer(Tokenizer):
     """One token a byte, then <bos> and <eos>: the smallest tokenizer with every awkward split of a character."""
 
     def __init__(self, leading_spaces_dropped: int = 0) -> None:
@@ -315,14 +313,14 @@ def test_mistral(data_dir: Path, version: str) -> None:
         assert ids[0] == 1
         assert tokenizer.decode(ids) == text
         assert "".join(stream(tokenizer, ids)) == text
-    inst = tokenizer.token_to_id("[INST]")
-    assert (inst is None) == version.endswith("v1")
-    if inst is not None:
+    inst, end = (tokenizer.encode(name, bos=False, allow_special=True) for name in ("[INST]", "[/INST]"))
+    assert (len(inst) > 1) == version.endswith("v1")
+    if len(inst) == 1:
         # mistral-common encodes "Hi" by itself, so the word has its dummy prefix behind the control token too.
         assert tokenizer.encode("[INST]Hi[/INST]", bos=False, allow_special=True) == [
-            inst, *tokenizer.encode("Hi", bos=False), tokenizer.token_to_id("[/INST]")
+            *inst, *tokenizer.encode("Hi", bos=False), *end
         ]  # fmt: skip
-        assert inst not in tokenizer.encode("[INST]Hi[/INST]")
+        assert inst[0] not in tokenizer.encode("[INST]Hi[/INST]")
 
 
 # ---------------------------------------------------------------- streaming
@@ -383,12 +381,10 @@ def test_any_bytes_stream_as_they_decode(dropped: int, prompt: list[int], ids: l
 
 
 def check_stream(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> None:
-    for skip_special in (True, False):
-        assert "".join(stream(tokenizer, ids, skip_special=skip_special)) == tokenizer.decode(ids, skip_special)
-        before = tokenizer.decode(prompt, skip_special)
-        if not before.endswith("\ufffd"):
-            expected = tokenizer.decode(prompt + ids, skip_special)[len(before) :]
-            assert "".join(stream(tokenizer, ids, prompt, skip_special)) == expected
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+    before = tokenizer.decode(prompt)
+    if not before.endswith("\ufffd"):
+        assert "".join(stream(tokenizer, ids, prompt)) == tokenizer.decode(prompt + ids)[len(before) :]
 
 
 def test_first_space_is_the_texts_only_after_a_prompt(load: Load) -> None:
@@ -498,7 +494,7 @@ SPECIAL = {
 def test_special_tokens_in_text_are_text(load: Load, name: str) -> None:
     tokenizer = load(name)
     for token, id in SPECIAL[name].items():
-        assert tokenizer.token_to_id(token) == id
+        assert tokenizer.encode(token, bos=False, allow_special=True) == [id]
         assert tokenizer.is_special(id)
         assert tokenizer.token_bytes(id) == b""
         assert tokenizer.token_bytes(id, skip_special=False) == token.encode()
@@ -753,12 +749,15 @@ def test_ids_outside_the_vocabulary(id: int) -> None:
         lambda: tokenizer.decode([65, id]),
         lambda: tokenizer.token_bytes(id),
         lambda: tokenizer.is_special(id),
-        lambda: IncrementalDetokenizer(tokenizer).push(id),
         lambda: wordpiece().decode([id]),
-        lambda: IncrementalDetokenizer(wordpiece()).push(id),
     ):
         with pytest.raises(TokenizerError, match=f"token id {id} is outside the vocabulary"):
             use()
+
+
+def test_ids_that_pad_a_models_vocabulary_have_no_text() -> None:
+    assert stream(ByteTokenizer(), [65, 258, 66], [67, 300]) == ["A", "", "B", ""]
+    assert stream(wordpiece(), [2, 7, 3], [2, 100]) == [" hello", "", " world", ""]
 
 
 @pytest.mark.parametrize("name", BACKENDS)

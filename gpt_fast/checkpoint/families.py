@@ -16,12 +16,12 @@ from typing import Any
 
 from gpt_fast.checkpoint.family import ACTIVATIONS, KEYS, Family
 from gpt_fast.checkpoint.family_table import FAMILIES
-from gpt_fast.config import MAX_POSITIONS, ModelConfig, RopeScaling
+from gpt_fast.config import MAX_POSITIONS, ExpertsConfig, ModelConfig, RopeScaling
 from gpt_fast.errors import CheckpointError, ConfigError, RequestError
 from gpt_fast.params import SamplingParams
 
 # The greatest sizes that a config.json may ask for: far above every model, and small enough to compute with. Whether
-# the file's tensors have these sizes is checked before anything is built (checkpoint.open_checkpoint).
+# the file's tensors have these sizes is checked before anything is built (Checkpoint.open).
 LIMITS = {
     "vocab_size": 2**24,
     "hidden_size": 2**18,
@@ -32,14 +32,16 @@ LIMITS = {
     "head_dim": 2**14,
     "max_position_embeddings": MAX_POSITIONS,
     "sliding_window": 2**31 - 1,
+    "num_local_experts": 2**12,
+    "num_experts": 2**12,
 }
 _LARGEST = 1e15  # of numbers that are no sizes: NaN and infinity, which Python's JSON knows, are not below it
 _MAX_JSON = 100_000_000  # bytes
 _SHOWN = 60  # characters of a wrong value
 
-_KINDS = {f.name: str(f.type) for f in dataclasses.fields(ModelConfig)}
+_KINDS = {f.name: str(f.type) for kind in (ExpertsConfig, ModelConfig) for f in dataclasses.fields(kind)}
 
-QUANT_METHODS = ("gpt_fast", "gptq", "awq")  # that quantize/ reads
+QUANT_METHODS = ("gpt_fast", "gptq", "awq", "mxfp4")  # that quantize/ reads, and checkpoint/stacked.py
 
 __all__ = [
     "FAMILIES",
@@ -101,6 +103,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     for name, key in keys.items():
         if name not in fields and key:
             fields[name] = get.field(name, key)
+    if row.experts:
+        fields["experts"] = ExpertsConfig(**{name: get.typed(name, key) for name, key in row.experts.items()})
     heads, dim = fields["num_heads"], fields["dim"]
     fields["num_kv_heads"] = fields.get("num_kv_heads") or heads
     fields["head_dim"] = fields.get("head_dim") or dim // heads
@@ -179,6 +183,12 @@ class _Reader:
                 known = _listed(list(ACTIVATIONS))
                 raise CheckpointError(f"{self.where}: {key} {given!r} is not supported, only {known}")
             return ACTIVATIONS[given]
+        if self.value(key) is None and name in ("attention_cap", "logits_cap"):
+            return 0.0
+        return self.typed(name, key)
+
+    def typed(self, name: str, key: str) -> Any:
+        """The value of ``key``, of the type of the field ``name``."""
         kind = _KINDS[name]
         if kind == "int":
             return self.size(key, KEYS.get(name, key))
@@ -201,7 +211,7 @@ class _Reader:
         return float(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        value = self.raw.get(key) or {}
+        value = self.value(key) or {}
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.where}: {key} must be an object, not {_shown(value)}")
         return value
@@ -290,7 +300,7 @@ def _windows(row: Family, get: _Reader, num_layers: int) -> tuple[int, ...]:
     """Sliding window of each layer, 0 for none; () when no layer has one."""
     if row.windows == "none":
         return ()
-    on = row.windows in ("all", "listed") or get("use_sliding_window", bool)
+    on = "use_sliding_window" not in row.defaults or get("use_sliding_window", bool)
     window = get.size("sliding_window") if on and get.value("sliding_window") is not None else 0
     kinds = get.value("layer_types")
     if kinds is not None and row.windows != "all":
@@ -299,7 +309,8 @@ def _windows(row: Family, get: _Reader, num_layers: int) -> tuple[int, ...]:
             raise CheckpointError(f"{get.where}: layer_types has sliding_attention, but no sliding_window is in use")
     elif row.windows == "listed":
         every = get.size("sliding_window_pattern")  # the last of so many layers sees everything
-        sliding = [(i + 1) % every > 0 for i in range(num_layers)]
+        last = get("max_window_layers", int) if "max_window_layers" in row.defaults else num_layers
+        sliding = [(i + 1) % every > 0 and i < last for i in range(num_layers)]
     else:
         first = 0 if row.windows == "all" else get("max_window_layers", int)
         sliding = [i >= first for i in range(num_layers)]
@@ -333,6 +344,8 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     for name, (key, values) in row.choices.items():
         spelled = {meaning: value for value, meaning in values.items()}
         raw[key] = spelled.get(getattr(config, name), spelled.get(None))
+    if config.experts is not None:
+        raw |= {key: getattr(config.experts, name) for name, key in row.experts.items()}
     if config.rotary:
         raw |= _rope_keys(config)
     if row.windows != "none":

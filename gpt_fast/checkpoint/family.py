@@ -2,9 +2,9 @@
 
 A row has the family's architecture names, the values that transformers assumes for keys that its ``config.json`` leaves
 out, the fields of ``ModelConfig`` that are the same for all its models, the keys that its ``config.json`` has in the
-place of the usual ones, and its tensor names. The rows stand in family_table.py and gpt_families.py; families.py reads
-``config.json`` by them. A family that needs other mathematics needs an operation or a field of one first
-(model/description.py).
+place of the usual ones, and its tensor names. The rows stand in family_table.py, gpt_families.py and family_rows_*.py;
+families.py reads ``config.json`` by them. A family that needs other mathematics needs an operation or a field of one
+first (model/description.py).
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class Family:
 
     ``names``: what a tensor is called without ``.weight``; ``{}`` is the layer, ``{e}`` the expert; several names are
     stacked into one weight. ``prefix``: the beginning of the names that some files leave out. ``layouts``: of weights
-    whose rows stand in another order (description.Layout). ``aliases``: other spellings of keys. ``choices``: fields by
-    a key whose value chooses the field's, as ``{field: (key, {value: field's value})}``; None is the field's default.
-    ``when``: keys, and the values with which the row is meant, for architectures with several rows: the first that fits
-    is taken. ``finish`` computes fields from others, where keys alone do not say them, or raises ConfigError; it gets
-    the values of ``config.json``, defaults included, and the fields found.
+    whose rows stand in another order (description.Layout). ``aliases``: other spellings of keys. ``experts``: fields of
+    ExpertsConfig, and their keys. ``choices``: fields by a key whose value chooses the field's, as
+    ``{field: (key, {value: field's value})}``; None is the field's default. ``when``: keys, and the values with which
+    the row is meant, for architectures with several rows: the first that fits is taken. ``finish`` computes fields from
+    others, where keys alone do not say them, or raises ConfigError; it gets the values of ``config.json``, defaults
+    included, and the fields found.
     """
 
     name: str
@@ -58,9 +59,10 @@ class Family:
     model_type: str
     defaults: Mapping[str, Any]  # what transformers assumes for a missing key
     names: Mapping[str, str]
-    layouts: Mapping[str, Literal["transposed", "heads", "pairs"]] = field(default_factory=dict)
+    layouts: Mapping[str, Literal["transposed", "heads", "pairs", "interleaved"]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, str] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, Mapping[Any, Any]]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -86,3 +88,24 @@ def llama_names(**changes: str) -> dict[str, str]:
         "norm": "model.norm",
         "output": "lm_head",
     } | changes
+
+
+# num_key_value_heads and head_dim: None means num_attention_heads and hidden_size / num_attention_heads.
+LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from gpt_fast.checkpoint.family import Family, llama_names
+from gpt_fast.checkpoint import family_rows_experts, family_rows_rms
+from gpt_fast.checkpoint.family import LLAMA, Family, llama_names
 from gpt_fast.checkpoint.gpt_families import GPT_ROWS
 
-# num_key_value_heads and head_dim: None means num_attention_heads and hidden_size / num_attention_heads.
-_LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_MISTRAL = _LLAMA | {
+_MISTRAL = LLAMA | {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
-_QWEN2 = _LLAMA | {
+_QWEN2 = LLAMA | {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
@@ -48,7 +30,7 @@ _ROWS = (
         name="llama",
         architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
         model_type="llama",
-        defaults=_LLAMA,
+        defaults=LLAMA,
         names=llama_names(),
         keys={"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"},
     ),
@@ -84,7 +66,7 @@ _ROWS = (
         name="phi3",
         architectures=("Phi3ForCausalLM",),
         model_type="phi3",
-        defaults=_LLAMA
+        defaults=LLAMA
         | {
             "vocab_size": 32064,
             "hidden_size": 3072,
@@ -104,4 +86,6 @@ _ROWS = (
     ),
 )
 
-FAMILIES: dict[str, Family] = {row.name: row for row in (*_ROWS, *GPT_ROWS)}
+FAMILIES: dict[str, Family] = {
+    row.name: row for row in (*_ROWS, *GPT_ROWS, *family_rows_experts.ROWS, *family_rows_rms.ROWS)
+}

@@ -36,15 +36,12 @@ def add_parser(subparsers: Any) -> None:
     description = __doc__.split("\n\n")[0].split(": ", 1)[1]
     parser = subparsers.add_parser("bench", help="measure the engine, or a server under load", description=description)
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument(
-        "--url", metavar="URL", help="load a running server, e.g. http://HOST:PORT/predictions/gpt-fast"
-    )
+    target.add_argument("--url", help="load a running server, e.g. http://HOST:PORT/predictions/gpt-fast")
     target.add_argument("--checkpoint", metavar="DIR", help="measure the engine: a Hugging Face directory, as it is")
     target.add_argument("--shape", metavar="NAME", help="measure the engine: random weights of a named shape")
     parser.add_argument("--seed", type=int, default=0, help="prompts, arrivals, sampling (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line of stdout")
+    options.add_output_options(parser)
     parser.add_argument("--output", metavar="FILE.json", help="write that object to a file")
-    parser.add_argument("--verbose", action="store_true", help="log what happens; a traceback on errors")
     engine = parser.add_argument_group("engine, with --checkpoint or --shape")
     load = parser.add_argument_group("load, with --url")
     parser.set_defaults(run=run, modes={"engine": _add_engine_options(engine), "load": _add_load_options(load)})
@@ -59,22 +56,11 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> set[str]:
     names: set[str] = set()
     add = functools.partial(_add, group, names)
     add("--batch-sizes", type=_integers, metavar="B,...", help="sequences decoded together (default: 1)")
-    add(
-        *("--prompt-tokens", "--context"),
-        type=_integers,
-        metavar="P,...",
-        help="tokens of each prompt, which is the context that decoding starts from; a row for each (default: 128)",
-    )
+    prompts = "tokens of each prompt, which is the context that decoding starts from; a row for each (default: 128)"
+    add("--prompt-tokens", "--context", type=_integers, metavar="P,...", help=prompts)
     add("--new-tokens", type=int, metavar="N", help="tokens to decode (default: 64)")
     add("--repeats", type=int, metavar="R", help="runs of each row, of which the median counts (default: 3)")
-    add("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N (default: auto)")
-    add("--dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16 (default: auto)")
-    add("--quantize", metavar="MODE", help="quantize the weights while loading")
-    add("--kv-cache-dtype", metavar="DTYPE", help="int8 halves it again (default: as the weights)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on)")
-    add("--kernels", action=argparse.BooleanOptionalAction, help="own kernels; without: plain torch (default: on)")
-    add("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
-    return names
+    return {*names, *options.add_engine_options(group)}
 
 
 def _add_load_options(group: argparse._ArgumentGroup) -> set[str]:
@@ -88,11 +74,8 @@ def _add_load_options(group: argparse._ArgumentGroup) -> set[str]:
     add("--random-input-len", type=int, metavar="N", help="without a dataset: tokens of each prompt (default: 128)")
     add("--random-output-len", type=int, metavar="N", help="generate exactly N tokens (same as the two options below)")
     add("--max-new-tokens", type=int, metavar="N", help="most tokens to generate (default: 128)")
-    add(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        help="go on past the end-of-sequence token, so that the length is known (default: on without a dataset)",
-    )
+    eos = "go on past the end-of-sequence token, so that the length is known (default: on without a dataset)"
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, help=eos)
     add("--random-vocab-size", type=int, metavar="V", help="draw token ids below V (default: 500)")
     add("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
     add("--stream", action=argparse.BooleanOptionalAction, help="stream the answers (default: on)")
@@ -118,10 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     mode, other = ("load", "engine") if arguments.url else ("engine", "load")
     for name in sorted(arguments.modes[other] & vars(arguments).keys()):
         target = "--url" if mode == "load" else "--checkpoint and --shape"
-        print(
-            f"gpt-fast bench: --{name.removesuffix('_s').replace('_', '-')} means nothing with {target}",
-            file=sys.stderr,
-        )
+        print(f"gpt-fast bench: {_flag(name)} means nothing with {target}", file=sys.stderr)
         return 2
     if arguments.output and not Path(arguments.output).resolve().parent.is_dir():
         raise ValueError(f"--output: there is no folder {Path(arguments.output).resolve().parent}")
@@ -146,21 +126,16 @@ def run_engine(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str
     bench.measure_bandwidth(engine.get("device", "auto"), engine.get("threads"))
     with bench.build(checkpoint=arguments.checkpoint, shape_name=arguments.shape, bench=wanted, **engine) as llm:
         facts = {"benchmark": "engine", "model": arguments.shape or arguments.checkpoint, **bench.ceiling(llm)}
+        num_threads = facts["bandwidth_threads"]
         print(
-            f"{facts['model']}: {_short(facts['parameters'])} parameters in {facts['dtype']}, "
-            f"on {facts['device']}\n"
-            f"ceiling: {facts['machine_bandwidth_gb_s']:.1f} GB/s measured ({_threads(facts)}) "
-            f"/ {_short(facts['bytes_per_token'])}B "
-            f"a token = {facts['ceiling_tokens_per_second']:.1f} tokens/s for one sequence without context"
+            f"{facts['model']}: {_short(facts['parameters'])} parameters in {facts['dtype']}, on {facts['device']}\n"
+            f"ceiling: {facts['machine_bandwidth_gb_s']:.1f} GB/s measured ({num_threads} thread"
+            f"{'s' * (num_threads > 1)}) / {_short(facts['bytes_per_token'])}B a token = "
+            f"{facts['ceiling_tokens_per_second']:.1f} tokens/s for one sequence without context"
         )
         print("  batch  prompt  first token     prefill       decode         each   bandwidth  of ceiling  peak memory")
         facts["results"] = bench.benchmark(llm, wanted, lambda row: print(_engine_row(row), flush=True))
     return facts
-
-
-def _threads(facts: dict[str, Any]) -> str:
-    count = facts["bandwidth_threads"]
-    return f"{count} thread{'s' * (count > 1)}"
 
 
 def _short(number: float) -> str:
@@ -203,9 +178,8 @@ def run_load(url: str, given: dict[str, Any]) -> dict[str, Any]:
         await warm_up(base, first)
         results = []
         for level in levels:
-            shown = (
-                f"rate {level.request_rate:g}" if "sweep_rate" in given else f"load {level.max_concurrency or 'any'}"
-            )
+            rate = f"rate {level.request_rate:g}" if "sweep_rate" in given else ""
+            shown = rate or f"load {level.max_concurrency or 'any'}"
             await run_level_shown(done := Level(level), prompts, shown)
             result = summarize(done, percentiles=percentiles, goodput=goodput, count_tokens=count_tokens)
             print(describe(result), flush=True)
@@ -268,8 +242,11 @@ def sweep_levels(base: LoadOptions, given: dict[str, Any]) -> list[LoadOptions]:
 def _exclude(given: dict[str, Any], name: str, *others: str) -> None:
     for other in others:
         if name in given and other in given:
-            flags = [f"--{n.removesuffix('_s').replace('_', '-')}" for n in (name, other)]
-            raise ValueError(f"{flags[0]} and {flags[1]} exclude each other")
+            raise ValueError(f"{_flag(name)} and {_flag(other)} exclude each other")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.removesuffix('_s').replace('_', '-')}"
 
 
 def _token_counter(directory: str) -> Callable[[str], int]:

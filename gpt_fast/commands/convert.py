@@ -12,9 +12,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("convert", help="import a foreign checkpoint", description=__doc__)
     parser.add_argument("source", metavar="SOURCE", help="a file in one of those formats, or a Hugging Face directory")
     parser.add_argument("--out", required=True, metavar="DIR", help="where the Hugging Face directory goes")
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer to put beside it (default: found next to SOURCE)"
-    )
+    beside = "tokenizer to put beside it (default: found next to SOURCE)"
+    parser.add_argument("--tokenizer", metavar="FILE", help=beside)
     parser.add_argument("--config", metavar="FILE", help="config.json, params.json or a shape's name, for a bare .pth")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as stored")
     parser.set_defaults(run=run)
@@ -26,13 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from gpt_fast.checkpoint.convert import convert
 
-    convert(
-        arguments.source,
-        arguments.out,
-        arguments.tokenizer,
-        getattr(torch, arguments.dtype) if arguments.dtype else None,
-        config=arguments.config,
-        progress=True,
-    )
+    a = arguments
+    dtype = getattr(torch, a.dtype) if a.dtype else None
+    convert(a.source, a.out, a.tokenizer, dtype, config=a.config, progress=True)
     print(f"wrote {arguments.out}", file=sys.stderr)
     return 0

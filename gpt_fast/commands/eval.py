@@ -8,28 +8,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpt_fast.commands.options import add_model_options
+from gpt_fast.commands import options
+from gpt_fast.config import EngineConfig
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("eval", help="perplexity, or evaluation tasks", description=__doc__)
-    add_model_options(parser)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, as it is")
+    options.add_model_options(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--perplexity", metavar="FILE", help="a text file; documents end with the separator")
-    what.add_argument(
-        "--examples", metavar="FILE.jsonl", help="accuracy on lines of choices, or of contexts and continuations"
-    )
+    lines = "accuracy on lines of choices, or of contexts and continuations"
+    what.add_argument("--examples", metavar="FILE.jsonl", help=lines)
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness; needs the extra eval")
-    parser.add_argument(
-        "--separator", default="<|endoftext|>", metavar="TEXT", help="'' for none (default: %(default)s)"
-    )
+    nothing = "'' for none (default: %(default)s)"
+    parser.add_argument("--separator", default="<|endoftext|>", metavar="TEXT", help=nothing)
     parser.add_argument("--context", type=int, metavar="N", help="tokens of a window (default: the model's)")
     parser.add_argument("--stride", type=int, metavar="N", help="tokens that windows move on by (default: half of it)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="stop after scoring so many")
     parser.add_argument("--limit", type=int, metavar="N", help="so many examples, of each task")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line of stdout")
-    parser.add_argument("--verbose", action="store_true", help="a traceback on errors")
+    options.add_output_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -43,40 +42,28 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.model.steps import serve
     from gpt_fast.placement import choose_placement, usable_threads
 
-    if arguments.threads is not None:
-        torch.set_num_threads(usable_threads(arguments.threads))
-    checkpoint = Checkpoint.open(arguments.checkpoint)
-    where = choose_placement(
-        checkpoint.config,
-        checkpoint.stored_dtype,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        kernels=arguments.kernels,
-    )
-    tokenizer = checkpoint.tokenizer
-    check_weights(checkpoint.num_bytes(where.dtype, arguments.quantize), where.device)
-    loaded = checkpoint.build(
-        where.dtype, where.device, quantize=arguments.quantize, progress=True, column_major=where.column_major
-    )
+    options.set_up_logging(arguments.verbose)
+    o = EngineConfig(**options.engine_options(arguments))
+    if o.threads is not None:
+        torch.set_num_threads(usable_threads(o.threads))
+    opened = Checkpoint.open(arguments.checkpoint)
+    where = choose_placement(opened.config, opened.stored_dtype, device=o.device, dtype=o.dtype, kernels=o.kernels)
+    tokenizer = opened.tokenizer
+    check_weights(opened.num_bytes(where.dtype, o.quantize), where.device)
+    columns = where.column_major
+    loaded = opened.build(where.dtype, where.device, quantize=o.quantize, progress=True, column_major=columns)
     model = serve(loaded, kernels=where.kernels, compile=False)
     facts: dict[str, Any] = {
         "checkpoint": arguments.checkpoint,
         "kernels": where.kernels,
         "dtype": str(where.dtype).removeprefix("torch."),
-        "quantize": arguments.quantize,
+        "quantize": o.quantize,
         "bytes_per_token": model.bytes_per_token(0, where.dtype.itemsize),
     }
     if arguments.perplexity:
         text = Path(arguments.perplexity).read_text(encoding="utf-8")
-        found = perplexity(
-            model,
-            tokenizer,
-            text,
-            context=arguments.context,
-            stride=arguments.stride,
-            max_tokens=arguments.max_tokens,
-            separator=arguments.separator,
-        )
+        chosen = {name: getattr(arguments, name) for name in ("context", "stride", "max_tokens", "separator")}
+        found = perplexity(model, tokenizer, text, **chosen)
         facts |= {"perplexity_of": arguments.perplexity, **dataclasses.asdict(found)}
         print(
             f"perplexity {found.perplexity:.4f} over {found.num_tokens} tokens of {found.num_documents} documents, "
@@ -87,10 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         facts |= {"examples_of": arguments.examples, **Scorer(model, tokenizer, arguments.context).accuracy(examples)}
         print(f"accuracy {facts['accuracy']:.4f} on {facts['num_examples']} examples")
     else:
-        results = evaluate_tasks(
-            Scorer(model, tokenizer, arguments.context), arguments.tasks.split(","), arguments.limit
-        )
-        facts["tasks"] = results
+        scorer = Scorer(model, tokenizer, arguments.context)
+        facts["tasks"] = results = evaluate_tasks(scorer, arguments.tasks.split(","), arguments.limit)
         for name, metrics in results.items():
             print(f"{name}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float)))
     if arguments.json:

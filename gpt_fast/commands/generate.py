@@ -24,22 +24,37 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("generate", help="complete a prompt", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--prompt", metavar="TEXT", help="what to complete; '-' reads stdin; empty: start from nothing")
-    parser.add_argument(
-        "--interactive", action="store_true", help="a conversation: one prompt a line, until end of file"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="with --interactive: the system message")
-    parser.add_argument(
-        "--num-samples", type=int, default=1, metavar="N", help="repeat N times, for timing (default: 1)"
-    )
-    options.add_engine_options(parser)
-    options.add_sampling_options(parser)
-    parser.add_argument(
-        "--profile", metavar="DIR", help="write a trace of the generation to DIR (chrome://tracing, Perfetto)"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line of stdout")
-    parser.add_argument("--verbose", action="store_true", help="log what happens; a traceback on errors")
-    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--prompt", metavar="TEXT", help="what to complete; '-' reads stdin; empty: start from nothing")
+    add("--interactive", action="store_true", help="a conversation: one prompt a line, until end of file")
+    add("--system", metavar="TEXT", help="with --interactive: the system message")
+    add("--num-samples", type=int, default=1, metavar="N", help="repeat N times, for timing (default: 1)")
+    add("--profile", metavar="DIR", help="write a trace of the generation to DIR (chrome://tracing, Perfetto)")
+    options.add_output_options(parser)
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, as it is")
+    options.add_engine_options(engine)
+    length = "context, prompt and answer together, in tokens"
+    engine.add_argument("--max-seq-len", type=int, default=argparse.SUPPRESS, metavar="N", help=length)
+    parser.set_defaults(run=run, sampling=_add_sampling_options(parser.add_argument_group("sampling")))
+
+
+def _add_sampling_options(group: argparse._ArgumentGroup) -> list[str]:
+    """Returns the names of what it adds, which are fields of SamplingParams."""
+    names = []
+
+    def add(flag: str, **facts: Any) -> None:
+        names.append(group.add_argument(flag, default=argparse.SUPPRESS, **facts).dest)
+
+    add("--max-new-tokens", type=int, metavar="N", help="most tokens to generate (default: 128)")
+    add("--temperature", type=float, metavar="T", help="0 is greedy (default: the checkpoint's own, else 0)")
+    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0: all")
+    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to probability P; 1: all")
+    add("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest")
+    add("--seed", type=int, help="makes sampling repeatable")
+    add("--stop", action="append", metavar="TEXT", help="end before TEXT (may be repeated)")
+    add("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    return names
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("gpt-fast generate: give either --prompt or --interactive", file=sys.stderr)
         return 2
     options.set_up_logging(arguments.verbose)
-    params = options.sampling_params(arguments)
+    given = vars(arguments)
+    params = SamplingParams(**{name: given[name] for name in arguments.sampling if name in given})
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
 
     from gpt_fast.llm import LLM
@@ -68,11 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
             end_line(completion.text, own_line=sys.stdout.isatty() or arguments.json or arguments.num_samples > 1)
             print(summary(report), file=sys.stderr)
         if arguments.json and completion is not None:
-            print(json.dumps({**as_json(completion), **report}, ensure_ascii=False))
+            names = ("text", "token_ids", "finish_reason", "num_prompt_tokens")
+            found = {name: getattr(completion, name) for name in names}
+            print(json.dumps({**found, "num_new_tokens": len(completion.token_ids), **report}, ensure_ascii=False))
     return 0
 
 
-def print_stream(llm: LLM, prompt: str, params: SamplingParams) -> Completion:
+def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Completion:
     """Write the completion to stdout as it is generated."""
     for delta in llm.stream(prompt, params):
         sys.stdout.write(delta.text)
@@ -106,19 +124,13 @@ def converse(llm: LLM, params: SamplingParams, system: str | None) -> None:
             return
         if not line.strip():
             continue
-        if template is None:
-            prompt: Any = line
-        else:
+        prompt: str | list[int] = line
+        if template is not None:
             messages.append({"role": "user", "content": line})
             assert llm.tokenizer is not None  # it was asked for its template
             prompt = llm.tokenizer.encode(template.render(messages), bos=False, allow_special=True)
         try:
-            answer = ""
-            for delta in llm.stream(prompt, params):
-                answer += delta.text
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
-            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "assistant", "content": print_stream(llm, prompt, params).text})
         except KeyboardInterrupt:
             print(" (interrupted)", file=sys.stderr)  # ends this answer, not the conversation
         except ValueError as error:
@@ -155,17 +167,6 @@ def summary(report: dict[str, Any]) -> str:
         f"{report['share_of_ceiling']:.0%} of what {report['machine_bandwidth_gb_s']:.1f} GB/s allow "
         f"({report['ceiling_tokens_per_second']:.0f} tokens/s); {report['dtype']} on {report['device']}"
     )
-
-
-def as_json(completion: Completion) -> dict[str, Any]:
-    """The completion's own fields."""
-    return {
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-        "num_prompt_tokens": completion.num_prompt_tokens,
-        "num_new_tokens": len(completion.token_ids),
-    }
 
 
 @contextlib.contextmanager

@@ -29,11 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.placement import pick_device
 
     device = pick_device(arguments.device)
+    on_cuda = device.type == "cuda"
     facts: dict[str, Any] = {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
+        "device": torch.cuda.get_device_name(device) if on_cuda else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "free_bytes": free_bytes(device),
@@ -78,11 +77,7 @@ def _checkpoint_facts(arguments: argparse.Namespace, device: Any, machine: dict[
         "tokenizer": type(tokenizer).__name__,
         "tokenizer_vocab_size": tokenizer.vocab_size,
         "eos_token_ids": list(defaults.eos_token_ids or tokenizer.eos_token_ids),
-        "sampling_defaults": {
-            k: v
-            for k, v in dataclasses.asdict(defaults.sampling).items()
-            if k in ("temperature", "top_k", "top_p", "min_p")
-        },
+        "sampling_defaults": {k: getattr(defaults.sampling, k) for k in ("temperature", "top_k", "top_p", "min_p")},
     }
 
 

@@ -1,75 +1,49 @@
-"""Options that several commands share, and how they become dataclasses."""
+"""Options that several commands share. What is not given is absent, so that the dataclasses' own defaults hold."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 from typing import Any
 
-from gpt_fast.params import SamplingParams
+from gpt_fast.config import EngineConfig
 
-_ENGINE_FIELDS = ("device", "dtype", "quantize", "kv_cache_dtype", "compile", "kernels", "max_seq_len", "threads")
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """How the model is run: the fields of EngineConfig that matter to one request."""
-    group = parser.add_argument_group("engine")
-    add_model_options(group)
-    group.add_argument(
-        "--kv-cache-dtype", default="auto", metavar="DTYPE", help="int8 halves it again (default: as the weights)"
-    )
-    group.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile (default: on)"
-    )
-    group.add_argument("--max-seq-len", type=int, metavar="N", help="context, prompt and answer together, in tokens")
+_SWITCH = argparse.BooleanOptionalAction
+_WHERE: dict[str, dict[str, Any]] = {  # flag: what argparse wants to know
+    "--device": {"metavar": "DEVICE", "help": "auto, cpu, cuda, cuda:N (default: auto)"},
+    "--dtype": {"metavar": "DTYPE", "help": "auto, float32, bfloat16, float16 (default: auto)"},
+    "--quantize": {"metavar": "MODE", "help": "quantize the weights while loading: int8, int4, fp8"},
+    "--kernels": {"action": _SWITCH, "help": "own kernels; without: plain torch (default: on)"},
+    "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: all cores)"},
+}
+_HOW: dict[str, dict[str, Any]] = {
+    "--kv-cache-dtype": {"metavar": "DTYPE", "help": "int8 halves it again (default: as the weights)"},
+    "--compile": {"action": _SWITCH, "help": "torch.compile (default: on)"},
+}
 
 
-def add_model_options(group: Any) -> None:
-    """Which model, and where and how its weights are held."""
-    group.add_argument("--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, as it is")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 (default: %(default)s)")
-    group.add_argument("--quantize", metavar="MODE", help="quantize the weights while loading: int8, int4, fp8")
-    group.add_argument(
-        "--kernels", action=argparse.BooleanOptionalAction, default=True, help="own kernels; without: plain torch"
-    )
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+def add_model_options(group: Any) -> list[str]:
+    """Where and how a model's weights are held. Returns the names of the options, which are fields of EngineConfig."""
+    return [group.add_argument(flag, default=argparse.SUPPRESS, **facts).dest for flag, facts in _WHERE.items()]
+
+
+def add_engine_options(group: Any) -> list[str]:
+    """Those, and how the model is run."""
+    names = [group.add_argument(flag, default=argparse.SUPPRESS, **facts).dest for flag, facts in _HOW.items()]
+    return [*add_model_options(group), *names]
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """What commands that measure something print beside it."""
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line of stdout")
+    parser.add_argument("--verbose", action="store_true", help="log what happens; a traceback on errors")
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for ``LLM``."""
-    return {name: getattr(arguments, name) for name in _ENGINE_FIELDS}
-
-
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The fields of SamplingParams."""
-    group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N", help="most tokens to generate (default: 128)"
-    )
-    group.add_argument(
-        "--temperature", type=float, metavar="T", help="0 is greedy (default: the checkpoint's own, else 0)"
-    )
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0: all")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to probability P; 1: all")
-    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest")
-    group.add_argument("--seed", type=int, help="makes sampling repeatable")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT (may be repeated)")
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
-
-
-def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """Raises RequestError, a ValueError, for a value out of range."""
-    return SamplingParams(
-        max_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        seed=arguments.seed,
-        stop=tuple(arguments.stop),
-        ignore_eos=arguments.ignore_eos,
-    )
+    """The fields of EngineConfig that were given: keyword arguments for ``LLM``."""
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    return {name: value for name, value in vars(arguments).items() if name in fields}
 
 
 def set_up_logging(verbose: bool) -> None:

@@ -23,12 +23,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="where the quantized directory goes")
     parser.add_argument("--group-size", type=int, default=None, metavar="G", help="int4: 32, 64 or 128 (default: 32)")
     parser.add_argument("--keep-head", action="store_true", help="leave the head as it is; otherwise it becomes int8")
-    parser.add_argument(
-        "--calibration", nargs="+", metavar="FILE", help="int4-gptq: text like what the model will write"
-    )
-    parser.add_argument(
-        "--calibration-sequences", type=int, default=128, metavar="N", help="of 512 tokens (default: %(default)s)"
-    )
+    like = "int4-gptq: text like what the model will write"
+    parser.add_argument("--calibration", nargs="+", metavar="FILE", help=like)
+    size = "of 512 tokens (default: %(default)s)"
+    parser.add_argument("--calibration-sequences", type=int, default=128, metavar="N", help=size)
     parser.add_argument("--resume", action="store_true", help="go on with what an interrupted run left behind")
     parser.add_argument("--verbose", action="store_true", help="a traceback on errors")
     parser.set_defaults(run=run)

@@ -20,6 +20,7 @@ from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import TokenLogprobs
 from gpt_fast.params import SamplingParams
+from gpt_fast.tokenizer import IncrementalDetokenizer
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -33,7 +34,7 @@ class Scheduled(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """The same with the model's answer."""
+    """A request, what this step computed of it, and the model's answer."""
 
     request: Request
     plan: SequencePlan
@@ -181,20 +182,12 @@ def attempt(
     exception for a result, so that one bad item costs the others some repeated work and nothing else.
     """
     sound = [item for item in items if not isinstance(item, Exception)]
-    results = iter(_in_halves(work, sound) if sound else [])
-    return [item if isinstance(item, Exception) else next(results) for item in items]
-
-
-def _in_halves(
-    work: Callable[[Sequence[Item]], Sequence[Result | Exception]], items: Sequence[Item]
-) -> list[Result | Exception]:
     try:
-        return list(work(items))
+        results = iter(work(sound) if sound else [])
     except Exception as error:
-        if len(items) == 1:
-            return [error]
-        middle = len(items) // 2
-        return _in_halves(work, items[:middle]) + _in_halves(work, items[middle:])
+        middle = len(sound) // 2
+        results = iter([error] if not middle else attempt(work, sound[:middle]) + attempt(work, sound[middle:]))
+    return [item if isinstance(item, Exception) else next(results) for item in items]
 
 
 def probe(runner: Runner, slot: int) -> None:
@@ -202,21 +195,6 @@ def probe(runner: Runner, slot: int) -> None:
 
     Raises what ends an engine: nothing works.
     """
-    request = Request(
-        id="probe",
-        token_ids=[0],
-        params=SamplingParams().resolved(),
-        seed=0,
-        max_tokens=1,
-        end_ids=frozenset(),
-        text=TextStream(_NoText()),
-    )
+    text = TextStream(IncrementalDetokenizer(None))
+    request = Request("probe", [0], SamplingParams().resolved(), seed=0, max_tokens=1, end_ids=frozenset(), text=text)
     sample_tokens(execute(runner, [Scheduled(request, SequencePlan(slot, (0,), 0, 0, (0,), 1, 1))]))
-
-
-class _NoText:
-    def push(self, token: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""

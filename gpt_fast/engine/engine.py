@@ -22,7 +22,6 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler, StepPlan
 from gpt_fast.errors import EngineError, RequestError, RequestFailedError
-from gpt_fast.outputs import FinishReason
 from gpt_fast.params import MAX_SHOWN, brief, try_later, without_frames
 
 log = logging.getLogger(__name__)
@@ -55,15 +54,12 @@ class Engine:
         on_finish: Callable[[Request], None] = lambda request: None,
         on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
     ) -> None:
-        self.runner = runner
-        self.scheduler = scheduler
+        self.runner, self.scheduler, self.max_waiting = runner, scheduler, max_waiting
         lock = threading.RLock()  # guards the inbox and every handle
-        self.changed = threading.Condition(lock)
+        self.changed = threading.Condition(lock)  # notified whenever a request has something new
         self.begun_or_ended = threading.Condition(lock)  # first tokens and endings, for those who let tokens gather
-        self.max_waiting = max_waiting
         self.num_steps = 0
-        self.on_finish = on_finish
-        self.on_step = on_step
+        self.on_finish, self.on_step = on_finish, on_step
         self._threads = threads
         self._inbox: deque[Request] = deque()
         self._cancelled: set[str] = set()
@@ -79,11 +75,6 @@ class Engine:
         """Requests that have not started."""
         return len(self._inbox) + len(self.scheduler.waiting)
 
-    @property
-    def alive(self) -> bool:
-        """Whether requests can be served."""
-        return self._thread is not None and self._thread.is_alive() and not self._closing
-
     def start(self, warm_up: Callable[[], None]) -> None:
         """Start the thread and run ``warm_up`` in it: what it compiles is then what service finds compiled."""
         ready = threading.Event()
@@ -94,15 +85,12 @@ class Engine:
         if self._fatal is not None:
             raise self._fatal
 
-    def add(self, request: Request, max_uncollected: int | None = None) -> Handle:
-        """Queue ``request``; the handle gives its text. It pauses while ``max_uncollected`` tokens wait for fetching.
-
-        Raises RequestError (503, ``queue_full``) when ``max_waiting`` are waiting, EngineError when the engine stopped.
-        """
-        return self.add_all([request], max_uncollected)[0]
-
     def add_all(self, requests: Sequence[Request], max_uncollected: int | None = None) -> list[Handle]:
-        """Queue all of ``requests`` or, raising as :meth:`add` does, none of them."""
+        """Queue all of ``requests``, or raise and queue none; the handles give their texts.
+
+        A request pauses while ``max_uncollected`` of its tokens wait to be fetched. Raises RequestError (503,
+        ``queue_full``) when ``max_waiting`` are waiting, EngineError when the engine has stopped.
+        """
         handles = [Handle(request, self, max_uncollected) for request in requests]
         with self.changed:
             if self._fatal is not None or self._closing:
@@ -120,15 +108,6 @@ class Engine:
             if request_id in self._handles:
                 self._cancelled.add(request_id)
                 self.changed.notify_all()
-
-    def check_idle(self, timeout_s: float) -> None:
-        """Wait until no request is left; raise RuntimeError if one is after ``timeout_s`` or a page is astray."""
-        with self.changed:
-            if not self.changed.wait_for(lambda: not self._handles and not self._inbox, timeout_s):
-                raise RuntimeError(f"{len(self._handles)} requests are still running")
-            self.scheduler.check_integrity()
-            if self.scheduler.pages.num_used:
-                raise RuntimeError(f"{self.scheduler.pages.num_used} pages are still in use")
 
     def close(self) -> None:
         """Abort what runs, end the thread, wait for it."""
@@ -229,7 +208,6 @@ class Engine:
     def _emit(self, parts: Sequence[Scheduled], pieces: Sequence[_Piece | Exception]) -> None:
         """Hand over text and tokens, and end what has ended."""
         with self.changed:
-            urgent = False
             for (request, _), piece in zip(parts, pieces, strict=True):
                 if isinstance(piece, Exception):
                     self._fail(request, piece)
@@ -239,15 +217,15 @@ class Engine:
                         self._handles[request.id].put(piece.text, piece.tokens)
                     if request.finish_reason is not None:
                         self._finish(request)
-                    urgent |= piece.begins or request.finish_reason is not None
+                    if piece.begins or request.finish_reason is not None:
+                        self.begun_or_ended.notify_all()
                 except Exception as error:
                     self._fail(request, error)
-            self._notify(urgent)
+            self.changed.notify_all()
 
-    def _notify(self, begun_or_ended: bool = True) -> None:
+    def _notify(self) -> None:
         self.changed.notify_all()
-        if begun_or_ended:
-            self.begun_or_ended.notify_all()
+        self.begun_or_ended.notify_all()
 
     def _finish(self, request: Request) -> None:
         completion = request.completion()
@@ -268,10 +246,10 @@ class Engine:
             self._notify()
         _observe(self.on_finish, request)
 
-    def _abort(self, requests: Iterable[Request], reason: FinishReason = "abort") -> None:
+    def _abort(self, requests: Iterable[Request]) -> None:
         with self.changed:
             for request in requests:
-                request.finish_reason = reason
+                request.finish_reason = "abort"
                 try:
                     self._finish(request)
                 except Exception as error:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.errors import RequestError
-from gpt_fast.params import SamplingParams, try_later
+from gpt_fast.params import GRAMMARS, SamplingParams, try_later
 from gpt_fast.tokenizer import Tokenizer
 
 MAX_LIVE_CHARS = 2**20  # of the grammars of all requests that are queued or running; a compiled one has 200 bytes each
@@ -30,7 +30,6 @@ MAX_ITEMS_IN_ROW = 20_000
 LEXER_FUEL = 200_000
 MAX_FORCED_BYTES = 8192  # of text with no choice in it: each of its tokens costs the batch 0.1 ms for every 1,000 bytes
 REHEARSAL = 4  # tokens
-_FIELDS = ("json_schema", "regex", "choice")
 _START = "\n"  # no tokenizer joins what follows to it
 
 
@@ -55,17 +54,14 @@ class GrammarCompiler:
         Raises RequestError naming the field: 400 for a grammar that is wrong, too large or matches nothing, 503 when
         those of other requests take all the memory there is for grammars.
         """
-        field = next((name for name in _FIELDS if getattr(params, name) is not None), None)
+        field = next((name for name in GRAMMARS if getattr(params, name) is not None), None)
         if field is None:
             return None
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
-            raise RequestError(
-                f"{field} needs the optional package llguidance on the server: pip install llguidance",
-                field,
-                "not_installed",
-            ) from None
+            message = f"{field} needs the optional package llguidance on the server: pip install llguidance"
+            raise RequestError(message, field, "not_installed") from None
         if self._tokenizer is None:
             raise RequestError(f"{field} needs a tokenizer, and this checkpoint has none", field)
         source = _source(params, LLMatcher, field)
@@ -73,9 +69,8 @@ class GrammarCompiler:
         self._count(len(source))
         try:
             # Not verbose: its errors would quote the whole grammar.
-            limits = LLParserLimits(
-                verbose_errors=False, max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL
-            )
+            sizes = {"max_items_in_row": MAX_ITEMS_IN_ROW, "initial_lexer_fuel": LEXER_FUEL}
+            limits = LLParserLimits(verbose_errors=False, **sizes)
             matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
             for last in (False, True):
                 self._rehearse(CompiledGrammar(matcher.deep_copy(), self._vocab_size, field), last)
@@ -138,12 +133,14 @@ class CompiledGrammar:
             count = min(self._vocab_size, known.numel())
             allowed[:count] = known[:count]
             if self._matcher.is_error() or not bool(allowed.any()):
-                raise RequestError(self._why(), self._field, "unusable_grammar")
+                error = (self._matcher.get_error() or "NoExtension").strip().splitlines()[0][:300]
+                why = "no text matches it" if error.startswith("NoExtension") else error
+                raise RequestError(f"{self._field} is not usable: {why}", self._field, "unusable_grammar")
             self._allowed = allowed
         return self._allowed
 
     def advance(self, token: int) -> None:
-        """Take note of the token that came."""
+        """Take note of the token that came, one that is allowed."""
         self._matcher.consume_token(token)
         self._allowed = None
 
@@ -156,10 +153,6 @@ class CompiledGrammar:
     def complete(self) -> bool:
         """Whether the completion matches and nothing could follow."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
-
-    def _why(self) -> str:
-        error = (self._matcher.get_error() or "NoExtension").strip().splitlines()[0][:300]
-        return f"{self._field} is not usable: " + ("no text matches it" if error.startswith("NoExtension") else error)
 
 
 def _source(params: SamplingParams, matcher: Any, field: str) -> str:

@@ -38,8 +38,8 @@ class PageAllocator:
         self._cached: OrderedDict[int, None] = OrderedDict()  # holders 0, digest known; least recently used first
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        self.queries = 0  # tokens looked up
-        self.hits = 0  # tokens found
+        self.queries = 0  # tokens of admitted requests that were looked up
+        self.hits = 0  # and those that were found
 
     @property
     def num_available(self) -> int:
@@ -72,20 +72,12 @@ class PageAllocator:
             self._holders[page] += 1
         return pages
 
-    def count_lookup(self, num_tokens: int, num_found: int) -> None:
-        """Record one admitted request's lookup for the hit rate."""
-        self.queries += num_tokens
-        self.hits += num_found
-
     def allocate(self, count: int) -> list[int] | None:
         """``count`` pages held once each, or None (and nothing changed) when there are not so many."""
         if count > self.num_available:
             return None
-        pages = []
-        for _ in range(count):
-            page = self._free.pop() if self._free else self._evict()
-            self._holders[page] = 1
-            pages.append(page)
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        self._holders.update(dict.fromkeys(pages, 1))
         return pages
 
     def _evict(self) -> int:
@@ -111,11 +103,6 @@ class PageAllocator:
             else:
                 self._free.append(page)
 
-    def clear_cache(self) -> None:
-        """Forget everything that nobody holds."""
-        while self._cached:
-            self._free.append(self._evict())
-
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Raise RuntimeError unless free + used + cached pages are all pages once, and ``held`` (the pages of every
         live sequence) are the holders."""
@@ -126,9 +113,7 @@ class PageAllocator:
             problems.append(f"free {len(self._free)} + used {len(self._holders)} + cached {len(self._cached)} pages")
         if holders != self._holders:
             problems.append(f"held by sequences: {dict(holders)}, by the books: {dict(self._holders)}")
-        if any(self._page_of.get(d) != p for p, d in self._digest_of.items()) or len(self._page_of) != len(
-            self._digest_of
-        ):
+        if self._page_of != {digest: page for page, digest in self._digest_of.items()}:
             problems.append("digests and pages disagree")
         if any(page not in self._digest_of for page in self._cached):
             problems.append("a cached page has no digest")

@@ -9,37 +9,20 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from gpt_fast.engine.text import TextStream
 from gpt_fast.outputs import Completion, FinishReason, Timings, TokenLogprobs
 from gpt_fast.params import SamplingParams
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gpt_fast.engine.grammar import CompiledGrammar
 
 
 class Status(Enum):
     WAITING = "waiting"  # holds no pages
     RUNNING = "running"  # holds pages; prefilling while num_computed < num_tokens - 1, then decoding
     FINISHED = "finished"
-
-
-class Grammar(Protocol):
-    """What limits the tokens of a completion; grammar.py makes them."""
-
-    def allowed(self) -> Tensor:
-        """[V] bool: the tokens that may come next."""
-
-    def advance(self, token: int) -> None:
-        """Take note of the token that came, one that is allowed."""
-
-    def rollback(self, num_tokens: int) -> None:
-        """Forget the last ``num_tokens`` that came."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing may follow."""
 
 
 @dataclass(eq=False)
@@ -53,7 +36,7 @@ class Request:
     max_tokens: int  # params.max_tokens, limited by the context
     end_ids: frozenset[int]  # tokens that end the completion
     text: TextStream
-    grammar: Grammar | None = None
+    grammar: CompiledGrammar | None = None
     group: str = ""  # equal for those that one client asked for together: they take turns as one
     num_prompt: int = 0
     arrival: float = field(default_factory=time.monotonic)
@@ -94,10 +77,6 @@ class Request:
     def deadline(self) -> float:
         """When to give up, on the monotonic clock."""
         return self.arrival + (self.params.timeout_s or float("inf"))
-
-    @property
-    def output_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt :]
 
     @property
     def num_output(self) -> int:
@@ -141,7 +120,7 @@ class Request:
         assert self.finish_reason is not None
         return Completion(
             text=self.text.text,
-            token_ids=tuple(self.output_ids),
+            token_ids=tuple(self.token_ids[self.num_prompt :]),
             finish_reason=self.finish_reason,
             num_prompt_tokens=self.num_prompt,
             num_cached_tokens=self.num_cached,

@@ -40,11 +40,8 @@ class Runner:
         prefill_chunk: int,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        self.device = model.device
-        self.max_batch = max_batch
-        self.page_size = page_size
-        self.num_pages = num_pages
-        self.prefill_chunk = prefill_chunk
+        self.device, self.max_batch, self.prefill_chunk = model.device, max_batch, prefill_chunk
+        self.page_size, self.num_pages = page_size, num_pages
         self.pages_per_sequence = -(-max_seq_len // page_size)
         sizes = (max_batch, num_pages, page_size, cache_dtype or model.dtype, self.device)
         self.cache = [layer.allocate(*sizes) for layer in model.cache_layers]
@@ -57,11 +54,6 @@ class Runner:
     def path(self) -> str:
         """What runs the steps: ``kernels``, ``compiled`` or ``eager``."""
         return self._step.path
-
-    @property
-    def compiled(self) -> bool:
-        """Whether steps run as machine code made for them, own kernels or torch.compile's."""
-        return self.path != "eager"
 
     @property
     def cache_bytes(self) -> int:
@@ -77,11 +69,7 @@ class Runner:
     def execute(self, plan: StepPlan) -> Tensor:
         """Run one step; returns logits [plan.num_logits, vocab_size] in the plan's order, on the device."""
         self._place(plan)
-        tokens: list[int] = []
-        positions: list[int] = []
-        lengths: list[int] = []
-        write_slots: list[int] = []
-        rows: list[int] = []
+        tokens, positions, lengths, write_slots, rows = (list[int]() for _ in range(5))
         counts, context_len = [0] * self.max_batch, [0] * self.max_batch
         size = self.page_size
         for sequence in plan.sequences:

@@ -23,7 +23,7 @@ class SequencePlan(NamedTuple):
     The last of the tokens may be drafts, which the request does not have yet. Of the slot's pages the first
     ``num_placed`` are known from earlier steps; ``new_pages`` follow them and replace what followed. Logits are wanted
     of the last ``num_logits`` tokens: none in a prefill that goes on, one to sample the next token, k + 1 to verify k
-    drafts. ``prompt_len`` serves dynamic rotary scaling (model.Rope).
+    drafts. ``prompt_len`` serves dynamic rotary scaling (model/rope.py).
     """
 
     slot: int
@@ -108,9 +108,8 @@ class Scheduler:
             admitted = self._next(among)
             if admitted is None or not self._admit(admitted):
                 break
-            count = min(admitted.num_pending, budget)
-            chosen.append((admitted, count, ()))
-            budget -= count
+            chosen.append((admitted, min(admitted.num_pending, budget), ()))
+            budget -= chosen[-1][1]
         chosen.sort(key=lambda choice: choice[0].slot)
         plan = StepPlan(tuple(self._sequence_plan(*choice) for choice in chosen))
         return plan, [request for request, _, _ in chosen]
@@ -160,24 +159,21 @@ class Scheduler:
         if missing <= 0:
             return True
         while (pages := self.pages.allocate(missing)) is None:
-            victim = self.running[-1]
-            self._preempt(victim)
+            victim = self.running[-1]  # back to the head of the queue; its tokens are kept and computed again
+            self._stop_running(victim)
+            victim.status = Status.WAITING
+            victim.num_preemptions += 1
+            self.num_preemptions += 1
+            self.waiting.appendleft(victim)
             if victim is request:
                 return False
         request.pages += pages
         return True
 
-    def _preempt(self, request: Request) -> None:
-        """Back to the head of the queue; its tokens are kept and computed again."""
-        self._stop_running(request)
-        request.status = Status.WAITING
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self.waiting.appendleft(request)
-
     def _admit(self, request: Request) -> bool:
         """Start a waiting request if the pages for all its tokens so far are there."""
-        salt = self._salt(request)
+        salted = 0 < self._salt_by_length < request.num_prompt
+        salt = request.num_prompt.to_bytes(8, "little") if salted else b""
         whole = request.params.prompt_logprobs is None  # else the logits of every prompt token are wanted
         found = self.pages.match(request.token_ids, salt) if whole else []
         fresh = self.pages.allocate(self._pages_for(request.num_tokens) - len(found))
@@ -196,13 +192,9 @@ class Scheduler:
         if request.first_scheduled is None:
             request.first_scheduled = time.monotonic()
             request.num_cached = num_found
-            self.pages.count_lookup(request.num_tokens, num_found)
+            self.pages.queries += request.num_tokens
+            self.pages.hits += num_found
         return True
-
-    def _salt(self, request: Request) -> bytes:
-        if not self._salt_by_length or request.num_prompt <= self._salt_by_length:
-            return b""
-        return request.num_prompt.to_bytes(8, "little")
 
     def _advance_digest(self, request: Request, num_pages: int) -> None:
         size = self.pages.page_size

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-
-class Detokenizer(Protocol):
-    """What is needed of tokenizer.IncrementalDetokenizer."""
-
-    def push(self, token: int) -> str: ...
-    def flush(self) -> str: ...
+from gpt_fast.tokenizer import IncrementalDetokenizer
 
 
 class TextStream:
@@ -20,7 +14,7 @@ class TextStream:
     beginning of a stop string, so a stop string is never emitted, not even in part.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._withheld = ""
@@ -42,8 +36,7 @@ class TextStream:
         return self._release(may_stop=True, final=True)
 
     def _release(self, may_stop: bool, final: bool) -> str:
-        withheld = self._withheld
-        keep = 0
+        withheld, keep = self._withheld, 0
         if self._stop and may_stop:
             found = [i for i in (withheld.find(s) for s in self._stop) if i >= 0]
             if found:
@@ -62,7 +55,5 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that begins ``stop``."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if stop.startswith(text[-length:])), 0)

@@ -555,5 +555,7 @@ def _rows(
             layout = Layout("heads", c.num_kv_heads, c.head_dim)
         elif kind == "pairs" and i < 2:  # values do not rotate
             layout = Layout("pairs", count // c.head_dim, c.head_dim, c.rotary)
+        elif kind == "interleaved":  # row 2i of the gate, row 2i + 1 of up
+            layout = Layout("pairs", 1, count, count)
         found.append(Rows(source, count, unit, layout))
     return tuple(found)

@@ -52,12 +52,10 @@ def build_archive(
     ``checkpoint``: a folder, or a file that stands for the folder around it. Its files go into the archive's folder
     ``checkpoint``; with ``by_reference`` the archive names the absolute path instead and stays small.
     ``archive_format``: "no-archive" (a folder, the fastest), "default" (.mar), "zip-store" (.mar, not compressed,
-    the better one for weights) or "tgz". ``config`` and ``handler``: None means the repository's model_config.yaml
-    and handler.py. ``follow_links``: copy files of the checkpoint that are links out of its folder, too. ``say`` is
-    told what was left out.
+    the better one for weights) or "tgz". ``config`` and ``handler``: None means the repository's. ``follow_links``:
+    copy files of the checkpoint that are links out of its folder, too. ``say`` is told what was left out.
 
-    Raises ConfigError for what cannot be packed, a configuration that is wrong (with file and line) and a disk that is
-    full.
+    Raises ConfigError for what cannot be packed, for a wrong configuration (with file and line) and for a full disk.
     """
     if archive_format not in SUFFIXES:
         raise ConfigError(f"format: {archive_format!r} is not one of {', '.join(SUFFIXES)}")
@@ -68,8 +66,7 @@ def build_archive(
     for what, path in (("checkpoint", source), ("config", config), ("handler", handler)):
         if not path.exists():
             raise ConfigError(f"{what}: {path} does not exist")
-    where = str(source)
-    files: tuple[Path, ...] = ()
+    where, files = str(source), tuple[Path, ...]()
     if not by_reference:
         named = "" if source.is_dir() else source.name
         where = f"checkpoint/{named}".rstrip("/")
@@ -80,7 +77,8 @@ def build_archive(
             say(f"left out, no part of a checkpoint: {', '.join(left_out)}")
     text = _config_with(config, where)
     target = Path(output).resolve() / (name + SUFFIXES[archive_format])
-    _check_replaceable(target)
+    if target.is_dir() and any(target.iterdir()) and not (target / "MAR-INF" / "MANIFEST.json").is_file():
+        raise ConfigError(f"{target} exists and is not an archive; it is left alone")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # On the file system of the output, so that the finished archive is moved, not copied; hidden from TorchServe.
@@ -102,10 +100,9 @@ def build_archive(
 def set_checkpoint(yaml_text: str, value: str) -> str:
     """``yaml_text`` with ``checkpoint: value`` in its handler block, every other line and comment as it was."""
     lines = yaml_text.splitlines()
-    starts = [i for i, line in enumerate(lines) if re.match(r"^handler\s*:", line)]
-    if not starts:
-        return "\n".join([*lines, "handler:", f"    checkpoint: {json.dumps(value)}"]) + "\n"
-    start = starts[0]
+    start = next((i for i, line in enumerate(lines) if re.match(r"handler\s*:", line)), len(lines))
+    if start == len(lines):
+        lines.append("handler:")
     indent = "    "
     for i in range(start + 1, len(lines)):
         line = lines[i]
@@ -131,9 +128,9 @@ def _check_shipped(given: Mapping[str, object]) -> None:
     shipped = {"config": CONFIG, "handler": HANDLER}
     missing = [what for what, value in given.items() if value is None and not shipped[what].is_file()]
     if missing:
+        names, flags = (" and ".join(f.format(w, shipped[w].name) for w in missing) for f in ("{1}", "--{0} FILE"))
         raise ConfigError(
-            f"the installed package comes without {' and '.join(shipped[what].name for what in missing)}. "
-            f"Give {' and '.join(f'--{what} FILE' for what in missing)}, "
+            f"the installed package comes without {names}. Give {flags}, "
             "or run scripts/archive.sh in a checkout of the repository, which has them"
         )
 
@@ -149,15 +146,9 @@ def _config_with(config: Path, checkpoint: str) -> str:
     except ConfigError:
         done = False
     if not done:
-        raise ConfigError(
-            f"{config}: write the handler block with one key a line, indented, so that checkpoint fits in"
-        )
+        why = "write the handler block with one key a line, indented, so that checkpoint fits in"
+        raise ConfigError(f"{config}: {why}")
     return text
-
-
-def _check_replaceable(target: Path) -> None:
-    if target.is_dir() and any(target.iterdir()) and not (target / "MAR-INF" / "MANIFEST.json").is_file():
-        raise ConfigError(f"{target} exists and is not an archive; it is left alone")
 
 
 def _pack(work: Path, files: Sequence[Path], name: str, version: str, archive_format: str, handler: Path) -> Path:

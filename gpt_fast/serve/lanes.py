@@ -26,20 +26,14 @@ class Lanes(NamedTuple):
     @classmethod
     def start(cls) -> Lanes:
         """The threads of one worker process."""
-        share_heap()
+        _glibc("mallopt", _M_ARENA_MAX, 1)  # they share one heap: what one frees then serves the others
         return cls(ThreadPoolExecutor(1, "gpt-fast-light"), _Heavy(2, "gpt-fast-heavy"))
 
 
-def give_back() -> None:
-    """Return the memory that has been freed to the system, where the C library is glibc: it keeps it otherwise."""
+def _glibc(function: str, *args: int) -> None:
+    """Call it where the C library is glibc, which otherwise keeps memory that has been freed."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def share_heap() -> None:
-    """Let threads to come share one heap, where the C library is glibc: what one frees then serves the others."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+        getattr(ctypes.CDLL(None), function)(*args)
 
 
 class _Heavy(ThreadPoolExecutor):
@@ -50,5 +44,5 @@ class _Heavy(ThreadPoolExecutor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if (now := time.monotonic()) > self._given_back + GIVE_BACK_S:
             self._given_back = now
-            super().submit(give_back)
+            super().submit(_glibc, "malloc_trim", 0)
         return super().submit(fn, *args, **kwargs)

@@ -6,12 +6,6 @@ Everything is counted in this process, at no more than microseconds per step, an
   as the lines that TorchServe picks out of a worker's output. TorchServe's pattern for names has no colon, so they
   begin with ``vllm_`` there; configs/prometheus.yml renames them while they are scraped.
 * as text in Prometheus' format with the exact names (``vllm:``): :meth:`Metrics.exposition`, for a route of ours.
-
-No torch, no TorchServe and no Prometheus client are needed here.
-
-    metrics = Metrics("gpt-fast", engine=worker_id(sys.argv))
-    metrics.watch(engine)                # from now on every step and every finished request counts
-    metrics.start(write_torchserve)      # in a worker of TorchServe; on rank 0 only
 """
 
 from __future__ import annotations
@@ -72,36 +66,22 @@ def _seconds(name: str, help: str, buckets: tuple[float, ...] = REQUEST_S, forme
     return Family(name, "histogram", help, "Seconds", buckets, former)
 
 
+_USED = "Part of the KV cache's pages that running requests hold; 1 is all."
+_ENDED = "Requests that ended, by the reason."
+_GAP = "Between one step that brought a request tokens and the next."
 FAMILIES = (
     Family("num_requests_running", "gauge", "Requests that hold a place in the batch."),
     Family("num_requests_waiting", "gauge", "Requests that wait for a place in the batch."),
-    Family(
-        "kv_cache_usage_perc",
-        "gauge",
-        "Part of the KV cache's pages that running requests hold; 1 is all.",
-        "Percent",
-        former="gpu_cache_usage_perc",
-    ),
+    Family("kv_cache_usage_perc", "gauge", _USED, "Percent", former="gpu_cache_usage_perc"),
     Family("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache."),
     Family("prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache."),
     Family("prompt_tokens_total", "counter", "Prompt tokens of requests that got their first token."),
     Family("generation_tokens_total", "counter", "Tokens generated."),
     Family("num_preemptions_total", "counter", "Times a running request had to give its pages to an older one."),
-    Family(
-        "request_success_total",
-        "counter",
-        "Requests that ended, by the reason.",
-        label="finished_reason",
-        label_values=get_args(FinishReason),
-    ),
+    Family("request_success_total", "counter", _ENDED, label="finished_reason", label_values=get_args(FinishReason)),
     Family("iteration_tokens_total", "histogram", "Tokens computed in a step.", buckets=STEP_TOKENS),
     _seconds("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_S),
-    _seconds(
-        "inter_token_latency_seconds",
-        "Between one step that brought a request tokens and the next.",
-        TOKEN_GAP_S,
-        former="time_per_output_token_seconds",
-    ),
+    _seconds("inter_token_latency_seconds", _GAP, TOKEN_GAP_S, former="time_per_output_token_seconds"),
     _seconds("request_time_per_output_token_seconds", "A request's mean time per token after its first.", TOKEN_GAP_S),
     _seconds("e2e_request_latency_seconds", "From arrival to the end."),
     _seconds("request_queue_time_seconds", "From arrival to the first step, or to the end without one."),
@@ -145,14 +125,6 @@ class Histogram:
         return list(zip(self.names, accumulate(self.counts), strict=True))
 
 
-@dataclass
-class _Seen:
-    """What of a running request has been counted."""
-
-    last_token: float
-    num_output: int
-
-
 class Metrics:
     """Counts what one engine does. Any thread may call any method; the engine's calls take microseconds.
 
@@ -172,7 +144,7 @@ class Metrics:
         self._first_token = self._histograms["time_to_first_token_seconds"]
         self._token_gap = self._histograms["inter_token_latency_seconds"]
         self._step_tokens = self._histograms["iteration_tokens_total"]
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, tuple[float, int]] = {}  # of running requests: last_token and num_output as counted
         self._flushing = threading.Lock()
         self._flushed: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self._closing = threading.Event()
@@ -183,8 +155,7 @@ class Metrics:
     def watch(self, engine: Engine) -> None:
         """Count what ``engine`` does from now on, and log one line for every request that ends."""
         self._engine = engine
-        engine.on_step = self.step
-        engine.on_finish = self._ended
+        engine.on_step, engine.on_finish = self.step, self.finished
 
     def step(self, plan: StepPlan, seconds: float) -> None:
         """A step has been computed and its tokens handed out."""
@@ -194,13 +165,10 @@ class Metrics:
                 for request in self._engine.scheduler.running:
                     self._follow(request)
 
-    def _ended(self, request: Request) -> None:
-        self.finished(request)
-        log.info("%s", log_line(request, self._clock()))
-
     def finished(self, request: Request) -> None:
         """A request has ended, for whatever reason."""
         now = self._clock()
+        log.info("%s", log_line(request, now))
         times, found = request.timings(now), self._histograms
         with self._lock:
             self._follow(request)  # one that ends is no longer running when its last step is reported
@@ -223,28 +191,24 @@ class Metrics:
         last = request.last_token
         if last is None:
             return
-        seen = self._seen.get(request.id)
-        if seen is None:
-            self._seen[request.id] = _Seen(last, request.num_output)
+        before, num_counted = self._seen.get(request.id, (None, 0))
+        if before is None:
             self._first_token.observe((request.first_token or last) - request.arrival)
-            self._add("prompt_tokens_total", request.num_prompt)
-            self._add("generation_tokens_total", request.num_output)
-        elif last != seen.last_token:
-            # Tokens that one step brought together (speculation) are one arrival, as in vLLM.
-            self._token_gap.observe(last - seen.last_token)
-            num_output = request.num_output
-            self._add("generation_tokens_total", num_output - seen.num_output)
-            seen.last_token, seen.num_output = last, num_output
-
-    def _add(self, name: str, amount: float) -> None:
-        self._values[name, ""] += amount
+            self._values["prompt_tokens_total", ""] += request.num_prompt
+        elif last != before:  # tokens that one step brought together (speculation) are one arrival, as in vLLM
+            self._token_gap.observe(last - before)
+        else:
+            return
+        self._seen[request.id] = last, request.num_output
+        self._values["generation_tokens_total", ""] += request.num_output - num_counted
 
     # Called by whoever reports.
 
-    def gauges(self, engine: Engine) -> None:
-        """Read what the engine knows by itself: requests, pages, preemptions, prefix cache."""
-        scheduler = engine.scheduler
-        pages = scheduler.pages
+    def _read_engine(self) -> None:
+        """What the engine knows by itself: requests, pages, preemptions, prefix cache."""
+        if (engine := self._engine) is None:
+            return
+        scheduler, pages = engine.scheduler, engine.scheduler.pages
         with self._lock:  # around the reading as well: of two readers the later one writes what is newer
             values = self._values
             values["num_requests_running", ""] = len(scheduler.running)
@@ -257,13 +221,11 @@ class Metrics:
 
     def exposition(self) -> str:
         """Everything in Prometheus' text format, version 0.0.4, with vLLM's names. Send it as CONTENT_TYPE."""
-        if self._engine is not None:
-            self.gauges(self._engine)
+        self._read_engine()
         lines = []
         with self._lock:
             for family, name in _names():
-                lines.append(f"# HELP vllm:{name} {family.help}")
-                lines.append(f"# TYPE vllm:{name} {family.kind}")
+                lines += [f"# HELP vllm:{name} {family.help}", f"# TYPE vllm:{name} {family.kind}"]
                 lines += [_exposed(sample) for sample in self._samples(family, name)]
         return "\n".join(lines) + "\n"
 
@@ -272,8 +234,7 @@ class Metrics:
 
         The first flush gives every series, counters at 0, so that each bucket of a histogram exists from the start.
         """
-        if self._engine is not None:
-            self.gauges(self._engine)
+        self._read_engine()
         with self._flushing:
             with self._lock:
                 samples = [s for family, name in _names() for s in self._samples(family, name)]
@@ -312,9 +273,8 @@ class Metrics:
         a few hundred lines of log; within ``interval_s`` when none do, so that a quiet engine shows its last figures.
         """
         self.flush(emit)
-        self._thread = threading.Thread(
-            target=self._report, args=(emit, interval_s, busy_interval_s), name="gpt-fast-metrics", daemon=True
-        )
+        work = (emit, interval_s, busy_interval_s)
+        self._thread = threading.Thread(target=self._report, args=work, name="gpt-fast-metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -335,9 +295,9 @@ class Metrics:
             log.warning("metrics are no longer reported: %s", error)
 
 
-def log_line(request: Request, now: float | None = None) -> str:
-    """One line about a request that has ended, without a word of what was asked or answered."""
-    times = request.timings(time.monotonic() if now is None else now)
+def log_line(request: Request, now: float) -> str:
+    """One line about a request that ended at ``now``, without a word of what was asked or answered."""
+    times = request.timings(now)
     first_token = "-" if request.first_token is None else f"{times.first_token_s * 1e3:.1f}"
     return (
         f"request id={request.id} prompt_tokens={request.num_prompt} cached_tokens={request.num_cached} "
@@ -359,13 +319,12 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(round(value, 9))
 
 
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
 def _exposed(sample: Sample) -> str:
-    labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in sample.labels)
+    labels = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in sample.labels)
     return f"vllm:{sample.name}{{{labels}}} {_number(sample.value)}"
-
-
-def _escaped(label_value: str) -> str:
-    return label_value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 # ---- TorchServe's side ----------------------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ def check_torchserve_keys(config: Mapping[str, Any]) -> None:
         if key == "torchrun":
             if not isinstance(value, Mapping):
                 raise ConfigError(f"torchrun in {NAME} must be a block of keys, not {value!r}")
-            for inner in value:
-                _check(inner, value[inner], TORCHRUN, (), f"the torchrun block of {NAME}")
+            for inner, of_torchrun in value.items():
+                _check(inner, of_torchrun, TORCHRUN, (), f"the torchrun block of {NAME}")
         elif key != "handler":
             _check(key, value, TORCHSERVE, BLOCKS, NAME)
     if config.get("minWorkers", 1) > config.get("maxWorkers", 256):
@@ -92,15 +92,11 @@ def serves_continuously(config: Mapping[str, Any]) -> bool:
             raise ConfigError(f"{mode} in {NAME} is not supported; leave it out")
     continuous = bool(config.get("continuousBatching"))
     if continuous and config.get("maxWorkers", 1) != 1:
-        raise ConfigError(
-            f"continuousBatching needs maxWorkers: 1 in {NAME}: an idle second worker stalls the busy one. "
-            "Leave continuousBatching out to run several workers"
-        )
+        why = "an idle second worker stalls the busy one. Leave continuousBatching out to run several workers"
+        raise ConfigError(f"continuousBatching needs maxWorkers: 1 in {NAME}: {why}")
     if not continuous and config.get("batchSize", 1) != 1:
-        raise ConfigError(
-            f"batchSize in {NAME} must be 1 without continuousBatching: true, "
-            "since requests of one batch would wait for each other"
-        )
+        why = "since requests of one batch would wait for each other"
+        raise ConfigError(f"batchSize in {NAME} must be 1 without continuousBatching: true, {why}")
     return continuous
 
 
@@ -116,11 +112,8 @@ class ModelYaml:
 
 
 def read_model_yaml(path: Path) -> ModelYaml:
-    """The keys of the file ``path``.
-
-    Raises ConfigError with the file and the line for what is not YAML, a key that is there twice, an empty file, and
-    a file that is something else than keys and values.
-    """
+    """The keys of the file ``path``. Raises ConfigError with the file and the line for what is not YAML, a key that is
+    there twice, an empty file, and a file that is something else than keys and values."""
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is too large to be a {NAME}")
     try:

@@ -57,8 +57,9 @@ class Routes:
         ``entry``: the body as TorchServe delivers it (protocol/body.py).
         """
         route = route.strip("/")
-        if route == "health":
-            return Page(native.JSON_TYPE, self.health())
+        if route == "health":  # only a model that is ready answers at all
+            ready = {"status": "ready", "loaded": True, "warm": True, **self._llm.status()}
+            return Page(native.JSON_TYPE, json.dumps(ready) + "\n")
         if route == "metrics":
             return Page(CONTENT_TYPE, self._metrics.exposition())
         if route == "v1/models":
@@ -67,17 +68,11 @@ class Routes:
             return Page(native.JSON_TYPE, model_body(route.removeprefix("v1/models/"), self._openai))
         if route and route not in ROUTES:
             shown = route if len(route) <= 100 else route[:97] + "..."
-            known = ", ".join(ROUTES)
-            raise RequestError(
-                f"there is no route {shown!r}; there are {known}, and the model itself", None, "not_found", 404
-            )
+            message = f"there is no route {shown!r}; there are {', '.join(ROUTES)}, and the model itself"
+            raise RequestError(message, None, "not_found", 404)
         body = read_body(entry, self._settings.max_body_bytes, content_length)
         if route == "v1/chat/completions":
             return parse_chat(body, self._openai)
         if route == "v1/completions":
             return parse_completion(body, self._openai)
         return native.parse_request(body, self._settings.max_new_tokens, self._settings.stream)
-
-    def health(self) -> str:
-        """JSON: readiness, and what the engine holds. Only a model that is ready answers at all."""
-        return json.dumps({"status": "ready", "loaded": True, "warm": True, **self._llm.status()}) + "\n"

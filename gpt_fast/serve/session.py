@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpt_fast.errors import RequestError
-from gpt_fast.outputs import Completion, Delta
-from gpt_fast.params import MAX_SHOWN, SamplingParams, brief, try_later, without_frames
+from gpt_fast.outputs import Completion
+from gpt_fast.params import MAX_SHOWN, brief, try_later, without_frames
 from gpt_fast.serve.lanes import Lanes
 from gpt_fast.serve.protocol.request import Page, WireRequest
+
+if TYPE_CHECKING:
+    from gpt_fast.engine.engine import Engine
+    from gpt_fast.engine.handle import Handle
+    from gpt_fast.llm import LLM
 
 log = logging.getLogger(__name__)
 
@@ -31,30 +35,6 @@ LIGHT_BYTES = 8192  # a larger body takes the heavy lane
 LIGHT_NUMBERS = 1000  # an answer with more log probabilities does, too
 PARSE_S = 10.0  # to parse a request and prepare its prompt and grammar; one that takes longer is refused
 TOO_MANY_LARGE = "too many large requests are waiting"
-
-
-class HandleLike(Protocol):
-    """What a session needs of engine.handle.Handle."""
-
-    completion: Completion | None
-
-    @property
-    def has_news(self) -> bool: ...
-    @property
-    def finished(self) -> bool: ...
-    @property
-    def has_begun(self) -> bool: ...
-    def poll(self) -> Delta | None: ...
-    def cancel(self) -> None: ...
-
-
-class LLMLike(Protocol):
-    """What a session needs of LLM."""
-
-    changed: threading.Condition  # notified when any sequence has something new
-    begun_or_ended: threading.Condition  # of the same lock, when it is a first token or an ending
-
-    def submit_all(self, parts: list[tuple[Any, SamplingParams]], max_uncollected: int | None) -> list[Any]: ...
 
 
 class Piece(NamedTuple):
@@ -70,7 +50,7 @@ class _Parsed(NamedTuple):
     """A parsed request. ``sequences``: its handles; None while the engine does not have them yet."""
 
     request: WireRequest
-    sequences: list[HandleLike] | None
+    sequences: list[Handle] | None
 
 
 class Session:
@@ -84,7 +64,7 @@ class Session:
 
     def __init__(
         self,
-        llm: LLMLike,
+        llm: LLM,
         read: Callable[[], WireRequest | Page],
         lanes: Lanes,
         *,
@@ -101,7 +81,7 @@ class Session:
         self._one_piece_s = one_piece_s
         self._cancelled = False
         self._request: WireRequest
-        self._sequences: list[HandleLike] = []
+        self._sequences: list[Handle] = []
         self._completions: list[Completion | None] = []
         self._since = time.monotonic()
         self._work: Future[Any] | None = None  # what a lane does for this session at present
@@ -139,11 +119,9 @@ class Session:
             return self._finished_work() or self._news()
         except Exception as error:
             self.cancel()
-            if not self.started and isinstance(error, RequestError):
-                raise
-            if not self.started:
-                raise as_request_error(error) from error
             failure = as_request_error(error)
+            if not self.started:
+                raise failure from (None if failure is error else error)
             self.failure = without_frames(error)
             log.warning("a request failed after its first piece: %s", failure.message[:MAX_SHOWN])
             return Piece(self._request.write_error(failure), True, False, self._request.content_type)
@@ -157,9 +135,10 @@ class Session:
     def _wake(self, work: Future[Any]) -> None:
         if self._cancelled:
             self._drop(work)
-        with self._llm.changed:
-            self._llm.changed.notify_all()
-            self._llm.begun_or_ended.notify_all()
+        engine = self._llm.engine
+        with engine.changed:
+            engine.changed.notify_all()
+            engine.begun_or_ended.notify_all()
 
     @staticmethod
     def _drop(work: Future[Any]) -> None:
@@ -267,24 +246,25 @@ def as_request_error(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     log.error("a request failed: %s", brief(error))
-    return RequestError(
-        f"the request failed: {type(error).__name__}; see the server's log", None, "internal_error", 500
-    )
+    message = f"the request failed: {type(error).__name__}; see the server's log"
+    return RequestError(message, None, "internal_error", 500)
 
 
-def wait_for_news(llm: LLMLike, sessions: Collection[Session], timeout_s: float, pause_s: float, since: float) -> None:
+def wait_for_news(
+    engine: Engine, sessions: Collection[Session], timeout_s: float, pause_s: float, since: float
+) -> None:
     """Sleep until a session has something to say, or ``timeout_s`` is over.
 
     A piece of a stream that already runs waits until ``pause_s`` after ``since`` (monotonic), so that a fast engine
     does not drown in exchanges; a first piece or an ending does not wait.
     """
     deadline = time.monotonic() + timeout_s
-    with llm.changed:
+    with engine.changed:
         while (now := time.monotonic()) < deadline:
             talking = [s for s in sessions if s.has_news]
             if any(not s.started or s.ending for s in talking) or (talking and now >= since + pause_s):
                 return
             if talking:
-                llm.begun_or_ended.wait(since + pause_s - now)
+                engine.begun_or_ended.wait(since + pause_s - now)
             else:
-                llm.changed.wait(deadline - now)
+                engine.changed.wait(deadline - now)

@@ -21,10 +21,9 @@ BLOCK = "the handler block of model_config.yaml"
 MIB = 1024 * 1024
 
 _ALIASES = {"converted_ckpt_dir": "checkpoint"}
+_ALONE = "there is no speculative decoding yet, the target decodes alone"
 _WITHOUT_EFFECT = {
-    "draft": "there is no speculative decoding yet, the target decodes alone",
-    "draft_checkpoint_path": "there is no speculative decoding yet, the target decodes alone",
-    "speculate_k": "there is no speculative decoding yet, the target decodes alone",
+    **dict.fromkeys(("draft", "draft_checkpoint_path", "speculate_k"), _ALONE),
     "fx_graph_cache": "torch caches compiled graphs by itself",
     "profile": "nothing is profiled",
 }
@@ -102,10 +101,7 @@ def check(config: Mapping[str, Any]) -> tuple[_Own, dict[str, Any]]:
     check_torchserve_keys(config)
     serves_continuously(config)
     block = config.get("handler")
-    return _check_block({} if block is None else block)
-
-
-def _check_block(block: object) -> tuple[_Own, dict[str, Any]]:
+    block = {} if block is None else block
     if not isinstance(block, Mapping):
         raise ConfigError(f"handler in model_config.yaml must be a block of keys, not {block!r}")
     for key in block:
@@ -125,18 +121,15 @@ def _check_block(block: object) -> tuple[_Own, dict[str, Any]]:
 
 def _line_of_fault(file: ModelYaml, message: str) -> int | None:
     """The line of the key that is refused with ``message`` by itself; None when only several together are wrong."""
-    alone: list[tuple[tuple[str, ...], Mapping[str, Any]]] = []
     for key, value in file.config.items():
-        if isinstance(value, Mapping):
-            alone += [((str(key), str(inner)), {key: {inner: value[inner]}}) for inner in value]
-        else:
-            alone.append(((str(key),), {key: value}))
-    for path, part in alone:
-        try:
-            check(part)
-        except ConfigError as error:
-            if str(error) == message:
-                return file.lines.get(path)
+        inside = value if isinstance(value, Mapping) else ()
+        alone = {(str(key), str(inner)): {key: {inner: value[inner]}} for inner in inside}
+        for path, part in alone.items() if inside else [((str(key),), {key: value})]:
+            try:
+                check(part)
+            except ConfigError as error:
+                if str(error) == message:
+                    return file.lines.get(path)
     return None
 
 

@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpt_fast.errors import RequestError
 from gpt_fast.params import MAX_SHOWN
+from gpt_fast.tokenizer.settings import token_text
 
 
 class ChatTemplate:
@@ -40,14 +41,12 @@ class ChatTemplate:
         Encode it without adding BOS and with special tokens allowed. Raises RequestError when the template refuses
         the messages (a role out of turn, say).
         """
+        variables = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            text: str = self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special, **extra
-            )
+            return self._template.render(**variables, **self._special, **extra)
         except Exception as error:  # a template is a program: what these messages make it raise may be anything
             message = f"the chat template refuses these messages: {str(error)[:MAX_SHOWN]}"
             raise RequestError(message, "messages") from None
-        return text
 
 
 def load_template(directory: str | Path) -> ChatTemplate | None:
@@ -68,14 +67,8 @@ def load_template(directory: str | Path) -> ChatTemplate | None:
     if not isinstance(source, str):
         return None
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    special = {name: _token_text(config.get(name)) for name in names}
+    special = {name: token_text(config.get(name)) for name in names}
     return ChatTemplate(source, {k: v for k, v in special.items() if v is not None}, where)
-
-
-def _token_text(value: object) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:

@@ -13,9 +13,9 @@ inside a message would become a system turn. Two cases:
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 from gpt_fast.errors import RequestError
 from gpt_fast.tokenizer import Tokenizer
@@ -69,13 +69,9 @@ class SpecialNames:
         return next((len(candidate) for candidate in candidates if candidate in parts), 0)
 
 
+@lru_cache(maxsize=8)
 def special_names(tokenizer: Tokenizer) -> SpecialNames:
     """Of ``tokenizer``. Looks at every token the first time: a tenth of a second for a large vocabulary."""
-    return _special_names(cast(Hashable, tokenizer))
-
-
-@lru_cache(maxsize=8)
-def _special_names(tokenizer: Any) -> SpecialNames:
     special = [id for id in range(tokenizer.vocab_size) if tokenizer.is_special(id)]
     return SpecialNames(tokenizer.token_bytes(id, skip_special=False).decode(errors="replace") for id in special)
 

@@ -6,7 +6,7 @@ import codecs
 import itertools
 from collections.abc import Sequence
 
-from gpt_fast.tokenizer.protocol import Tokenizer, drop_leading_spaces
+from gpt_fast.tokenizer.base import Tokenizer, drop_leading_spaces
 
 # A UTF-8 character has at most 4 bytes, so what is unfinished at the end of a text lies in its last 3.
 _MAX_UNFINISHED_BYTES = 3
@@ -23,29 +23,20 @@ class IncrementalDetokenizer:
     dummy prefix of a text's start or a space between words, and it may end in half a character. The cost of a push
     does not grow with the text.
 
-    ``padded``: ids past the tokenizer's vocabulary have no text. Models pad their vocabulary, and an untrained or
-    broken one may choose such a token; that must not end a stream. Without a tokenizer no id has text.
+    Ids past the tokenizer's vocabulary have no text: models pad their vocabulary, and a broken one may choose such a
+    token. Without a tokenizer no id has text.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        prompt_ids: Sequence[int] = (),
-        skip_special: bool = True,
-        *,
-        padded: bool = False,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int] = ()) -> None:
         self._stream: _ByteStream | _WindowStream | None = None
-        self._num_known = float("inf")
+        self._num_known = 0
         if tokenizer is not None:
-            if padded:
-                self._num_known = tokenizer.vocab_size
-                prompt_ids = [id for id in prompt_ids if id < self._num_known]
-            kind = _ByteStream if tokenizer.bytewise else _WindowStream
-            self._stream = kind(tokenizer, prompt_ids, skip_special)
+            self._num_known = tokenizer.vocab_size
+            prompt_ids = [id for id in prompt_ids if id < self._num_known]
+            self._stream = (_ByteStream if tokenizer.bytewise else _WindowStream)(tokenizer, prompt_ids)
 
     def push(self, id: int) -> str:
-        """The text that is certain now; empty while a character is unfinished. Raises TokenizerError for a bad id."""
+        """The text that is certain now; empty while a character is unfinished."""
         return self._stream.push(id) if self._stream is not None and id < self._num_known else ""
 
     def flush(self) -> str:
@@ -54,28 +45,23 @@ class IncrementalDetokenizer:
 
 
 class _ByteStream:
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._droppable_spaces = tokenizer.leading_spaces_dropped
         for id in prompt_ids:  # ends with the first token that has text
             if not self._droppable_spaces:
                 break
             self._take(id)
-        self._decoder.decode(self._tail(prompt_ids))
-
-    def _tail(self, ids: Sequence[int]) -> bytes:
-        """At least the last bytes of the ids' text: UTF-8 finds its character boundaries from anywhere."""
-        tail = b""
-        for id in reversed(ids):
-            tail = self._tokenizer.token_bytes(id, self._skip_special) + tail
+        tail = b""  # at least the last bytes: UTF-8 finds its character boundaries from anywhere
+        for id in reversed(prompt_ids):
+            tail = tokenizer.token_bytes(id) + tail
             if len(tail) > _MAX_UNFINISHED_BYTES:
                 break
-        return tail
+        self._decoder.decode(tail)
 
     def _take(self, id: int) -> bytes:
-        data = self._tokenizer.token_bytes(id, self._skip_special)
+        data = self._tokenizer.token_bytes(id)
         if self._droppable_spaces:
             data, self._droppable_spaces = drop_leading_spaces(data, self._droppable_spaces)
         return data
@@ -91,34 +77,27 @@ class _WindowStream:
     """For decoders that are more than a concatenation (WordPiece ...): compares the text of a few tokens with and
     without the new ones, as text-generation-inference and vLLM do."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        # Special tokens that are skipped are no context, so the window is counted in tokens that have text.
-        textual = (id for id in reversed(prompt_ids) if not (skip_special and tokenizer.is_special(id)))
+        # Special tokens are no context, so the window is counted in tokens that have text.
+        textual = (id for id in reversed(prompt_ids) if not tokenizer.is_special(id))
         self._context = list(itertools.islice(textual, _WINDOW_CONTEXT))[::-1]
         self._pending: list[int] = []
 
     def push(self, id: int) -> str:
-        self._tokenizer.token_bytes(id)  # refuses a bad id before it gets into the window
-        if self._skip_special and self._tokenizer.is_special(id):
+        if self._tokenizer.is_special(id):
             return ""
         self._pending.append(id)
-        text = self._new_text()
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(self._pending) < _MAX_PENDING_TOKENS:
-            return ""
-        self._advance()
-        return text
+        return self._new_text(len(self._pending) >= _MAX_PENDING_TOKENS)
 
     def flush(self) -> str:
-        text = self._new_text()
-        self._advance()
-        return text
+        return self._new_text(final=True)
 
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._context, self._skip_special)
-        return self._tokenizer.decode(self._context + self._pending, self._skip_special)[len(before) :]
-
-    def _advance(self) -> None:
+    def _new_text(self, final: bool) -> str:
+        before = self._tokenizer.decode(self._context)
+        text = self._tokenizer.decode(self._context + self._pending)[len(before) :]
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not final:
+            return ""
         self._context = (self._context + self._pending)[-_WINDOW_CONTEXT:]
         self._pending = []
+        return text

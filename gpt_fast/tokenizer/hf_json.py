@@ -7,13 +7,14 @@ ours: the file's decoder steps are turned into one table of bytes, so that text 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gpt_fast.errors import TokenizerError
-from gpt_fast.tokenizer.protocol import BaseTokenizer
+from gpt_fast.tokenizer.base import Tokenizer
 from gpt_fast.tokenizer.settings import AddedToken, Settings, read_added_tokens
 from gpt_fast.tokenizer.tiktoken_ranks import QWEN_PATTERN
 
@@ -30,7 +31,7 @@ def _byte_level_alphabet() -> dict[int, int]:
 _BYTE_OF_CHAR = _byte_level_alphabet()
 
 
-class HfJsonTokenizer(BaseTokenizer):
+class HfJsonTokenizer(Tokenizer):
     """A tokenizer.json, given as its parsed object (which is changed), plus the settings beside it.
 
     BOS follows the file's post-processor, unless ``add_bos_token`` says otherwise. Truncation and padding that a file
@@ -58,7 +59,6 @@ class HfJsonTokenizer(BaseTokenizer):
         super().__init__(
             pieces,
             {id: token.content for id, token in added.items() if token.special} | unnamed,
-            added={id: token.content for id, token in added.items()},
             bos_token_id=bos,
             eos_token_ids=() if eos is None else (eos,),
             prefix_ids=prefix,
@@ -69,15 +69,13 @@ class HfJsonTokenizer(BaseTokenizer):
     def _encode(self, text: str, allow_special: bool) -> list[int]:
         with self._lock:
             self._library.encode_special_tokens = not allow_special
-            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-            return ids
+            return list(self._library.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         if self.bytewise:
             return super().decode(ids, skip_special)
         kept = [int(id) for id in ids if not (self.is_special(id) and skip_special)]
-        text: str = self._library.decode(kept, skip_special_tokens=False)
-        return text
+        return str(self._library.decode(kept, skip_special_tokens=False))
 
 
 def gpt2_spec(vocab: Mapping[str, int], merges: str, settings: Settings, source: str) -> dict[str, Any]:
@@ -88,7 +86,7 @@ def gpt2_spec(vocab: Mapping[str, int], merges: str, settings: Settings, source:
     name = (settings.tokenizer_class or "GPT2Tokenizer").removesuffix("Fast")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     pre_tokenizer: dict[str, Any] = byte_level
-    normalizer = None
+    normalizer = None  # what is missing or None is off
     if name == "Qwen2Tokenizer":
         normalizer = {"type": "NFC"}
         split = {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False}
@@ -100,15 +98,8 @@ def gpt2_spec(vocab: Mapping[str, int], merges: str, settings: Settings, source:
         )
     lines = [line for line in merges.split("\n") if line.strip(" \r") and not line.startswith("#version")]
     model = {"type": "BPE", "vocab": dict(vocab), "merges": [line.rstrip("\r") for line in lines]}
-    return {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": model,
-    }
+    spec = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": byte_level, "model": model}
+    return {"version": "1.0", "added_tokens": [], "post_processor": None} | spec
 
 
 def bytes_decoder(decoder: Mapping[str, Any] | None) -> tuple[PieceToBytes, int] | None:
@@ -173,16 +164,12 @@ def _byte_level_bytes(piece: str) -> bytes:
 
 
 def _fallback_byte(piece: str) -> bytes | None:
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        try:
-            return bytes([int(piece[3:5], 16)])
-        except ValueError:
-            return None
-    return None
+    found = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes.fromhex(found[1]) if found else None
 
 
 def _merge_added_tokens(spec: dict[str, Any], settings: Settings, source: str) -> dict[int, AddedToken]:
-    """The added tokens of the file and of the settings by id; the file's list is rewritten to hold them all.
+    """The added tokens of the file and of the settings by id; ``spec`` then holds them all.
 
     Special ones are matched before normalization: Llama 2's file asks for the opposite, and so its dummy prefix
     hides every ``<s>`` that does not follow a space.
@@ -227,13 +214,9 @@ def _pieces(
 ) -> tuple[list[bytes], dict[int, str]]:
     """Each id's bytes, and the ids below the largest that no token has."""
     size = 1 + max([*vocab.values(), *added])
-    pieces = [b""] * size
-    for piece, id in vocab.items():
-        pieces[id] = piece_to_bytes(piece)
-    for id, token in added.items():
-        pieces[id] = token.content.encode()
-    unnamed = set(range(size)) - set(vocab.values()) - set(added)
-    return pieces, dict.fromkeys(unnamed, "")
+    known = {id: piece_to_bytes(piece) for piece, id in vocab.items()}
+    known |= {id: token.content.encode() for id, token in added.items()}
+    return [known.get(id, b"") for id in range(size)], {id: "" for id in range(size) if id not in known}
 
 
 def _bos(library: Any, settings: Settings) -> tuple[int | None, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt_fast.errors import TokenizerError, TokenizerMissing
-from gpt_fast.tokenizer.protocol import Tokenizer
+from gpt_fast.tokenizer.base import Tokenizer
 from gpt_fast.tokenizer.settings import Settings, parse_json_object, read_added_tokens, read_json_object, read_settings
 
 Format = Literal["sentencepiece", "tiktoken", "json"]
@@ -101,18 +101,14 @@ def _load_file(found: Mapping[Path, bytes], path: Path, settings: Settings) -> T
         from gpt_fast.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
         return TiktokenTokenizer(data, settings, source=str(path))
-    beside = path.parent / "tokenizer.json"
-    if beside == path:
-        return _load_sentencepiece(path, data, {}, settings)
-    converted = parse_json_object(found[beside], beside) if beside in found else read_json_object(beside)
-    return _load_sentencepiece(path, data, converted, settings)
-
-
-def _load_sentencepiece(path: Path, data: bytes, converted: dict[str, Any], settings: Settings) -> Tokenizer:
     from gpt_fast.tokenizer.hf_json import prefixes_every_segment
     from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
-    added = read_added_tokens(converted, str(path.parent / "tokenizer.json"))
+    beside = path.parent / "tokenizer.json"
+    converted: dict[str, Any] = {}
+    if beside != path:
+        converted = parse_json_object(found[beside], beside) if beside in found else read_json_object(beside)
+    added = read_added_tokens(converted, str(beside))
     added |= {token.id: token for token in settings.added}
     return SentencePieceTokenizer(
         data,

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from gpt_fast.errors import TokenizerError
-from gpt_fast.tokenizer.protocol import BaseTokenizer
+from gpt_fast.tokenizer.base import Tokenizer
 from gpt_fast.tokenizer.settings import AddedToken, AddedTokenSplitter, Settings
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space within a piece
@@ -19,7 +19,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space within
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
-class SentencePieceTokenizer(BaseTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model plus the added tokens of the files beside it.
 
     Control and unknown pieces are special. ``prefix_every_segment`` says whether text that follows an added token
@@ -42,25 +42,19 @@ class SentencePieceTokenizer(BaseTokenizer):
         for id, token in added.items():
             pieces[id] = token.content.encode()
         special = {id: token.content for id, token in added.items() if token.special}
-        special |= {id: "" for id in range(base_size, size) if id not in added}  # ids that no file names
-
         self._all_tokens = AddedTokenSplitter(added.values())
         self._text_tokens = AddedTokenSplitter(token for token in added.values() if not token.special)
         # A piece that the settings call special, but the model does not (Gemma's turns), would be found in any text.
-        self._forgeable = _cut_pattern(
-            [
-                token.content
-                for id, token in added.items()
-                if id in special and id < base_size and not _is_control(sp, id)
-            ]
-        )
+        forgeable = [added[id].content for id in special if id < base_size and not _is_control(sp, id)]
+        self._forgeable = _cut_pattern(forgeable)
+        special |= {id: "" for id in range(base_size, size) if id not in added}  # ids that no file names
         bos = by_name.get(settings.bos_token or "", sp.bos_id())
-        eos = dict.fromkeys(id for id in (sp.eos_id(), _id_of(settings.eos_token, added, by_name)) if id >= 0)
+        ids = by_name | {token.content: id for id, token in reversed(added.items())}
+        eos = dict.fromkeys(id for id in (sp.eos_id(), ids.get(settings.eos_token or "", -1)) if id >= 0)
         add_bos = settings.add_bos_token if settings.add_bos_token is not None else bos >= 0
         super().__init__(
             pieces,
             special,
-            added={id: token.content for id, token in added.items()},
             bos_token_id=bos if bos >= 0 else None,
             eos_token_ids=tuple(eos),
             prefix_ids=(bos,) if add_bos and bos >= 0 else (),
@@ -101,9 +95,7 @@ def _is_control(sp: Any, id: int) -> bool:
 
 
 def _piece_bytes(sp: Any, id: int, name: str) -> bytes:
-    if sp.is_byte(id):
-        return bytes([int(name[3:5], 16)])  # "<0xE4>"
-    return name.replace(_SPACE, " ").encode()
+    return bytes.fromhex(name[3:5]) if sp.is_byte(id) else name.replace(_SPACE, " ").encode()  # "<0xE4>"
 
 
 def _added_tokens(
@@ -122,11 +114,6 @@ def _added_tokens(
     for name in settings.special_names & by_name.keys():
         tokens.setdefault(by_name[name], AddedToken(by_name[name], name, special=True))
     return tokens
-
-
-def _id_of(name: str | None, added: dict[int, AddedToken], by_name: dict[str, int]) -> int:
-    ids = (id for id, token in added.items() if token.content == name)
-    return next(ids, by_name.get(name or "", -1))
 
 
 def _cut_pattern(names: list[str]) -> re.Pattern[str] | None:

@@ -31,10 +31,8 @@ class AddedToken:
 
     @classmethod
     def from_json(cls, id: int, entry: Mapping[str, Any]) -> AddedToken:
-        flags = {
-            name: bool(entry.get(name, False)) for name in ("special", "lstrip", "rstrip", "single_word", "normalized")
-        }
-        return cls(id=id, content=str(entry["content"]), **flags)
+        names = ("special", "lstrip", "rstrip", "single_word", "normalized")
+        return cls(id, str(entry["content"]), *(bool(entry.get(name)) for name in names))
 
 
 @dataclass(frozen=True)
@@ -55,22 +53,20 @@ def read_settings(directory: Path) -> Settings:
     config = read_json_object(directory / "tokenizer_config.json")
     names = {**read_json_object(directory / "special_tokens_map.json"), **config}
     try:
-        added = {
-            int(id): AddedToken.from_json(int(id), entry)
-            for id, entry in config.get("added_tokens_decoder", {}).items()
-        }
+        declared = config.get("added_tokens_decoder", {}).items()
+        added = {int(id): AddedToken.from_json(int(id), entry) for id, entry in declared}
         # added_tokens.json has no flags. What is added beyond a vocabulary is nearly always markup of chats.
         for content, id in read_json_object(directory / "added_tokens.json").items():
             added.setdefault(int(id), AddedToken(int(id), content, special=True))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TokenizerError(f"{directory}: the added tokens of its JSON files are malformed: {error!r}") from error
-    strings = [_content(names.get(name)) for name in _NAMED_TOKENS]
-    strings += [_content(entry) for entry in names.get("additional_special_tokens") or ()]
+    strings = [token_text(names.get(name)) for name in _NAMED_TOKENS]
+    strings += [token_text(entry) for entry in names.get("additional_special_tokens") or ()]
     return Settings(
         added=tuple(added[id] for id in sorted(added)),
         special_names=frozenset(name for name in strings if name),
-        bos_token=_content(names.get("bos_token")),
-        eos_token=_content(names.get("eos_token")),
+        bos_token=token_text(names.get("bos_token")),
+        eos_token=token_text(names.get("eos_token")),
         add_bos_token=config.get("add_bos_token"),
         legacy=config.get("legacy"),
         tokenizer_class=config.get("tokenizer_class"),
@@ -101,8 +97,8 @@ def read_added_tokens(spec: Mapping[str, Any], source: str) -> dict[int, AddedTo
         raise TokenizerError(f"{source}: its added_tokens are malformed: {error!r}") from error
 
 
-def _content(token: Any) -> str | None:
-    # A token is written as its string, or as an object that also has the flags of an added token.
+def token_text(token: Any) -> str | None:
+    """The string of a token, which is written as that or as an object with the flags of an added token; or None."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None

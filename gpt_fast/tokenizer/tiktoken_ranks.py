@@ -13,9 +13,10 @@ import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from gpt_fast.errors import TokenizerError
-from gpt_fast.tokenizer.protocol import BaseTokenizer
+from gpt_fast.tokenizer.base import Tokenizer
 from gpt_fast.tokenizer.settings import Settings
 
 # The two differ in how many digits a token may have.
@@ -31,32 +32,16 @@ _MAX_RUN_CHARS = 25_000
 _LONG_RUN = re.compile(rf"\s{{{_MAX_RUN_CHARS}}}|\S{{{_MAX_RUN_CHARS}}}")
 
 
-def _llama3_special_tokens() -> list[str]:
-    # llama-models, models/llama3/tokenizer.py. Llama 3 and 3.1 share the file and these slots; 3.1 gave names to some
-    # that 3 had reserved, which renumbered the reserved ones after them.
-    named = [
-        "<|begin_of_text|>",
-        "<|end_of_text|>",
-        "<|reserved_special_token_0|>",
-        "<|reserved_special_token_1|>",
-        "<|finetune_right_pad_id|>",
-        "<|step_id|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eom_id|>",
-        "<|eot_id|>",
-        "<|python_tag|>",
-        "<|image|>",
-    ]
-    return named + [f"<|reserved_special_token_{2 + i}|>" for i in range(256 - len(named))]
+# llama-models, models/llama3/tokenizer.py. Llama 3 and 3.1 share the file and these slots; 3.1 gave names to some that
+# 3 had reserved, which renumbered the reserved ones after them.
+_LLAMA3_NAMES = (
+    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id step_id "
+    "start_header_id end_header_id eom_id eot_id python_tag image"
+)
 
 
-def _qwen_special_tokens() -> list[str]:
-    return ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
-
-
-def _nfc(text: str) -> str:
-    return unicodedata.normalize("NFC", text)
+def _special_tokens(named: str, *others: str) -> list[str]:
+    return [f"<|{name}|>" for name in [*named.split(), *others]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,7 @@ class Vocabulary:
     special_tokens: list[str]  # their ids follow the ranks
     bos_token: str | None
     eos_tokens: tuple[str, ...]
-    normalize: Callable[[str], str] = str
+    normalize: Callable[[str], str] = str  # before splitting
 
 
 # By the number of ranks, the one fact in a file that tells which it is.
@@ -76,22 +61,22 @@ VOCABULARIES = {
     128_000: Vocabulary(
         name="Llama 3",
         pattern=LLAMA3_PATTERN,
-        special_tokens=_llama3_special_tokens(),
+        special_tokens=_special_tokens(_LLAMA3_NAMES, *(f"reserved_special_token_{i}" for i in range(2, 246))),
         bos_token="<|begin_of_text|>",
         eos_tokens=("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"),
     ),
     151_643: Vocabulary(
         name="Qwen",
         pattern=QWEN_PATTERN,
-        special_tokens=_qwen_special_tokens(),
+        special_tokens=_special_tokens("endoftext im_start im_end", *(f"extra_{i}" for i in range(205))),
         bos_token=None,
         eos_tokens=("<|endoftext|>", "<|im_end|>"),
-        normalize=_nfc,
+        normalize=partial(unicodedata.normalize, "NFC"),
     ),
 }
 
 
-class TiktokenTokenizer(BaseTokenizer):
+class TiktokenTokenizer(Tokenizer):
     """A rank file with the split and the special tokens of its row in ``VOCABULARIES``.
 
     ``added_tokens_decoder`` of a tokenizer_config.json beside the file renames special tokens and adds to them.

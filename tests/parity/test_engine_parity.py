@@ -29,7 +29,7 @@ PATHS: dict[str, dict[str, bool]] = {
     **({"kernels": {}} if available() else {}),
 }
 # A compilation takes seconds. These have, together, everything that a block can have.
-COMPILED = ("llama", "llama-dynamic", "llama-biases", "qwen2-windows", "qwen3-windows")
+COMPILED = ("llama", "llama-dynamic", "llama-biases", "mixtral", "qwen2-windows", "qwen3-windows")
 CASES = [(name, path) for name in families_table.FAMILIES for path in PATHS if path != "compiled" or name in COMPILED]
 QUANTIZED = ("qwen2", "gpt2", "gpt-neox", "opt", "bloom", "phi", "phi3", "falcon", "starcoder2", "stablelm")
 GREEDY_64 = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
@@ -128,4 +128,4 @@ def test_other_models_of_the_process_leave_room_to_compile() -> None:
     )
     with torch._dynamo.config.patch(recompile_limit=1):
         runner.warm_up()
-    assert runner.compiled
+    assert runner.path != "eager"

@@ -27,14 +27,6 @@ EXAMPLE = '{"prompt": "Once upon a time", "max_new_tokens": 50}'
 _BETTER = "send it with -T request.json, or add -H 'Content-Type: application/json'"
 MAX_INT_DIGITS = 40  # more than any field allows; longer ones would cost quadratic time to convert and to print
 
-_BOMS = (
-    (codecs.BOM_UTF8, "a byte order mark"),
-    (codecs.BOM_UTF32_LE, "the byte order mark of UTF-32"),  # before UTF-16, whose mark it begins with
-    (codecs.BOM_UTF32_BE, "the byte order mark of UTF-32"),
-    (codecs.BOM_UTF16_LE, "the byte order mark of UTF-16"),
-    (codecs.BOM_UTF16_BE, "the byte order mark of UTF-16"),
-)
-
 
 def read_body(entry: Mapping[str, Any], max_bytes: int, content_length: int | None = None) -> dict[str, Any]:
     """The JSON object in ``entry``, one element of the ``data`` TorchServe gives to ``handle``.
@@ -53,9 +45,8 @@ def read_body(entry: Mapping[str, Any], max_bytes: int, content_length: int | No
                 _refuse(f"the form has the field {_quote(others[0])} beside {name!r}; put everything into the JSON")
             return _object(entry[name], max_bytes)
     if not entry and content_length:
-        _refuse(
-            f"the body was sent as a form (what curl -d does), of which TorchServe keeps nothing; {_BETTER}", "form"
-        )
+        lost = "the body was sent as a form (what curl -d does), of which TorchServe keeps nothing"
+        _refuse(f"{lost}; {_BETTER}", "form")
     if not entry:
         _refuse(f"the body is empty; send a JSON object such as {EXAMPLE}", "empty_body")
     return _object(_from_form(entry, content_length), max_bytes)
@@ -78,11 +69,8 @@ def parse_json(text: str | bytes | bytearray) -> dict[str, Any]:
 
 def _object(value: Any, max_bytes: int) -> dict[str, Any]:
     """``value`` is the body in any of the types TorchServe makes of it."""
-    if isinstance(value, (bytes, bytearray)):
-        _check_size(len(value), max_bytes)
-        return parse_json(value)
-    if isinstance(value, str):
-        _check_size(len(value.encode("utf-8", "surrogatepass")), max_bytes)
+    if isinstance(value, (bytes, bytearray, str)):
+        _check_size(len(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value), max_bytes)
         return parse_json(value)
     return _check_object(value)
 
@@ -102,10 +90,9 @@ def _check_size(num_bytes: int, max_bytes: int) -> None:
 
 
 def _decode(raw: bytes) -> str:
-    for mark, name in _BOMS:
-        if raw.startswith(mark):
-            _refuse(f"the body starts with {name}; send JSON in plain UTF-8 without one", "invalid_encoding")
-    if b"\0" in raw[:4]:
+    if raw.startswith(codecs.BOM_UTF8):
+        _refuse("the body starts with a byte order mark; send JSON in plain UTF-8 without one", "invalid_encoding")
+    if json.detect_encoding(raw) != "utf-8":
         _refuse("the body looks like UTF-16 or UTF-32; send JSON in UTF-8", "invalid_encoding")
     try:
         return raw.decode("utf-8")

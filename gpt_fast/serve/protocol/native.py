@@ -15,14 +15,7 @@ from gpt_fast.errors import RequestError
 from gpt_fast.fields import Kind, flag
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
 from gpt_fast.params import SamplingParams
-from gpt_fast.serve.protocol.request import (
-    SAMPLING,
-    SequenceRequest,
-    as_given,
-    read_fields,
-    read_prompt,
-    read_sampling,
-)
+from gpt_fast.serve.protocol.request import SAMPLING, SequenceRequest, as_given, read_fields, read_prompt, read_sampling
 
 TEXT_TYPE = "text/plain; charset=utf-8"
 JSON_TYPE = "application/json"
@@ -58,15 +51,12 @@ class NativeRequest:
         return TEXT_TYPE if self.stream else JSON_TYPE
 
     def as_written(self, error: RequestError) -> RequestError:
-        """The engine's field names are this protocol's."""
         return error
 
     def write_delta(self, index: int, delta: Delta) -> str:
-        """The text itself."""
         return delta.text
 
     def write_end(self, completions: Sequence[Completion]) -> str:
-        """Nothing after a stream; else the whole answer."""
         return "" if self.stream else completion_body(completions[0], self.return_token_ids)
 
     def write_error(self, error: RequestError) -> str:
@@ -86,22 +76,15 @@ def parse_request(
         raise RequestError("prompt is missing", "prompt", "missing_field")
     if "max_tokens" in given and "max_new_tokens" in given:
         raise RequestError("max_new_tokens and max_tokens are the same field; give one of them", "max_new_tokens")
-    params = read_sampling(
-        given,
-        SamplingParams.max_tokens if default_max_tokens is None else default_max_tokens,
-        max_tokens=given.get("max_new_tokens", given.get("max_tokens")),
-    )
+    default = SamplingParams.max_tokens if default_max_tokens is None else default_max_tokens
+    params = read_sampling(given, default, max_tokens=given.get("max_new_tokens", given.get("max_tokens")))
     if params.n != 1:
         raise RequestError("n must be 1 here; v1/completions gives several samples", "n")
-    request = NativeRequest(
-        (SequenceRequest(given["prompt"], params),),
-        given.get("stream", default_stream),
-        given.get("return_token_ids", False),
-    )
+    stream = given.get("stream", default_stream)
     for name in ("return_token_ids", "logprobs", "prompt_logprobs"):
-        if request.stream and given.get(name, False) is not False:
+        if stream and given.get(name, False) is not False:
             raise RequestError(f'{name} needs "stream": false; streamed text has no room for it', name)
-    return request
+    return NativeRequest((SequenceRequest(given["prompt"], params),), stream, given.get("return_token_ids", False))
 
 
 def completion_body(completion: Completion, return_token_ids: bool = False) -> str:
@@ -109,21 +92,18 @@ def completion_body(completion: Completion, return_token_ids: bool = False) -> s
     answer: dict[str, Any] = {"text": completion.text}
     if return_token_ids:
         answer["token_ids"] = list(completion.token_ids)
-    num_new = len(completion.token_ids)
     answer["finish_reason"] = completion.finish_reason
-    if completion.logprobs is not None:
-        answer["logprobs"] = [_logprobs(entry) for entry in completion.logprobs]
-    if completion.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = [
-            None if entry is None else _logprobs(entry) for entry in completion.prompt_logprobs
-        ]
-    answer["usage"] = {
-        "prompt_tokens": completion.num_prompt_tokens,
-        "completion_tokens": num_new,
-        "total_tokens": completion.num_prompt_tokens + num_new,
-        "cached_tokens": completion.num_cached_tokens,
-    }
+    for name in ("logprobs", "prompt_logprobs"):
+        if (entries := getattr(completion, name)) is not None:
+            answer[name] = [None if entry is None else _logprobs(entry) for entry in entries]
+    usage = token_counts(completion.num_prompt_tokens, len(completion.token_ids))
+    answer["usage"] = usage | {"cached_tokens": completion.num_cached_tokens}
     return json.dumps(answer, ensure_ascii=False) + "\n"
+
+
+def token_counts(num_prompt: int, num_new: int) -> dict[str, Any]:
+    """The fields of ``usage`` that every answer has."""
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
 
 def error_body(error: RequestError) -> str:

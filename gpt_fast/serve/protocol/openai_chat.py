@@ -85,7 +85,7 @@ def parse_chat(body: Mapping[str, Any], context: OpenAIContext) -> ChatRequest:
     asked_as = "max_tokens" if "max_tokens" in given else "max_completion_tokens"
     params = read_params(
         given,
-        context.chat_max_tokens,
+        None,
         context.default_temperature,
         max_tokens=given.get(asked_as),
         logprobs=_num_logprobs(given),

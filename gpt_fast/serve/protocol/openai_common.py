@@ -16,7 +16,7 @@ from typing import Any
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
 from gpt_fast.params import SamplingParams
-from gpt_fast.serve.protocol.native import JSON_TYPE, error_body
+from gpt_fast.serve.protocol.native import JSON_TYPE, error_body, token_counts
 from gpt_fast.serve.protocol.request import SequenceRequest, as_written
 from gpt_fast.tokenizer import Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
@@ -34,9 +34,8 @@ class OpenAIContext:
     """What the protocol needs to know about the server. Made once, when the model is loaded.
 
     ``models``: the names that requests may use. ``max_model_len``: tokens of prompt and answer together.
-    ``default_temperature``: of generation_config.json; None: the file has none.
-    ``completion_max_tokens`` and ``chat_max_tokens``: for requests that do not say; None: as many as fit.
-    ``max_sequences``: prompts times ``n`` of one request. ``created``: the models' date, unix seconds.
+    ``default_temperature``: of generation_config.json; None: the file has none. ``max_sequences``: prompts times ``n``
+    of one request. ``created``: the models' date, unix seconds.
     """
 
     models: tuple[str, ...]
@@ -44,10 +43,7 @@ class OpenAIContext:
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     default_temperature: float | None = None
-    completion_max_tokens: int | None = 16  # as OpenAI documents it
-    chat_max_tokens: int | None = None
     max_sequences: int = 256
-    system_fingerprint: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     clock: Callable[[], float] = time.time
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex
@@ -58,13 +54,6 @@ class OpenAIContext:
         elif self.tokenizer is not None:
             log.warning("the checkpoint has no chat template: v1/chat/completions uses plain lines (%s)", FALLBACK)
 
-    @property
-    def template_name(self) -> str | None:
-        """Where chats get their format from; None where there can be none."""
-        if self.tokenizer is None:
-            return None
-        return FALLBACK if self.template is None else "checkpoint"
-
 
 def model_body(name: str, context: OpenAIContext) -> str:
     """The answer to ``GET v1/models/<name>``. Raises RequestError, 404."""
@@ -74,20 +63,15 @@ def model_body(name: str, context: OpenAIContext) -> str:
 
 
 def models_body(context: OpenAIContext) -> str:
-    """The answer to ``GET v1/models``. OpenAI's fields, vLLM's ``max_model_len``, and where the chat template comes
-    from."""
+    """The answer to ``GET v1/models``."""
     return json.dumps({"object": "list", "data": [_model(name, context) for name in context.models]}) + "\n"
 
 
 def _model(name: str, context: OpenAIContext) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": context.created,
-        "owned_by": "gpt-fast",
-        "max_model_len": context.max_model_len,
-        "chat_template": context.template_name,
-    }
+    """OpenAI's fields, vLLM's ``max_model_len``, and where chats get their format from; null where there are none."""
+    template = None if context.tokenizer is None else FALLBACK if context.template is None else "checkpoint"
+    facts = {"id": name, "object": "model", "created": context.created, "owned_by": "gpt-fast"}
+    return {**facts, "max_model_len": context.max_model_len, "chat_template": template}
 
 
 class OpenAIRequest:
@@ -115,36 +99,25 @@ class OpenAIRequest:
         self.created = int(context.clock())
         self._options: Mapping[str, Any] = given.get("stream_options", {})
         self._num_new = 0  # tokens streamed so far, of all sequences
-        self._closed = False  # an error has ended the stream
 
     def write_delta(self, index: int, delta: Delta) -> str:
-        """The events that tell ``delta`` of sequence ``index``, perhaps none."""
-        if self._closed:
-            return ""
-        if delta.finish_reason == "abort":
-            return self.write_error(_aborted())
         self._num_new += len(delta.token_ids)
-        return "".join(self._event([choice], self._usage_so_far()) for choice in self._chunks(index, delta))
+        usage = None
+        if self._options.get("continuous_usage_stats"):
+            usage = token_counts(sum(map(len, self.prompts)), self._num_new)
+        return "".join(self._event([choice], usage) for choice in self._chunks(index, delta))
 
     def write_end(self, completions: Sequence[Completion]) -> str:
-        """The end of the stream, or the whole answer. Raises RequestError (500) for the whole answer if a sequence was
-        aborted."""
-        if self._closed:
-            return ""
-        if not self.stream:
-            return self._answer(completions)
-        self._closed = True
-        return (self._event([], self._usage(completions)) if self._options.get("include_usage") else "") + _DONE
+        if self.stream:
+            return (self._event([], self._usage(completions)) if self._options.get("include_usage") else "") + _DONE
+        choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
+        answer = self._frame(self._object, choices) | {"usage": self._usage(completions)}
+        return json.dumps(answer, ensure_ascii=False) + "\n"
 
     def write_error(self, error: RequestError) -> str:
-        """The error as the stream's last event."""
-        if self._closed:
-            return ""
-        self._closed = True
         return f"data: {error_body(error).strip()}\n\n{_DONE}"
 
     def as_written(self, error: RequestError) -> RequestError:
-        """``error`` of the engine about a sequence, with the field named as the client wrote it."""
         return as_written(error, self.given)
 
     @property
@@ -166,13 +139,6 @@ class OpenAIRequest:
         """A choice of the whole answer."""
         raise NotImplementedError
 
-    def _answer(self, completions: Sequence[Completion]) -> str:
-        if any(completion.finish_reason == "abort" for completion in completions):
-            raise _aborted()
-        choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
-        answer = self._frame(self._object, choices) | {"usage": self._usage(completions)}
-        return json.dumps(answer, ensure_ascii=False) + "\n"
-
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
         chunk = self._frame(self._chunk_object, choices)
         if any(self._options.values()):
@@ -181,20 +147,8 @@ class OpenAIRequest:
         return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.given["model"],
-            "system_fingerprint": self.context.system_fingerprint,
-            "choices": choices,
-        }
-
-    def _usage_so_far(self) -> dict[str, Any] | None:
-        if not self._options.get("continuous_usage_stats"):
-            return None
-        num_prompt = sum(map(len, self.prompts))
-        return _counts(num_prompt, self._num_new)
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.given["model"]}
+        return {**head, "system_fingerprint": None, "choices": choices}
 
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """A prompt counts once, however many samples are drawn from it."""
@@ -202,11 +156,7 @@ class OpenAIRequest:
         num_prompt = sum(completion.num_prompt_tokens for completion in firsts)
         num_new = sum(len(completion.token_ids) for completion in completions)
         details = {"cached_tokens": sum(completion.num_cached_tokens for completion in firsts)}
-        return _counts(num_prompt, num_new) | {"prompt_tokens_details": details}
-
-
-def _counts(num_prompt: int, num_new: int) -> dict[str, Any]:
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+        return token_counts(num_prompt, num_new) | {"prompt_tokens_details": details}
 
 
 def check_length(prompt: Sequence[int], asked: int | None, context: OpenAIContext, param: str, asked_as: str) -> None:
@@ -230,16 +180,10 @@ def check_count(num_prompts: int, n: int, context: OpenAIContext, param: str) ->
 
 def token_bytes(tokenizer: Tokenizer | None, token: int) -> bytes | None:
     """What ``token`` adds to the text, nothing for a special one; None for an id that has no text at all."""
-    known = tokenizer is not None and 0 <= token < tokenizer.vocab_size
-    return tokenizer.token_bytes(token) if tokenizer is not None and known else None
+    return tokenizer.token_bytes(token) if tokenizer is not None and 0 <= token < tokenizer.vocab_size else None
 
 
 def finite(entry: TokenLogprobs) -> TokenLogprobs:
     """``entry`` with numbers that JSON has."""
     top = tuple((token, max(_LEAST_LOGPROB, logprob)) for token, logprob in entry.top)
     return TokenLogprobs(entry.token, max(_LEAST_LOGPROB, entry.logprob), top)
-
-
-def _aborted() -> RequestError:
-    message = "the request was ended before its answer was complete: its time was up, or the server is stopping"
-    return RequestError(message, None, "aborted", 500)

@@ -13,16 +13,11 @@ from typing import Any
 
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
-from gpt_fast.serve.protocol.openai_common import (
-    OpenAIContext,
-    OpenAIRequest,
-    check_count,
-    check_length,
-    finite,
-)
+from gpt_fast.serve.protocol.openai_common import OpenAIContext, OpenAIRequest, check_count, check_length, finite
 from gpt_fast.serve.protocol.openai_fields import COMPLETION, read_params, read_request, require
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
 
+DEFAULT_MAX_TOKENS = 16  # as OpenAI documents it
 Prompt = str | list[int]
 
 
@@ -40,24 +35,18 @@ class CompletionRequest(OpenAIRequest):
         self._streamed: dict[int, _Offsets | None] = {}  # the sequences that have begun
 
     def write_delta(self, index: int, delta: Delta) -> str:
-        """The events that tell ``delta`` of sequence ``index``, perhaps none."""
-        if self._scores_only and delta.finish_reason != "abort":
+        if self._scores_only:
             if delta.finish_reason is None:
                 return ""
             delta = Delta("", (), "length", delta.completion)
         return super().write_delta(index, delta)
 
     def write_end(self, completions: Sequence[Completion]) -> str:
-        """The end of the stream, or the whole answer. Raises RequestError (500) for the whole answer if a sequence was
-        aborted."""
-        return super().write_end([self._shown(completion) for completion in completions])
-
-    def _shown(self, completion: Completion) -> Completion:
-        if not self._scores_only or completion.finish_reason == "abort":
-            return completion
-        # One token was generated all the same: the engine ends a request with a token.
-        logprobs = None if completion.logprobs is None else ()
-        return dataclasses.replace(completion, text="", token_ids=(), finish_reason="length", logprobs=logprobs)
+        if self._scores_only:  # one token was generated all the same: the engine ends a request with a token
+            nothing: dict[str, Any] = {"text": "", "token_ids": (), "finish_reason": "length"}
+            nothing["logprobs"] = None if self.params.logprobs is None else ()
+            completions = [dataclasses.replace(completion, **nothing) for completion in completions]
+        return super().write_end(completions)
 
     def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         text = delta.text
@@ -128,7 +117,7 @@ class _Offsets:
     """Where each token begins in a text that starts behind ``prompt`` and counts from ``start``, at most ``end``."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], start: int, end: int | None = None) -> None:
-        self._stream = IncrementalDetokenizer(tokenizer, prompt, padded=True)
+        self._stream = IncrementalDetokenizer(tokenizer, prompt)
         self._next = start
         self._end = end
 
@@ -153,7 +142,7 @@ def parse_completion(body: Mapping[str, Any], context: OpenAIContext) -> Complet
         raise RequestError(message, "stream", "unsupported_value")
     params = read_params(
         given,
-        context.completion_max_tokens,
+        DEFAULT_MAX_TOKENS,
         context.default_temperature,
         max_tokens=1 if scores_only else num_new,
         prompt_logprobs=logprobs if echo else None,

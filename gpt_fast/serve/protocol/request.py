@@ -1,8 +1,7 @@
 """What the wire protocols share: a request that is understood, and the reading of its fields. No torch, no HTTP here.
 
-A protocol makes a :class:`WireRequest` of each HTTP request: the sequences to generate (several prompts, or several
-samples of one), and the ways to write the answer. The server gives ``sequences`` to the engine, hands every delta back
-to :meth:`WireRequest.write_delta` and sends what it returns.
+A protocol makes a :class:`WireRequest` of each HTTP request. The server gives ``sequences`` to the engine, hands every
+delta back to :meth:`WireRequest.write_delta` and sends what it returns.
 """
 
 from __future__ import annotations
@@ -43,19 +42,18 @@ class SequenceRequest:
 
 
 class WireRequest(Protocol):
-    """One HTTP request that is understood: what to generate, and how its answer is written."""
+    """One HTTP request that is understood: what to generate, and how its answer is written.
+
+    ``sequences``: what to generate; ``params.n`` > 1 stands for that many sequences in a row. ``stream``: the answer
+    goes out piece by piece. ``content_type``: of the answer, streamed or not.
+    """
 
     @property
-    def sequences(self) -> tuple[SequenceRequest, ...]:
-        """What to generate; ``params.n`` > 1 stands for that many sequences in a row."""
-
+    def sequences(self) -> tuple[SequenceRequest, ...]: ...
     @property
-    def stream(self) -> bool:
-        """Whether the answer goes out piece by piece."""
-
+    def stream(self) -> bool: ...
     @property
-    def content_type(self) -> str:
-        """Of the answer, streamed or not."""
+    def content_type(self) -> str: ...
 
     def as_written(self, error: RequestError) -> RequestError:
         """``error`` of the engine about a sequence, its field named as the client wrote it."""
