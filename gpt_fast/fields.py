@@ -11,10 +11,10 @@ import dataclasses
 import difflib
 import inspect
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn
 
 from gpt_fast.errors import RequestError
 
@@ -156,13 +156,9 @@ def json_object(value: Any, name: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else refuse(name, "an object", value, "invalid_type")
 
 
-def kinds_of(cls: type) -> dict[str, Kind]:
-    """The fields of the dataclass ``cls``, and the kind of each; bool and str need no annotation."""
-    return _kinds_of(cast(Hashable, cls))
-
-
 @cache
-def _kinds_of(cls: Any) -> dict[str, Kind]:
+def kinds_of(cls: Any) -> dict[str, Kind]:
+    """The fields of the dataclass ``cls``, and the kind of each; bool and str need no annotation."""
     hints = inspect.get_annotations(cls, eval_str=True)
     return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(cls)}
 
@@ -178,7 +174,8 @@ def _kind(hint: Any) -> Kind:
 
 def check_fields(instance: Any) -> None:
     """Replace each field of a dataclass by what its kind reads. Raises RequestError naming the field."""
-    cls, values = type(instance), vars(instance)
+    cls: Any = type(instance)
+    values = vars(instance)
     for name, kind in kinds_of(cls).items():
         if values[name] is not getattr(cls, name, values):  # a class attribute is the default, which needs no check
             object.__setattr__(instance, name, kind(values[name], name))

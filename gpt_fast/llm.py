@@ -26,7 +26,7 @@ from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import ConfigError, RequestError, TokenizerMissing
-from gpt_fast.fields import show
+from gpt_fast.fields import refuse
 from gpt_fast.kernels.roofline import Roofline, read_bandwidth
 from gpt_fast.model.compile_cache import default_file, kept
 from gpt_fast.model.description import describe
@@ -49,15 +49,14 @@ Prompt = str | Sequence[int]
 class LLM:
     """Loads ``checkpoint`` (a Hugging Face directory, opened or not), compiles, warms up; then generates.
 
-    Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`; an unknown one is refused by name.
-    ``progress`` shows bars on a terminal. Raises ConfigError, CheckpointError or TokenizerError (all ValueError) when
-    something is wrong with what was asked for.
+    Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`. ``progress`` shows bars on a terminal.
+    Raises ConfigError, CheckpointError or TokenizerError (all ValueError).
 
     ``generate`` and ``stream`` may be called from several threads: all requests share one batch.
     """
 
     def __init__(self, checkpoint: str | Path | Checkpoint, *, progress: bool = False, **options: Any) -> None:
-        self._configure(options)
+        self.engine_config = from_mapping(EngineConfig, options, "LLM()")
         begin = time.perf_counter()
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
         self.checkpoint, self.config, self.defaults = opened.directory, opened.config, opened.defaults
@@ -95,13 +94,10 @@ class LLM:
             if name in options:
                 raise ConfigError(f"{name} is the model's own here; leave it out")
         self = cls.__new__(cls)
-        self._configure(options)
-        self.config = model.config
+        self.engine_config = from_mapping(EngineConfig, options, "LLM()")
+        self.config, self.tokenizer = model.config, tokenizer
         self.defaults = defaults or GenerationDefaults((), None, SamplingParams())
-        self.tokenizer = tokenizer
-        self.device = model.device
-        self.dtype = model.dtype
-        self._loaded = model
+        self.device, self.dtype, self._loaded = model.device, model.dtype, model
         if self.engine_config.quantize is not None:
             if not isinstance(model, Transformer):
                 raise ConfigError("quantize: the weights of this model are packed already")
@@ -111,9 +107,6 @@ class LLM:
         self.load_s = 0.0
         self._start()
         return self
-
-    def _configure(self, options: dict[str, Any]) -> None:
-        self.engine_config = from_mapping(EngineConfig, options, "LLM()")
 
     def _start(self) -> None:
         """Build the engine around the model and warm it up."""
@@ -140,27 +133,19 @@ class LLM:
         if plan.max_seq_len < plan.wished:
             log.warning("%s", plan.shortened)
         self.max_seq_len, self.prefill_chunk = plan.max_seq_len, o.chunk(self.device.type)
-        runner = Runner(
-            self.model,
-            max_batch=plan.max_batch,
-            max_seq_len=plan.max_seq_len,
-            num_pages=1 + plan.num_pages,
-            page_size=plan.page_size,
-            prefill_chunk=self.prefill_chunk,
-            cache_dtype=plan.dtype,
-        )
+        num_pages = 1 + plan.num_pages
+        sizes = {"max_batch": plan.max_batch, "max_seq_len": plan.max_seq_len, "prefill_chunk": self.prefill_chunk}
+        runner = Runner(self.model, num_pages=num_pages, page_size=plan.page_size, cache_dtype=plan.dtype, **sizes)
         scaling = self.config.rope_scaling
         dynamic_from = scaling.original_max_seq_len if scaling is not None and scaling.grows else 0
-        pages = PageAllocator(1 + plan.num_pages, plan.page_size, o.prefix_cache)
+        pages = PageAllocator(num_pages, plan.page_size, o.prefix_cache)
         scheduler = Scheduler(pages, plan.max_batch, self.prefill_chunk, salt_by_length=dynamic_from)
         return Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
 
     def _threads(self) -> int:
-        """Threads of the engine: no more than there are cores.
-
-        A model that fits a core's share of the cache gains nothing from a second one, and on a busy machine threads
-        that wait for each other lose a lot: 25 instead of 300 tokens/s were seen with a model of 260 thousand weights.
-        """
+        """Threads of the engine: no more than there are cores."""
+        # A model that fits a core's share of the cache gains nothing from a second one, and on a busy machine threads
+        # that wait for each other lose a lot: 25 instead of 300 tokens/s were seen with a model of 260,000 weights.
         small = self.model.bytes_per_token(0, self.dtype.itemsize) < SMALL_MODEL_BYTES
         alone = small and self.device.type == "cpu"
         return usable_threads(self.engine_config.threads or (1 if alone else torch.get_num_threads()))
@@ -239,12 +224,9 @@ class LLM:
         token_ids = self.encode(prompt)
         room = self.max_seq_len - len(token_ids)
         if room < 1:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; at most {self.max_seq_len - 1} leave room for an answer "
-                f"in a context of {self.max_seq_len}",
-                "prompt",
-                "context_length_exceeded",
-            )
+            most = f"at most {self.max_seq_len - 1} leave room for an answer in a context of {self.max_seq_len}"
+            message = f"the prompt has {len(token_ids)} tokens; {most}"
+            raise RequestError(message, "prompt", "context_length_exceeded")
         eos_ids = () if resolved.ignore_eos else self.eos_token_ids
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(resolved, name):
@@ -276,16 +258,13 @@ class LLM:
             ids = list(prompt)
             for token in ids:
                 if isinstance(token, bool) or not isinstance(token, int):
-                    raise RequestError(
-                        f"prompt must be a string or a list of token ids, not {show(token)}", "prompt", "invalid_type"
-                    )
+                    refuse("prompt", "a string or a list of token ids", token, "invalid_type")
         if not ids:
             raise RequestError("prompt is empty, and this tokenizer has no beginning-of-sequence token", "prompt")
         for token in ids:
             if not 0 <= token < self.config.vocab_size:
-                raise RequestError(
-                    f"token id {token} in prompt is not between 0 and {self.config.vocab_size - 1}", "prompt"
-                )
+                message = f"token id {token} in prompt is not between 0 and {self.config.vocab_size - 1}"
+                raise RequestError(message, "prompt")
         return ids
 
     @property

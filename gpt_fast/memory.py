@@ -36,26 +36,18 @@ class HostMemory(NamedTuple):
 
 
 class _Cgroups(NamedTuple):
-    """Where one version of control groups keeps its numbers."""
+    """Where one version of control groups keeps its numbers, words separated by blanks."""
 
     mount: str
-    limits: tuple[str, ...]
+    limits: str
     usage: str
-    reclaimable: tuple[str, ...]  # keys of memory.stat: counted as used, given up under pressure
+    reclaimable: str  # keys of memory.stat: counted as used, given up under pressure
 
 
-_V1 = _Cgroups(
-    "sys/fs/cgroup/memory",
-    ("memory.limit_in_bytes",),
-    "memory.usage_in_bytes",
-    ("total_active_file", "total_inactive_file"),
-)
-_V2 = _Cgroups(
-    "sys/fs/cgroup",
-    ("memory.max", "memory.high"),
-    "memory.current",
-    ("active_file", "inactive_file", "slab_reclaimable"),
-)
+_V1_FILES = "total_active_file total_inactive_file"
+_V1 = _Cgroups("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", _V1_FILES)
+_V2_FILES = "active_file inactive_file slab_reclaimable"
+_V2 = _Cgroups("sys/fs/cgroup", "memory.max memory.high", "memory.current", _V2_FILES)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -68,7 +60,7 @@ def free_bytes(device: torch.device) -> int:
 
 def host_memory(root: Path = _ROOT) -> HostMemory:
     """The memory of this machine as ``proc`` and ``sys`` below ``root`` tell it."""
-    info = _numbers(root / "proc/meminfo", 1024)
+    info = read_numbers(root / "proc/meminfo", 1024)
     if "MemAvailable" not in info:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = int(total * _UNTOLD)
@@ -95,11 +87,11 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
             below = PurePosixPath()
         for group in (below, *below.parents):  # the last is ".", the mount itself
             folder = root / version.mount / group
-            limits = [n for name in version.limits if (n := _number(folder / name)) is not None]
+            limits = [n for name in version.limits.split() if (n := _number(folder / name)) is not None]
             used = _number(folder / version.usage)
             if limits and used is not None:
-                stat = _numbers(folder / "memory.stat")
-                yield min(limits), used - sum(stat.get(name, 0) for name in version.reclaimable)
+                stat = read_numbers(folder / "memory.stat")
+                yield min(limits), used - sum(stat.get(name, 0) for name in version.reclaimable.split())
 
 
 def _number(file: Path) -> int | None:
@@ -110,7 +102,7 @@ def _number(file: Path) -> int | None:
         return None
 
 
-def _numbers(file: Path, unit: int = 1) -> Mapping[str, int]:
+def read_numbers(file: Path, unit: int = 1) -> Mapping[str, int]:
     """Lines such as ``MemFree: 12 kB`` or ``inactive_file 12`` as numbers, times ``unit``."""
     try:
         lines = file.read_text().splitlines()
@@ -173,9 +165,8 @@ def plan_cache(
     """The KV cache for a model of ``config`` with ``free`` bytes left beside its weights; ``dtype``: the cache's.
 
     ``options.num_pages`` decides if it is given. Else there is room for ``max_batch`` sequences of ``max_seq_len``
-    tokens, or for what fits. Raises ConfigError, naming keys, when that is too little: for one sequence of a
-    ``max_seq_len`` that was asked for, for all of a ``max_batch`` that was, for the product where both were; where
-    ``max_seq_len`` is open, ``SHORT`` tokens of a sequence are enough.
+    tokens, or for what fits. Raises ConfigError, naming keys, when what was asked for does not fit; where
+    ``max_seq_len`` is open, ``SHORT`` tokens of each sequence are enough.
     """
     share, free = options.memory_share or SHARES[device_type], max(0, free)
     longest = options.max_seq_len or config.max_seq_len

@@ -100,9 +100,8 @@ class SamplingParams:
     """How one completion is sampled and when it ends. Field names as in vLLM. Integers may be written as 5 or 5.0.
 
     Order of operations: grammar (``json_schema``, ``regex``, ``choice``), ``min_tokens``, ``logit_bias``, penalties
-    (repetition, then frequency and presence), temperature, min_p, top_k, top_p; what is left is renormalised and
-    sampled with noise that depends on (seed, position) alone, so that an answer does not depend on what else is in
-    the batch.
+    (repetition, then frequency and presence), temperature, min_p, top_k, top_p; sampling with noise from (seed,
+    position) alone.
 
     ``max_tokens`` (alias ``max_new_tokens``): most tokens to generate; None: as many as fit.
     ``temperature`` 0 is greedy, and so is less than GREEDY_BELOW. None: the checkpoint's own default; where it has
@@ -163,9 +162,9 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
     @property
-    def has_grammar(self) -> bool:
-        """Whether the completion must match something."""
-        return self.json_schema is not None or self.regex is not None or self.choice is not None
+    def grammar(self) -> str | None:
+        """The field of GRAMMARS that says what the completion must match; None: it may be any text."""
+        return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     def samples(self) -> tuple[SamplingParams, ...]:
         """``n`` single requests; the i-th has seed + i."""

@@ -19,7 +19,7 @@ def check(path: str | Path) -> None:
     _figure_class()
 
 
-def plot_load(results: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
+def plot_load(results: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """Draw TTFT and ITL (median and p99, milliseconds) and throughput against load, one point for each of ``results``.
 
     ``results`` are those of :func:`gpt_fast.bench.load.metrics.summarize`, with 99 among their percentiles. Load is the
@@ -46,8 +46,6 @@ def plot_load(results: Sequence[Mapping[str, Any]], path: str | Path, title: str
         axes.minorticks_off()
         axes.set_xlabel("requests per second" if by_rate else "concurrent requests")
         axes.grid(alpha=0.3)
-    if title:
-        figure.suptitle(title)
     figure.savefig(path, dpi=130)
 
 

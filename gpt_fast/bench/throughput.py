@@ -3,15 +3,12 @@
 How a row is measured: B prompts of P random tokens are submitted at once, greedy, with no end-of-sequence token.
 
 Prefill: first with one token to generate each, so that nothing decodes beside. From the first submission to the last
-token, B x P tokens over that time.
+token, B x P tokens over that time. Then with N tokens to generate. Time to first token is of this run, so with B > 1
+prompts wait for each other and share their steps with decodes, as in service.
 
-Then with N tokens to generate. Time to first token is of this run, so with B > 1 it has what service has: prompts that
-wait for each other and share their steps with decodes.
-
-Decode is counted only while all B decode together. Prompts are served first come, first served, so the last one
-submitted is the last to start; the others are given slack, so that it is also the first to end. Its own decode time,
-stamped by the engine for each token, is then the window: N - 1 steps, each with one token for each of B sequences
-(no speculation). Submission, waking up and prefill are outside of it.
+Decode is counted only while all B decode together: the last one submitted is the last to start, and the others
+generate more, so that it is also the first to end. Its own decode time, stamped by the engine for each token, is the
+window: N - 1 steps, each with one token for each of B sequences.
 
 Bytes per step are the weights, read once for all B, and the keys and values of all B at their mean context. Bytes per
 step over the step's time is the achieved bandwidth; its share of the measured read bandwidth is the share of the
@@ -38,7 +35,7 @@ from gpt_fast.engine.handle import Handle
 from gpt_fast.errors import ConfigError
 from gpt_fast.kernels.roofline import read_bandwidth
 from gpt_fast.llm import LLM
-from gpt_fast.memory import check_weights
+from gpt_fast.memory import check_weights, read_numbers
 from gpt_fast.model.building import random_model
 from gpt_fast.model.description import describe
 from gpt_fast.model.shapes import shape
@@ -101,13 +98,8 @@ def build(
     }
     if opened is not None:
         return LLM(opened, progress=True, **options)
-    where = choose_placement(
-        config,
-        torch.bfloat16,
-        device=options.pop("device", "auto"),
-        dtype=options.pop("dtype", "auto"),
-        kernels=options.get("kernels", True),
-    )
+    wanted = {name: options.pop(name) for name in ("device", "dtype") if name in options}
+    where = choose_placement(config, torch.bfloat16, kernels=options.get("kernels", True), **wanted)
     check_weights(describe(config).num_parameters * where.dtype.itemsize, where.device)
     model = random_model(config, where.dtype, where.device, column_major=where.column_major)
     return LLM.from_model(model, **options)
@@ -239,20 +231,9 @@ def _room(config: ModelConfig, bench: BenchOptions, prefill_chunk: int) -> int:
 def _memory(device: torch.device) -> dict[str, Any]:
     """Gigabytes (1e9). ``rss_gb``: held now. ``peak_rss_gb``: of the process so far, with loading, compiling, earlier
     rows, and half a gigabyte that measuring the bandwidth takes for a moment before the model is loaded."""
-    memory = {"rss_gb": _status_bytes("VmRSS"), "peak_rss_gb": _status_bytes("VmHWM") or _max_rss()}
+    status = read_numbers(Path("/proc/self/status"), 1024)  # of Linux; elsewhere what follows
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    memory = {"rss_gb": status.get("VmRSS"), "peak_rss_gb": status.get("VmHWM", peak)}
     if device.type == "cuda":
         memory["peak_device_gb"] = torch.cuda.max_memory_allocated(device)
     return {name: None if num_bytes is None else num_bytes / 1e9 for name, num_bytes in memory.items()}
-
-
-def _status_bytes(name: str) -> int | None:
-    """Of Linux' own account of this process; None elsewhere."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
-
-
-def _max_rss() -> int:
-    """Bytes. On Linux this may count the process that started this one."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

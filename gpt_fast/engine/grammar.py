@@ -2,10 +2,9 @@
 
 llguidance is an optional package; a request that needs it where it is not installed is refused by name.
 
-Compiling takes up to a second. It happens without Python's lock, in the thread that calls ``compile``, so that other
-threads go on. Every request has a compiled grammar to itself, which goes with it: two that shared one would share its
-cache of lexer states, and what one of them wrote would decide when the other meets a limit. The grammars that are alive
-share a budget of memory.
+Compiling takes up to a second, without Python's lock, in the thread that calls ``compile``. Every request has its own
+compiled grammar: two that shared one would share its cache of lexer states, and what one of them wrote would decide
+when the other meets a limit. The grammars that are alive share a budget of memory.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.errors import RequestError
-from gpt_fast.params import GRAMMARS, SamplingParams, try_later
+from gpt_fast.params import SamplingParams, try_later
 from gpt_fast.tokenizer import Tokenizer
 
 MAX_LIVE_CHARS = 2**20  # of the grammars of all requests that are queued or running; a compiled one has 200 bytes each
@@ -54,8 +53,7 @@ class GrammarCompiler:
         Raises RequestError naming the field: 400 for a grammar that is wrong, too large or matches nothing, 503 when
         those of other requests take all the memory there is for grammars.
         """
-        field = next((name for name in GRAMMARS if getattr(params, name) is not None), None)
-        if field is None:
+        if (field := params.grammar) is None:
             return None
         try:
             from llguidance import LLMatcher, LLParserLimits

@@ -67,12 +67,10 @@ class Handle:
     def __iter__(self) -> Iterator[Delta]:
         """All deltas to the end; leaving early cancels the request."""
         try:
-            while True:
-                delta = self.wait()
-                if delta is not None:
-                    yield delta
-                    if delta.finish_reason is not None:
-                        return
+            while (delta := self.wait()) is not None:
+                yield delta
+                if delta.finish_reason is not None:
+                    return
         finally:
             if not self.finished:
                 self.cancel()
@@ -83,8 +81,7 @@ class Handle:
         if self.error is not None:
             raise copy.copy(self.error)  # the same one would hold this frame, and through it the handle and itself
         text, tokens = "".join(self._text), tuple(self._tokens)
-        self._text.clear()
-        self._tokens.clear()
+        self._text, self._tokens = [], []
         if self.request.paused:
             self.request.paused, self.paused_since = False, float("inf")
             self._changed.notify_all()

@@ -21,12 +21,10 @@ class CacheLayer(Protocol):
 
 
 class Step(Protocol):
-    """Runs the steps of one model over one cache."""
+    """Runs the steps of one model over one cache. ``path``: by ``kernels``, ``compiled`` or ``eager``."""
 
     @property
-    def path(self) -> str:
-        """What runs the steps: ``kernels``, ``compiled`` or ``eager``."""
-
+    def path(self) -> str: ...
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         """New tokens [N] at ``positions`` [N] -> logits [R, vocab_size] of the tokens in ``rows`` [R]; int64 all.
 
@@ -46,19 +44,20 @@ class Step(Protocol):
 
 
 class Model(Protocol):
-    """A model behind the engine."""
+    """A model behind the engine.
+
+    ``dtype``: of the activations, and of the cache unless another is asked for. ``cache_layers``: what each layer
+    caches, in order.
+    """
 
     @property
     def device(self) -> torch.device: ...
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the activations, and of the cache unless another is asked for."""
-
+    def dtype(self) -> torch.dtype: ...
     @property
     def vocab_size(self) -> int: ...
     @property
-    def cache_layers(self) -> Sequence[CacheLayer]:
-        """What each layer caches, in order."""
+    def cache_layers(self) -> Sequence[CacheLayer]: ...
 
     def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
         """Bytes read to decode one token of one sequence with ``context_len`` tokens cached."""

@@ -108,14 +108,14 @@ class PageAllocator:
         live sequence) are the holders."""
         holders = Counter(page for pages in held for page in pages)
         parts = [*self._free, *self._holders, *self._cached]
-        problems = []
+        why = ""
         if sorted(parts) != list(range(1, self.num_pages)):
-            problems.append(f"free {len(self._free)} + used {len(self._holders)} + cached {len(self._cached)} pages")
-        if holders != self._holders:
-            problems.append(f"held by sequences: {dict(holders)}, by the books: {dict(self._holders)}")
-        if self._page_of != {digest: page for page, digest in self._digest_of.items()}:
-            problems.append("digests and pages disagree")
-        if any(page not in self._digest_of for page in self._cached):
-            problems.append("a cached page has no digest")
-        if problems:
-            raise RuntimeError(f"page bookkeeping of {self.num_pages} pages is wrong: " + "; ".join(problems))
+            why = f"free {len(self._free)} + used {len(self._holders)} + cached {len(self._cached)} pages"
+        elif holders != self._holders:
+            why = f"held by sequences: {dict(holders)}, by the books: {dict(self._holders)}"
+        elif self._page_of != {digest: page for page, digest in self._digest_of.items()}:
+            why = "digests and pages disagree"
+        elif not self._cached.keys() <= self._digest_of.keys():
+            why = "a cached page has no digest"
+        if why:
+            raise RuntimeError(f"page bookkeeping of {self.num_pages} pages is wrong: {why}")

@@ -1,9 +1,8 @@
 """Logits to tokens.
 
-Order: grammar, min_tokens, logit_bias, penalties (repetition, then frequency and presence), temperature, min_p, top_k,
-top_p; what is left is renormalised and one token drawn by inversion of the cumulative distribution in vocabulary order.
-The one uniform number behind a draw is a hash of (seed, position), so a request draws the same wherever it runs and
-whatever runs beside it; nothing here keeps a state.
+The order of operations is that of ``SamplingParams``; what is left is renormalised and one token drawn by inversion of
+the cumulative distribution in vocabulary order. The one uniform number behind a draw is a hash of (seed, position), so
+a request draws the same wherever it runs and whatever runs beside it.
 
 Every operation is row-wise. Which rows need which of them is known on the host from their parameters, so a batch of
 mixed requests costs no host synchronisation on CUDA before the one that fetches the tokens.
@@ -44,12 +43,9 @@ class SamplingRow(NamedTuple):
     allowed: Tensor | None = None
 
 
-def uniform(seed: int, position: int, stream: int = 0) -> float:
-    """A number in [0, 1) that is a function of its arguments: splitmix64 (Steele et al. 2014) over a counter.
-
-    ``stream`` separates several draws at one position (acceptance and resampling in speculation).
-    """
-    z = _mix((seed * 0x9E3779B97F4A7C15 + stream * 0xD1B54A32D192ED03) & _MASK)
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that is a function of its arguments: splitmix64 (Steele et al. 2014) over a counter."""
+    z = _mix(seed * 0x9E3779B97F4A7C15 & _MASK)
     z = _mix((z + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
     return (z >> 11) * 2.0**-53
 
@@ -78,9 +74,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     device = logits.device
     index = tensor_of(sampled, torch.int64, device)
     probs = probabilities(logits[index], [rows[i].params for i in sampled])
-    noise = [uniform(rows[i].seed, rows[i].position) for i in sampled]
-    drawn = invert(probs, tensor_of(noise, torch.float64, device))
-    return greedy.index_copy(0, index, drawn).where(drawable, NO_TOKEN)
+    noise = tensor_of([uniform(rows[i].seed, rows[i].position) for i in sampled], torch.float64, device)
+    return greedy.index_copy(0, index, invert(probs, noise)).where(drawable, NO_TOKEN)
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -182,11 +177,9 @@ def _ranked(scaled: Tensor, top_k: list[int], top_p: list[float], count: int) ->
     if all(p >= 1.0 for p in top_p):
         return ranked, keep
     # top_p is a share of what top_k left: normalise over that, or over the whole row where top_k is off.
-    total = torch.where(
-        tensor_of([k == vocab_size for k in top_k], torch.bool, device),
-        scaled.logsumexp(dim=-1),
-        ranked.masked_fill(~keep, -torch.inf).logsumexp(dim=-1),
-    )
+    kept = ranked.masked_fill(~keep, -torch.inf).logsumexp(dim=-1)
+    whole = tensor_of([k == vocab_size for k in top_k], torch.bool, device)
+    total = torch.where(whole, scaled.logsumexp(dim=-1), kept)
     limit = tensor_of(top_p, torch.float32, device)[:, None]
     mass = (ranked - total[:, None]).exp().masked_fill(~keep, 0.0).cumsum(dim=-1)
     likelier = torch.cat((mass.new_zeros(rows, 1), mass[:, :-1]), dim=-1)

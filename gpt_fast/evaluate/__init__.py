@@ -1,16 +1,7 @@
 """Quality of a model: perplexity of a text, log-likelihoods of continuations, evaluation harnesses."""
 
-from gpt_fast.evaluate.harness import evaluate_tasks, harness_model
+from gpt_fast.evaluate.harness import evaluate_tasks
 from gpt_fast.evaluate.perplexity import Perplexity, documents, perplexity
 from gpt_fast.evaluate.scorer import Example, Scorer, read_examples
 
-__all__ = [
-    "Example",
-    "Perplexity",
-    "Scorer",
-    "documents",
-    "evaluate_tasks",
-    "harness_model",
-    "perplexity",
-    "read_examples",
-]
+__all__ = ["Example", "Perplexity", "Scorer", "documents", "evaluate_tasks", "perplexity", "read_examples"]

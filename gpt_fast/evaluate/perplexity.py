@@ -111,9 +111,8 @@ def perplexity(
         raise ConfigError("perplexity: the text has no token to score")
     total = sum(scores.log_probs.double().sum().item() for _, scores in score(model, pieces))
     nll = -total / num_tokens
-    return Perplexity(
-        math.exp(nll), nll, -total / math.log(2) / max(1, num_bytes), num_tokens, num_bytes, num_documents
-    )
+    bits_per_byte = -total / math.log(2) / max(1, num_bytes)
+    return Perplexity(math.exp(nll), nll, bits_per_byte, num_tokens, num_bytes, num_documents)
 
 
 @torch.inference_mode()

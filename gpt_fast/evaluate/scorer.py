@@ -118,11 +118,8 @@ class Scorer:
             right += sums.index(max(sums)) == example.gold
             right_per_byte += means.index(max(means)) == example.gold
         count = max(1, len(examples))
-        return {
-            "accuracy": right / count,
-            "accuracy_per_byte": right_per_byte / count,
-            "num_examples": len(examples),
-        }
+        shares = {"accuracy": right / count, "accuracy_per_byte": right_per_byte / count}
+        return {**shares, "num_examples": len(examples)}
 
 
 def read_examples(path: str | Path, limit: int | None = None) -> list[Example]:

@@ -152,7 +152,7 @@ class Session:
         opened = read()
         if isinstance(opened, Page):
             return opened
-        if light and any(part.params.has_grammar for part in opened.sequences):
+        if light and any(part.params.grammar for part in opened.sequences):
             return _Parsed(opened, None)  # compiling it is for the heavy lane
         return self._submit(opened)
 

@@ -58,16 +58,6 @@ class Record:
     def num_output(self) -> int | None:
         return self.usage.completion_tokens if self.usage is not None else self.fixed_output
 
-    @property
-    def e2el_s(self) -> float:
-        """Until the end of the response."""
-        return self.end - self.start
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Until the first piece of text."""
-        return self.times[0] - self.start if self.times else None
-
 
 @dataclass
 class Level:

@@ -37,10 +37,6 @@ class Connection(asyncio.BufferedProtocol):
         self._receive: Receive | None = None
         self._done: asyncio.Future[ResponseParser | None] | None = None
 
-    @property
-    def open(self) -> bool:
-        return self.transport is not None and not self.transport.is_closing()
-
     def send(self, request: bytes, receive: Receive) -> asyncio.Future[ResponseParser | None]:
         """Send; the future gives the finished response, or None when ``receive`` hung up.
 
@@ -48,7 +44,7 @@ class Connection(asyncio.BufferedProtocol):
         """
         done: asyncio.Future[ResponseParser | None] = asyncio.get_running_loop().create_future()
         self.parser, self._receive, self._done = ResponseParser(), receive, done
-        if self.transport is None or not self.open:
+        if self.transport is None or self.transport.is_closing():
             self._fail(TransferError("connection closed without an answer"))
         else:
             self.transport.write(request)
