@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast.config import ModelConfig
-from gpt_fast.kernels.cache import LayerCache, StepLayout
+from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, padded
+from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
 from gpt_fast.kernels.roofline import read_bandwidth
 from gpt_fast.model import description as d
 from gpt_fast.model.rope import Rope

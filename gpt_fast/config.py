@@ -242,7 +242,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     ``where`` names the source in errors. Raises ConfigError for an unknown key, and for a value that the kind of its
     field (fields.py) does not take; ints are accepted for floats, nothing else is converted.
     """
-    kinds = kinds_of(cls)
+    kinds = kinds_of(cls)  # type: ignore[arg-type]
     for key in values:
         if key not in kinds:
             raise ConfigError(unknown_key(key, kinds, where))

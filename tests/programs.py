@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gpt_fast.kernels.cache import LayerCache, StepLayout
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, padded
+from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
+from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
 from gpt_fast.model import description as d
 from gpt_fast.model.cpu_model import pack_block
 from gpt_fast.model.rope import Rope

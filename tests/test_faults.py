@@ -246,7 +246,7 @@ class BrokenGrammar:
 STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "admit": (Scheduler, "_admit", lambda self, request: is_bad(request)),
     "schedule": (Scheduler, "_sequence_plan", lambda self, request, count, drafts: is_bad(request)),
-    "execute": (Runner, "execute", lambda self, plan: any(s.prompt_len == BAD_LENGTH for s in plan.sequences)),
+    "execute": (Runner, "execute", lambda self, plan: any(s.rope_len == BAD_LENGTH for s in plan.sequences)),
     "sample": (compute, "sample", lambda logits, rows: any(row.num_prompt == BAD_LENGTH for row in rows)),
     "logprobs": (compute, "logprobs", lambda logits, tokens, num_top: NUM_TOP in num_top),
     "advance": (Scheduler, "advance", lambda self, request, kept: is_bad(request)),

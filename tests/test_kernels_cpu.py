@@ -18,10 +18,10 @@ from torch import Tensor
 from gpt_fast import user_cache
 from gpt_fast.config import ModelConfig
 from gpt_fast.kernels import reference
-from gpt_fast.kernels.cache import LayerCache, StepLayout
+from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
 from gpt_fast.kernels.cpu import library as cpu
 from gpt_fast.kernels.cpu import packing
-from gpt_fast.kernels.cpu.program import PackedWeights, Weights, padded
+from gpt_fast.kernels.cpu.program import PackedWeights, Weights
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import Scoring, alibi_slopes, paged_attention_eager
 

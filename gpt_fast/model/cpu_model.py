@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout
+from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, padded
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, check, padded
+from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, check
 from gpt_fast.model import description as d
 from gpt_fast.model.transformer import Block, KVCache, Transformer
 from gpt_fast.quantize.linear import Int4Linear, Int8Linear, SplitLinear

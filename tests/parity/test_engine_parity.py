@@ -37,15 +37,23 @@ GREEDY_64 = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 
 @functools.cache
 def greedy_by_transformers(name: str) -> list[list[int]]:
-    """64 greedy tokens for each prompt, one at a time with its own cache."""
+    """64 greedy tokens for each prompt, one at a time with its own cache.
+
+    As transformers' ``generate`` does, a longrope model's cache is computed anew where its sequence becomes long.
+    """
     answers = []
     for prompt in families_table.prompts():
         # A fresh model each time: with dynamic rotary scaling transformers' module remembers the longest sequence
         # that it has seen, so its answers depend on what it was asked before.
         theirs = families_table.FAMILIES[name]()
-        tokens, past, answer = torch.tensor([prompt]), None, []
+        tokens, past, answer = torch.tensor([prompt]), None, list[int]()
+        rope = theirs.config.rope_parameters if hasattr(theirs.config, "rope_parameters") else None
+        longrope = isinstance(rope, dict) and rope.get("rope_type") == "longrope"
+        switch = theirs.config.original_max_position_embeddings if longrope else 10**9
         with torch.no_grad():
             for _ in range(64):
+                if len(prompt) + len(answer) == switch + 1:
+                    tokens, past = torch.tensor([prompt + answer]), None
                 out = theirs(tokens, past_key_values=past, use_cache=True)
                 past, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
                 answer.append(int(tokens))

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache, StepLayout, check_cache
+from gpt_fast.kernels.cache import LayerCache, StepLayout, check_cache, padded
 from gpt_fast.kernels.cpu.library import CACHE_FORMATS, FORMATS, library
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import alibi_slopes
 
-LANES = 8  # heads in the cache are filled up to a multiple of this
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped_swiglu": 4}
 
 _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
@@ -115,11 +114,6 @@ def check(ops: Sequence[d.Op]) -> None:
             raise UnsupportedError(f"the operation {type(op).__name__}")
         if isinstance(op, (d.Activation, d.Experts)):
             _kind(op)
-
-
-def padded(head_dim: int) -> int:
-    """Numbers of a head in the cache."""
-    return -(-head_dim // LANES) * LANES
 
 
 class Program:
