@@ -109,7 +109,6 @@ class LLM:
         return self
 
     def _start(self) -> None:
-        """Build the engine around the model and warm it up."""
         begin = time.perf_counter()
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
         self.engine = self._build_engine()
@@ -210,10 +209,8 @@ class LLM:
     def submit_all(
         self, parts: Sequence[tuple[Prompt, SamplingParams | None]], max_uncollected: int | None = None
     ) -> list[Handle]:
-        """Queue several prompts, all or, when one of them is refused, none; a handle for each.
-
-        Encoding and compiling grammars happen in the calling thread, which may be any.
-        """
+        """Queue several prompts, all or, when one of them is refused, none; a handle for each. Encoding and compiling
+        grammars happen in the calling thread, which may be any."""
         requests = [self.prepare(prompt, params) for prompt, params in parts]
         for request in requests:
             request.group = requests[0].id
@@ -247,10 +244,8 @@ class LLM:
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of ``prompt``, with the beginning-of-sequence token where the checkpoint wants one.
-
-        Token ids are taken as they are. Raises RequestError for an id out of range or an empty prompt.
-        """
+        """Token ids of ``prompt``, with the beginning-of-sequence token where the checkpoint wants one. Token ids are
+        taken as they are. Raises RequestError for an id out of range or an empty prompt."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this checkpoint has no tokenizer: prompt must be a list of token ids", "prompt")
@@ -299,7 +294,6 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Abort what runs and end the engine's thread."""
         self.engine.close()
 
     def __enter__(self) -> LLM:

@@ -192,10 +192,8 @@ def plan_cache(
 
 
 def _step_bytes(config: ModelConfig, rows: int) -> int:
-    """About what a step of ``rows`` tokens needs beside weights and cache: logits, twice, and a block's activations.
-
-    Of all rows, because a request may want the log probabilities of its whole prompt.
-    """
+    """About what a step of ``rows`` tokens needs beside weights and cache: logits, twice, and a block's activations. Of
+    all rows, because a request may want the log probabilities of its whole prompt."""
     width = 2 * config.vocab_size + 2 * config.ffn_dim + config.q_dim + 2 * config.kv_dim + 4 * config.dim
     if config.experts is not None:
         width += config.experts.top_k * (2 * config.dim + 3 * config.experts.ffn_dim)

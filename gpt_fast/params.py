@@ -158,7 +158,6 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether any penalty applies."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
     @property

@@ -573,7 +573,7 @@ def test_impossible_options_are_named(options: dict[str, Any], words: str) -> No
 
 
 def test_the_client_needs_no_torch() -> None:
-    modules = "gpt_fast.bench.load.metrics, gpt_fast.bench.load.progress, gpt_fast.bench.plots"
+    modules = "gpt_fast.bench.load.metrics, gpt_fast.bench.load.client, gpt_fast.bench.plots"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

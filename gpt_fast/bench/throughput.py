@@ -84,9 +84,7 @@ def build(
     *, checkpoint: str | Path | None = None, shape_name: str | None = None, bench: BenchOptions, **options: Any
 ) -> LLM:
     """A checkpoint, or random weights of a named shape, with room for every row. ``options``: fields of EngineConfig.
-
-    Raises ConfigError or CheckpointError.
-    """
+    Raises ConfigError or CheckpointError."""
     if (checkpoint is None) == (shape_name is None):
         raise ConfigError("give either a checkpoint or a shape")
     opened = Checkpoint.open(checkpoint) if checkpoint is not None else None
@@ -212,10 +210,8 @@ def _row(llm: LLM, batch_size: int, prompt_tokens: int, new_tokens: int, runs: S
 
 
 def _slack(batch_size: int, prompt_tokens: int, prefill_chunk: int) -> int:
-    """Steps, each a token for the first sequence, until the last one starts.
-
-    Beside decodes a step takes a quarter of a chunk of the prompts; one more each where a prompt ends inside a step.
-    """
+    """Steps, each a token for the first sequence, until the last one starts. Beside decodes a step takes a quarter of a
+    chunk of the prompts; one more each where a prompt ends inside a step."""
     return batch_size + -(-batch_size * prompt_tokens // max(1, prefill_chunk // 4)) if batch_size > 1 else 0
 
 

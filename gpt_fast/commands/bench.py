@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
 _DEFAULT_INPUT_LEN = 128
 _DEFAULT_VOCAB_SIZE = 500  # below that of any model, so that the ids exist wherever they are sent
-_PLAIN = (  # options of --url that are fields of LoadOptions
-    *("protocol", "model", "temperature", "num_prompts", "duration_s", "request_rate", "burstiness", "max_concurrency"),
-    *("abort_fraction", "timeout_s", "keep_alive", "seed"),
-)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -159,9 +155,8 @@ def _engine_row(row: dict[str, Any]) -> str:
 def run_load(url: str, given: dict[str, Any]) -> dict[str, Any]:
     """One table for each level."""
     from gpt_fast.bench import plots
-    from gpt_fast.bench.load.client import Level, warm_up
+    from gpt_fast.bench.load.client import Level, run_level_shown, warm_up
     from gpt_fast.bench.load.metrics import describe, parse_goodput, summarize
-    from gpt_fast.bench.load.progress import run_level_shown
 
     prompts, first, base = load_options(url, given)
     levels = sweep_levels(base, given)
@@ -203,10 +198,10 @@ def load_options(url: str, given: dict[str, Any]) -> tuple[Iterator[Prompt], Pro
         _exclude(given, "dataset", "random_input_len", "random_vocab_size")
     _exclude(given, "random_output_len", "max_new_tokens", "ignore_eos")
     _exclude(given, "duration_s", "num_prompts")
-    plain = {name: given[name] for name in _PLAIN if name in given}
+    fields = [field.name for field in dataclasses.fields(LoadOptions)]
+    plain = {name: given[name] for name in fields if name in given}
     plain["max_new_tokens"] = given.get("random_output_len", given.get("max_new_tokens", 128))
     plain["ignore_eos"] = given.get("ignore_eos", "random_output_len" in given or "dataset" not in given)
-    plain["stream"] = given.get("stream", True)
     plain["headers"] = dict(_header(line) for line in given.get("header", ()))
     sweeping = {"max_concurrency": max(given["sweep"])} if "sweep" in given else {}
     made = LoadOptions(url, **(plain | sweeping))

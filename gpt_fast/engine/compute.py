@@ -129,10 +129,8 @@ def _prompt_logprobs(part: Computed) -> list[TokenLogprobs]:
 
 
 def _rows(part: Computed) -> list[SamplingRow]:
-    """How the next token is sampled, and then the one behind each draft; nothing while the prompt goes on.
-
-    A grammar ends this at a draft that it forbids; it is left as it was found.
-    """
+    """How the next token is sampled, and then the one behind each draft; nothing while the prompt goes on. A grammar
+    ends this at a draft that it forbids; it is left as it was found."""
     if part.num_drafts < 0:
         return []
     request, drafts, grammar = part.request, part.drafts, part.request.grammar
@@ -158,7 +156,6 @@ def _rows(part: Computed) -> list[SamplingRow]:
 
 
 def _row(request: Request, drafts: tuple[int, ...], allowed: Tensor | None) -> SamplingRow:
-    """How the token behind ``drafts`` is sampled."""
     token_ids = [*request.token_ids, *drafts] if drafts and request.params.penalised else request.token_ids
     position = request.num_tokens + len(drafts)
     return SamplingRow(request.params, request.seed, position, token_ids, request.num_prompt, request.end_ids, allowed)
@@ -191,10 +188,8 @@ def attempt(
 
 
 def probe(runner: Runner, slot: int) -> None:
-    """Compute and sample one token in ``slot``, which nobody needs, and the page that belongs to nobody.
-
-    Raises what ends an engine: nothing works.
-    """
+    """Compute and sample one token in ``slot``, which nobody needs, and the page that belongs to nobody. Raises what
+    ends an engine: nothing works."""
     text = TextStream(IncrementalDetokenizer(None))
     request = Request("probe", [0], SamplingParams().resolved(), seed=0, max_tokens=1, end_ids=frozenset(), text=text)
     sample_tokens(execute(runner, [Scheduled(request, SequencePlan(slot, (0,), 0, 0, (0,), 1, 1))]))

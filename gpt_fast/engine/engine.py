@@ -72,7 +72,6 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not started."""
         return len(self._inbox) + len(self.scheduler.waiting)
 
     def start(self, warm_up: Callable[[], None]) -> None:
@@ -110,7 +109,6 @@ class Engine:
                 self.changed.notify_all()
 
     def close(self) -> None:
-        """Abort what runs, end the thread, wait for it."""
         with self.changed:
             self._closing = True
             self.changed.notify_all()

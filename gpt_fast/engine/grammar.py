@@ -33,10 +33,8 @@ _START = "\n"  # no tokenizer joins what follows to it
 
 
 class GrammarCompiler:
-    """Makes grammars over one tokenizer. ``vocab_size`` is the model's; ids beyond the tokenizer's are not allowed.
-
-    Any number of threads may call :meth:`compile`.
-    """
+    """Makes grammars over one tokenizer. ``vocab_size`` is the model's; ids beyond the tokenizer's are not allowed. Any
+    number of threads may call :meth:`compile`."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
@@ -80,10 +78,8 @@ class GrammarCompiler:
         return grammar
 
     def _rehearse(self, grammar: CompiledGrammar, last: bool) -> None:
-        """Take a few tokens, always the first or always the last that may come, but not the one that ends the text.
-
-        So what matches nothing or is too complex is refused at once, mostly.
-        """
+        """Take a few tokens, always the first or always the last that may come, but not the one that ends the text. So
+        what matches nothing or is too complex is refused at once, mostly."""
         for _ in range(REHEARSAL):
             ids = [i for i in grammar.allowed().nonzero()[:, 0].tolist() if i not in self._eos_token_ids]
             if not ids:
@@ -118,10 +114,8 @@ class CompiledGrammar:
         self._allowed: Tensor | None = None  # of the present state
 
     def allowed(self) -> Tensor:
-        """[V] bool: the tokens that may come next.
-
-        Raises RequestError when there are none, or when the grammar has become too complex.
-        """
+        """[V] bool: the tokens that may come next. Raises RequestError when there are none, or when the grammar has
+        become too complex."""
         if self._allowed is None:
             if len(self._matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
                 message = f"{self._field} asks for more than {MAX_FORCED_BYTES} bytes of text without any choice in it"

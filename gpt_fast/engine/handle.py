@@ -36,7 +36,6 @@ class Handle:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
         return self.completion is not None or self.error is not None
 
     @property
@@ -46,19 +45,16 @@ class Handle:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a first token has been generated."""
         return self.request.first_token is not None
 
     def poll(self) -> Delta | None:
         """What is new since the last call, or None. Raises the request's error."""
-        with self._changed:
-            return self._take()
+        return self.wait(0)
 
     def wait(self, timeout_s: float | None = None) -> Delta | None:
         """Like :meth:`poll`, but waits for something new; None after ``timeout_s``."""
         with self._changed:
-            self._changed.wait_for(lambda: self.has_news, timeout_s)
-            return self._take()
+            return self._take() if self._changed.wait_for(lambda: self.has_news, timeout_s) else None
 
     def cancel(self) -> None:
         """Stop the request within a step and give its pages back. Harmless when it has finished."""
@@ -75,9 +71,7 @@ class Handle:
             if not self.finished:
                 self.cancel()
 
-    def _take(self) -> Delta | None:
-        if not self.has_news:
-            return None
+    def _take(self) -> Delta:
         if self.error is not None:
             raise copy.copy(self.error)  # the same one would hold this frame, and through it the handle and itself
         text, tokens = "".join(self._text), tuple(self._tokens)

@@ -37,18 +37,13 @@ class Step(Protocol):
         ``rows``, which are on the model's device."""
 
     def warm_up(self, run: Callable[[int], None], longest: int) -> None:
-        """Compile and record what steps need, before the first one.
-
-        ``run(n)`` runs a step of one sequence with n <= ``longest`` new tokens.
-        """
+        """Compile and record what steps need, before the first one. ``run(n)`` runs a step of one sequence with n <=
+        ``longest`` new tokens."""
 
 
 class Model(Protocol):
-    """A model behind the engine.
-
-    ``dtype``: of the activations, and of the cache unless another is asked for. ``cache_layers``: what each layer
-    caches, in order.
-    """
+    """A model behind the engine. ``dtype``: of the activations, and of the cache unless another is asked for.
+    ``cache_layers``: what each layer caches, in order."""
 
     @property
     def device(self) -> torch.device: ...

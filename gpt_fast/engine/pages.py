@@ -22,10 +22,8 @@ def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PageAllocator:
-    """Hands out pages, counts their holders, remembers the contents of full ones.
-
-    ``num_pages`` counts page 0. With ``prefix_cache`` off nothing is remembered.
-    """
+    """Hands out pages, counts their holders, remembers the contents of full ones. ``num_pages`` counts page 0. With
+    ``prefix_cache`` off nothing is remembered."""
 
     def __init__(self, num_pages: int, page_size: int, prefix_cache: bool = True) -> None:
         if num_pages < 2:
@@ -48,15 +46,11 @@ class PageAllocator:
 
     @property
     def num_used(self) -> int:
-        """Pages held by at least one sequence."""
         return len(self._holders)
 
     def match(self, tokens: Sequence[int], salt: bytes = b"") -> list[int]:
-        """Take hold of the cached pages that begin ``tokens`` and return them in order.
-
-        At least the last token is left to compute, for its logits. ``salt`` separates contents that depend on
-        more than the tokens.
-        """
+        """Take hold of the cached pages that begin ``tokens`` and return them in order. At least the last token is left
+        to compute, for its logits. ``salt`` separates contents that depend on more than the tokens."""
         if not self.prefix_cache:
             return []
         pages: list[int] = []

@@ -84,10 +84,8 @@ class Request:
         return len(self.token_ids) - self.num_prompt
 
     def append(self, tokens: Iterable[int], now: float) -> str:
-        """Take generated tokens up to the one that ends the completion; returns the text that became certain.
-
-        Sets ``finish_reason`` at the end. Tokens behind it are dropped.
-        """
+        """Take generated tokens up to the one that ends the completion; returns the text that became certain. Sets
+        ``finish_reason`` at the end. Tokens behind it are dropped."""
         text = ""
         for token in tokens:
             self.first_token = self.first_token or now
@@ -117,7 +115,6 @@ class Request:
         return self.text.flush()
 
     def completion(self) -> Completion:
-        """The finished request as its caller sees it."""
         assert self.finish_reason is not None
         return Completion(
             text=self.text.text,

@@ -52,12 +52,10 @@ class Runner:
 
     @property
     def path(self) -> str:
-        """What runs the steps: ``kernels``, ``compiled`` or ``eager``."""
         return self._step.path
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache over all layers."""
         return sum(layer.num_bytes for layer in self.cache)
 
     @property

@@ -60,11 +60,8 @@ def _mix(z: int) -> int:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Draw one token per row: logits [R, V] -> [R] int64 on the same device.
-
-    NO_TOKEN where the largest logit is no finite number: a model that computes NaN, or a row whose tokens are all
-    ruled out.
-    """
+    """Draw one token per row: logits [R, V] -> [R] int64 on the same device. NO_TOKEN where the largest logit is no
+    finite number: a model that computes NaN, or a row whose tokens are all ruled out."""
     logits = adjust(logits, rows)
     largest, greedy = logits.max(dim=-1)
     drawable = largest.isfinite()
@@ -203,9 +200,7 @@ def invert(probs: Tensor, noise: Tensor) -> Tensor:
 
 def logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Log probabilities under the model's own distribution, logits [R, V], of each row's token and its likeliest ones.
-
-    Row i lists the ``num_top[i]`` likeliest tokens; ties in order of the token id are not promised.
-    """
+    Row i lists the ``num_top[i]`` likeliest tokens; ties in order of the token id are not promised."""
     table = logits.float().log_softmax(dim=-1)
     chosen = table.gather(1, tensor_of(list(tokens), torch.int64, logits.device)[:, None])[:, 0].tolist()
     top = table.topk(max(1, *num_top), dim=-1)

@@ -36,7 +36,6 @@ class SequencePlan(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position behind the last token."""
         return self.start + len(self.tokens)
 
 
@@ -91,14 +90,11 @@ class Scheduler:
         return bool(self.waiting) or any(not r.paused for r in self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
         self.waiting.append(request)
 
     def schedule(self, among: Collection[Request] | None = None) -> tuple[StepPlan, list[Request]]:
-        """The next step and, for each sequence of its plan, the request it belongs to.
-
-        ``among``: look at these requests alone. Planning again before the step is computed plans the same of them.
-        """
+        """The next step and, for each sequence of its plan, the request it belongs to. ``among``: look at these
+        requests alone. Planning again before the step is computed plans the same of them."""
         chosen: list[tuple[Request, int, tuple[int, ...]]] = []  # request, how many of its tokens, and drafts
         decoding = any(r.num_pending == 1 and not r.paused for r in self.running)
         budget = max(1, self.prefill_chunk // 4) if decoding else self.prefill_chunk
@@ -128,10 +124,8 @@ class Scheduler:
         return plan, [request for request, _, _ in chosen]
 
     def _next(self, among: Collection[Request] | None) -> Request | None:
-        """Whose turn it is: who was preempted, else the first to arrive of the groups that have the fewest running.
-
-        So one client's many sequences do not keep another's single one waiting until the last of them.
-        """
+        """Whose turn it is: who was preempted, else the first to arrive of the groups that have the fewest running. So
+        one client's many sequences do not keep another's single one waiting until the last of them."""
         if not self.waiting:
             return None
         running = Counter(r.group for r in self.running)
@@ -164,10 +158,8 @@ class Scheduler:
         return -(-num_tokens // self.pages.page_size)
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` of ``request``, preempting the youngest sequences if need be.
-
-        False when it was itself the youngest and is back in the queue.
-        """
+        """Make room for ``num_tokens`` of ``request``, preempting the youngest sequences if need be. False when it was
+        itself the youngest and is back in the queue."""
         missing = self._pages_for(num_tokens) - len(request.pages)
         if missing <= 0:
             return True
@@ -222,9 +214,7 @@ class Scheduler:
 
     def advance(self, request: Request, kept: int) -> None:
         """The first ``kept`` tokens of the step's plan for ``request`` stay in the cache; full pages become findable.
-
-        To be called when the request has taken its new tokens: drafts past its end are not among them.
-        """
+        To be called when the request has taken its new tokens: drafts past its end are not among them."""
         request.num_computed = min(request.num_computed + kept, request.num_tokens)
         request.num_placed = len(request.pages)
         request.drafts = ()
@@ -240,7 +230,6 @@ class Scheduler:
         request.status = Status.FINISHED
 
     def _stop_running(self, request: Request) -> None:
-        """Take back the slot and the pages."""
         self.running.remove(request)
         heapq.heappush(self._free_slots, request.slot)
         self.pages.release(request.pages)

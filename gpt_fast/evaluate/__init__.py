@@ -1,7 +1,6 @@
 """Quality of a model: perplexity of a text, log-likelihoods of continuations, evaluation harnesses."""
 
-from gpt_fast.evaluate.harness import evaluate_tasks
 from gpt_fast.evaluate.perplexity import Perplexity, documents, perplexity
-from gpt_fast.evaluate.scorer import Example, Scorer, read_examples
+from gpt_fast.evaluate.scorer import Example, Scorer, evaluate_tasks, read_examples
 
 __all__ = ["Example", "Perplexity", "Scorer", "documents", "evaluate_tasks", "perplexity", "read_examples"]

@@ -59,9 +59,7 @@ def documents(text: str, separator: str = SEPARATOR) -> list[str]:
 
 def windows(tokens: Sequence[int], context: int, stride: int, first: int = 1) -> Iterator[Window]:
     """Cover ``tokens`` from index ``first`` on by windows of at most ``context`` tokens that score each token once.
-
-    Every window but the first scores ``stride`` new tokens. ``first`` >= 1: the token before it is needed.
-    """
+    Every window but the first scores ``stride`` new tokens. ``first`` >= 1: the token before it is needed."""
     begin, scored = 0, first
     while scored < len(tokens):
         end = min(begin + context, len(tokens))

@@ -1,7 +1,8 @@
 """Log-likelihoods of texts and continuations, and completions, in batches: what evaluation tasks are made of.
 
-``Scorer`` has the three questions of EleutherAI's lm-evaluation-harness under their names there (harness.py adapts it),
-and answers files of examples by itself: jsonl, in the forms of MosaicML's llm-foundry.
+``Scorer`` has the three questions of EleutherAI's lm-evaluation-harness under their names there
+(https://github.com/EleutherAI/lm-evaluation-harness), and answers files of examples by itself: jsonl, in the forms of
+MosaicML's llm-foundry.
 """
 
 from __future__ import annotations
@@ -48,10 +49,8 @@ class Scorer:
             raise ConfigError(f"context: {self.context} is not between 2 and the model's {model.config.max_seq_len}")
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[LogLikelihood]:
-        """Of each pair's second text after its first.
-
-        White space between them belongs to the continuation, where tokenizers expect it.
-        """
+        """Of each pair's second text after its first. White space between them belongs to the continuation, where
+        tokenizers expect it."""
         out = [LogLikelihood(0.0, True)] * len(pairs)
         for index, scores in score(self.model, [self._window(*pair) for pair in pairs]):
             out[index] = LogLikelihood(scores.log_probs.double().sum().item(), bool(scores.is_greedy.all()))
@@ -84,10 +83,8 @@ class Scorer:
         return out
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Completions of prompts, each with ``until`` (texts that end it), ``max_gen_toks`` and ``temperature``.
-
-        The engine runs them together; a prompt that leaves no room loses its beginning.
-        """
+        """Completions of prompts, each with ``until`` (texts that end it), ``max_gen_toks`` and ``temperature``. The
+        engine runs them together; a prompt that leaves no room loses its beginning."""
         # A context that nobody chose may become shorter where memory is short.
         chosen = self.context if self.context < self.model.config.max_seq_len else None
         with LLM.from_model(self.model, tokenizer=self.tokenizer, compile=False, max_seq_len=chosen) as llm:
@@ -109,14 +106,11 @@ class Scorer:
         right = right_per_byte = 0
         for example in examples:
             answers = [next(found) for _ in example.texts]
-            if len(answers) == 1:
-                right += answers[0].is_greedy
-                right_per_byte += answers[0].is_greedy
-                continue
             sums = [answer.log_prob for answer in answers]
             means = [s / max(1, len(text[1].encode())) for s, text in zip(sums, example.texts, strict=True)]
-            right += sums.index(max(sums)) == example.gold
-            right_per_byte += means.index(max(means)) == example.gold
+            alone = answers[0].is_greedy if len(answers) == 1 else True
+            right += alone and sums.index(max(sums)) == example.gold
+            right_per_byte += alone and means.index(max(means)) == example.gold
         count = max(1, len(examples))
         shares = {"accuracy": right / count, "accuracy_per_byte": right_per_byte / count}
         return {**shares, "num_examples": len(examples)}
@@ -149,3 +143,25 @@ def _spaced(before: str, continuation: str) -> tuple[str, str]:
     """With a space between, unless there is white space already."""
     apart = not before or before[-1].isspace() or continuation[:1].isspace()
     return before, continuation if apart else " " + continuation
+
+
+def evaluate_tasks(scorer: Scorer, tasks: Sequence[str], limit: int | None = None) -> dict[str, Any]:
+    """Metrics of each task of lm-evaluation-harness: names, or paths of its YAML files, which may name local jsonl
+    data. Raises ConfigError when lm_eval is not installed."""
+    try:
+        import lm_eval
+        from lm_eval.api.model import LM
+    except ImportError:
+        raise ConfigError("tasks need lm-evaluation-harness: pip install 'gpt-fast-serve[eval]'") from None
+
+    class Adapter(LM):  # type: ignore[misc]
+        def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[LogLikelihood]:
+            return scorer.loglikelihood([request.args for request in requests])
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            return scorer.loglikelihood_rolling([request.args[0] for request in requests])
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            return scorer.generate_until([request.args for request in requests])
+
+    return dict(lm_eval.simple_evaluate(model=Adapter(), tasks=list(tasks), limit=limit)["results"])

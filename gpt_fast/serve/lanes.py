@@ -25,7 +25,6 @@ class Lanes(NamedTuple):
 
     @classmethod
     def start(cls) -> Lanes:
-        """The threads of one worker process."""
         _glibc("mallopt", _M_ARENA_MAX, 1)  # they share one heap: what one frees then serves the others
         return cls(ThreadPoolExecutor(1, "gpt-fast-light"), _Heavy(2, "gpt-fast-heavy"))
 

@@ -47,10 +47,8 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class Family:
-    """A metric as it is declared. ``former``: the name vLLM had for it, which older dashboards ask for.
-
-    ``label`` and ``label_values``: the one label that it has beside those of every metric.
-    """
+    """A metric as it is declared. ``former``: the name vLLM had for it, which older dashboards ask for. ``label`` and
+    ``label_values``: the one label that it has beside those of every metric."""
 
     name: str  # without vLLM's prefix
     kind: Literal["counter", "gauge", "histogram"]
@@ -158,7 +156,6 @@ class Metrics:
         engine.on_step, engine.on_finish = self.step, self.finished
 
     def step(self, plan: StepPlan, seconds: float) -> None:
-        """A step has been computed and its tokens handed out."""
         with self._lock:
             self._step_tokens.observe(plan.num_tokens)
             if self._engine is not None:
@@ -166,7 +163,6 @@ class Metrics:
                     self._follow(request)
 
     def finished(self, request: Request) -> None:
-        """A request has ended, for whatever reason."""
         now = self._clock()
         log.info("%s", log_line(request, now))
         times, found = request.timings(now), self._histograms
@@ -230,10 +226,8 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def flush(self, emit: Emit) -> None:
-        """Give ``emit`` what changed since the last flush: a gauge's new value, a counter's increase.
-
-        The first flush gives every series, counters at 0, so that each bucket of a histogram exists from the start.
-        """
+        """Give ``emit`` what changed since the last flush: a gauge's new value, a counter's increase. The first flush
+        gives every series, counters at 0, so that each bucket of a histogram exists from the start."""
         self._read_engine()
         with self._flushing:
             with self._lock:
@@ -269,16 +263,14 @@ class Metrics:
     # The thread that reports.
 
     def start(self, emit: Emit, interval_s: float = 1.0, busy_interval_s: float = 5.0) -> None:
-        """Flush now, and from now on in a thread: every ``busy_interval_s`` while requests run, as each flush may be
-        a few hundred lines of log; within ``interval_s`` when none do, so that a quiet engine shows its last figures.
-        """
+        """Flush now, and from now on in a thread: every ``busy_interval_s`` while requests run, as each flush may be a
+        few hundred lines of log; within ``interval_s`` when none do, so that a quiet engine shows its last figures."""
         self.flush(emit)
         work = (emit, interval_s, busy_interval_s)
         self._thread = threading.Thread(target=self._report, args=work, name="gpt-fast-metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Flush a last time and end the thread."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -331,10 +323,8 @@ def _exposed(sample: Sample) -> str:
 
 
 def worker_id(argv: Sequence[str]) -> str:
-    """TorchServe's number of the worker that was started with ``argv``, "9000" for instance; "0" elsewhere.
-
-    It stays the same when the worker dies and is replaced, so a replaced worker goes on with the same series.
-    """
+    """TorchServe's number of the worker that was started with ``argv``, "9000" for instance; "0" elsewhere. It stays
+    the same when the worker dies and is replaced, so a replaced worker goes on with the same series."""
     for flag, value in pairwise(argv):
         if flag in ("--sock-name", "--port") and (number := re.search(r"\d+$", value)):
             return number[0]
@@ -342,10 +332,8 @@ def worker_id(argv: Sequence[str]) -> str:
 
 
 def torchserve_line(sample: Sample, hostname: str, timestamp: int) -> str:
-    """``sample`` as TorchServe expects it in a worker's output.
-
-    ts/metrics/caching_metric.py writes the same, one system call and some 70 us a line; a flush has hundreds.
-    """
+    """``sample`` as TorchServe expects it in a worker's output. ts/metrics/caching_metric.py writes the same, one
+    system call and some 70 us a line; a flush has hundreds."""
     dimensions = ",".join(f"{name}:{_dimension(value)}" for name, value in sample.labels)
     return (
         f"[METRICS]vllm_{sample.name}.{sample.unit}:{_number(sample.value)}|#{dimensions}"

@@ -52,10 +52,8 @@ class Routes:
         )
 
     def open(self, route: str, entry: Mapping[str, Any], content_length: int | None) -> WireRequest | Page:
-        """The answer to one request: a request for the engine, or a page. Raises RequestError.
-
-        ``entry``: the body as TorchServe delivers it (protocol/body.py).
-        """
+        """The answer to one request: a request for the engine, or a page. Raises RequestError. ``entry``: the body as
+        TorchServe delivers it (protocol/body.py)."""
         route = route.strip("/")
         if route == "health":  # only a model that is ready answers at all
             ready = {"status": "ready", "loaded": True, "warm": True, **self._llm.status()}

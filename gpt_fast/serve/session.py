@@ -98,7 +98,6 @@ class Session:
 
     @property
     def ending(self) -> bool:
-        """Whether :meth:`take` would give the last piece."""
         return self._work is not None or all(s.finished for s in self._sequences)
 
     def cancel(self) -> None:
@@ -111,17 +110,17 @@ class Session:
             sequence.cancel()
 
     def take(self) -> Piece | None:
-        """What is new, or None while there is nothing to say.
-
-        Raises RequestError when the request failed and nothing had been given out: it is the whole answer.
-        """
+        """What is new, or None while there is nothing to say. Raises RequestError when the request failed and nothing
+        had been given out: it is the whole answer."""
         try:
             return self._finished_work() or self._news()
         except Exception as error:
             self.cancel()
-            failure = as_request_error(error)
+            if not self.started and isinstance(error, RequestError):
+                raise
             if not self.started:
-                raise failure from (None if failure is error else error)
+                raise as_request_error(error) from error
+            failure = as_request_error(error)
             self.failure = without_frames(error)
             log.warning("a request failed after its first piece: %s", failure.message[:MAX_SHOWN])
             return Piece(self._request.write_error(failure), True, False, self._request.content_type)

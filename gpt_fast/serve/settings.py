@@ -77,10 +77,8 @@ def read_settings(config: Mapping[str, Any] | None, model_dir: Path) -> HandlerS
 
 
 def check_file(path: Path) -> ModelYaml:
-    """Read the model_config.yaml at ``path`` and check it as a worker would, before there is one.
-
-    Raises ConfigError with the file and, where there is one, the line.
-    """
+    """Read the model_config.yaml at ``path`` and check it as a worker would, before there is one. Raises ConfigError
+    with the file and, where there is one, the line."""
     file = read_model_yaml(path)
     try:
         check(file.config)
@@ -91,10 +89,8 @@ def check_file(path: Path) -> ModelYaml:
 
 
 def check(config: Mapping[str, Any]) -> tuple[_Own, dict[str, Any]]:
-    """The handler's own values and the engine's from ``config``, a whole model_config.yaml, all of it checked.
-
-    Raises ConfigError as :func:`read_settings` does. Looks for no checkpoint.
-    """
+    """The handler's own values and the engine's from ``config``, a whole model_config.yaml, all of it checked. Raises
+    ConfigError as :func:`read_settings` does. Looks for no checkpoint."""
     for key in config:
         if key in KNOWN:  # TorchServe would ignore it
             raise ConfigError(f"{key} in model_config.yaml belongs under 'handler:', indented")

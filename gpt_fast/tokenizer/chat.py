@@ -50,10 +50,8 @@ class ChatTemplate:
 
 
 def load_template(directory: str | Path) -> ChatTemplate | None:
-    """The template in chat_template.jinja or tokenizer_config.json, or None where the checkpoint has none.
-
-    Of several named ones, ``default``. Raises ValueError for one that does not parse.
-    """
+    """The template in chat_template.jinja or tokenizer_config.json, or None where the checkpoint has none. Of several
+    named ones, ``default``. Raises ValueError for one that does not parse."""
     directory = Path(directory)
     config_path = directory / "tokenizer_config.json"
     config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}

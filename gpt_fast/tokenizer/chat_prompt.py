@@ -150,10 +150,8 @@ def _encode_parts(tokenizer: Tokenizer, parts: Sequence[str], hidden: Mapping[in
 
 
 def _encode_behind(tokenizer: Tokenizer, text: str, special: str) -> list[int]:
-    """Ids of ``text`` as plain text behind the token ``special``, or at the start if that is empty.
-
-    SentencePiece puts a space in front of a text; behind a special token some checkpoints do and some do not.
-    """
+    """Ids of ``text`` as plain text behind the token ``special``, or at the start if that is empty. SentencePiece puts
+    a space in front of a text; behind a special token some checkpoints do and some do not."""
     ids = tokenizer.encode(text, bos=False)
     if not (special and tokenizer.leading_spaces_dropped):
         return ids
@@ -166,10 +164,8 @@ def _encode_behind(tokenizer: Tokenizer, text: str, special: str) -> list[int]:
 
 
 def _alternatives(names: Sequence[str]) -> str:
-    """A pattern that matches the longest of ``names``, which are sorted, in time that hardly depends on their number.
-
-    A plain "a|b|c" would try hundreds of names that begin alike at every "<" of a hostile text.
-    """
+    """A pattern that matches the longest of ``names``, which are sorted, in time that hardly depends on their number. A
+    plain "a|b|c" would try hundreds of names that begin alike at every "<" of a hostile text."""
     by_first: dict[str, list[str]] = {}
     for name in names:
         if name:

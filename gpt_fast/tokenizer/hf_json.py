@@ -80,9 +80,7 @@ class HfJsonTokenizer(Tokenizer):
 
 def gpt2_spec(vocab: Mapping[str, int], merges: str, settings: Settings, source: str) -> dict[str, Any]:
     """vocab.json and the text of merges.txt as a tokenizer.json object; ``tokenizer_class`` decides the splitting.
-
-    Raises TokenizerError for a class whose splitting rules are not known.
-    """
+    Raises TokenizerError for a class whose splitting rules are not known."""
     name = (settings.tokenizer_class or "GPT2Tokenizer").removesuffix("Fast")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     pre_tokenizer: dict[str, Any] = byte_level
@@ -104,9 +102,7 @@ def gpt2_spec(vocab: Mapping[str, int], merges: str, settings: Settings, source:
 
 def bytes_decoder(decoder: Mapping[str, Any] | None) -> tuple[PieceToBytes, int] | None:
     """A decoder's steps as a function from piece to bytes, and the number of leading spaces that it drops from a text.
-
-    None if decoding is more than a concatenation (WordPiece, CTC ...), where text is decoded by the library.
-    """
+    None if decoding is more than a concatenation (WordPiece, CTC ...), where text is decoded by the library."""
     replacements: list[tuple[str, str]] = []
     byte_level = byte_fallback = fused = False
     dropped = 0

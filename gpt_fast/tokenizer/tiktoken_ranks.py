@@ -77,10 +77,8 @@ VOCABULARIES = {
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A rank file with the split and the special tokens of its row in ``VOCABULARIES``.
-
-    ``added_tokens_decoder`` of a tokenizer_config.json beside the file renames special tokens and adds to them.
-    """
+    """A rank file with the split and the special tokens of its row in ``VOCABULARIES``. ``added_tokens_decoder`` of a
+    tokenizer_config.json beside the file renames special tokens and adds to them."""
 
     def __init__(self, data: bytes, settings: Settings, *, source: str) -> None:
         """Raises TokenizerError, naming ``source``, for malformed lines and for a vocabulary that has no row."""

@@ -25,10 +25,8 @@ Receive = Callable[[int, list[bytes], float], bool]
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection that carries one request at a time.
-
-    Buffered: a plain Protocol has asyncio allocate a quarter of a megabyte for every read.
-    """
+    """One connection that carries one request at a time. Buffered: a plain Protocol has asyncio allocate a quarter of a
+    megabyte for every read."""
 
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(_READ_BYTES))
@@ -38,10 +36,8 @@ class Connection(asyncio.BufferedProtocol):
         self._done: asyncio.Future[ResponseParser | None] | None = None
 
     def send(self, request: bytes, receive: Receive) -> asyncio.Future[ResponseParser | None]:
-        """Send; the future gives the finished response, or None when ``receive`` hung up.
-
-        It raises TransferError, and what ``receive`` raises.
-        """
+        """Send; the future gives the finished response, or None when ``receive`` hung up. It raises TransferError, and
+        what ``receive`` raises."""
         done: asyncio.Future[ResponseParser | None] = asyncio.get_running_loop().create_future()
         self.parser, self._receive, self._done = ResponseParser(), receive, done
         if self.transport is None or self.transport.is_closing():
@@ -98,10 +94,8 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class Endpoint:
-    """Where requests go: a parsed ``url``, and the idle connections to it where ``keep_alive`` keeps any.
-
-    Raises ValueError for a URL that is not http(s)://host[:port]/path.
-    """
+    """Where requests go: a parsed ``url``, and the idle connections to it where ``keep_alive`` keeps any. Raises
+    ValueError for a URL that is not http(s)://host[:port]/path."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str], keep_alive: bool = False) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -126,14 +120,11 @@ class Endpoint:
         self._head += "".join(f"{name}: {value}\r\n" for name, value in given.items())
 
     def request(self, body: bytes) -> bytes:
-        """The whole request, ready to send."""
         return f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode("latin-1") + body
 
     async def post(self, request: bytes, receive: Receive) -> ResponseParser | None:
-        """Send ``request``; returns the finished response, or None when ``receive`` hung up. Raises TransferError.
-
-        A kept connection that the server closed meanwhile is replaced by a fresh one; nothing else is tried twice.
-        """
+        """Send ``request``; returns the finished response, or None when ``receive`` hung up. Raises TransferError. A
+        kept connection that the server closed meanwhile is replaced by a fresh one; nothing else is tried twice."""
         while self._idle:
             connection = self._idle.pop()
             try:

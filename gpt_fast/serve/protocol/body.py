@@ -68,7 +68,6 @@ def parse_json(text: str | bytes | bytearray) -> dict[str, Any]:
 
 
 def _object(value: Any, max_bytes: int) -> dict[str, Any]:
-    """``value`` is the body in any of the types TorchServe makes of it."""
     if isinstance(value, (bytes, bytearray, str)):
         _check_size(len(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value), max_bytes)
         return parse_json(value)

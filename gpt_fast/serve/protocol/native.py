@@ -67,10 +67,8 @@ class NativeRequest:
 def parse_request(
     body: Mapping[str, Any], default_max_tokens: int | None = None, default_stream: bool = True
 ) -> NativeRequest:
-    """``body`` as a request. A field that is null counts as not given.
-
-    Raises RequestError, naming the field as it was written.
-    """
+    """``body`` as a request. A field that is null counts as not given. Raises RequestError, naming the field as it was
+    written."""
     given = read_fields(body, _KINDS, "unknown_field", f"; known fields: {', '.join(FIELDS)}")
     if "prompt" not in given:
         raise RequestError("prompt is missing", "prompt", "missing_field")

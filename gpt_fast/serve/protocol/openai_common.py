@@ -136,7 +136,6 @@ class OpenAIRequest:
         raise NotImplementedError
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A choice of the whole answer."""
         raise NotImplementedError
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:

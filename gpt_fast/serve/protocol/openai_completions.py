@@ -169,7 +169,6 @@ def _encode(prompt: Prompt, context: OpenAIContext) -> list[int]:
 
 
 def _text(prompt: Prompt, context: OpenAIContext) -> str:
-    """``prompt`` as ``echo`` shows it."""
     if isinstance(prompt, str):
         return prompt
     if context.tokenizer is None:

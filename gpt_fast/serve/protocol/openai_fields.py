@@ -67,10 +67,8 @@ _INSTEAD = {
 
 
 def read_request(body: Mapping[str, Any], kinds: Mapping[str, Kind], models: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of ``body``, checked by ``kinds`` (COMPLETION or CHAT), and by the rules about several fields.
-
-    Raises RequestError naming the field; 404 for a model that is not one of ``models``.
-    """
+    """The fields of ``body``, checked by ``kinds`` (COMPLETION or CHAT), and by the rules about several fields. Raises
+    RequestError naming the field; 404 for a model that is not one of ``models``."""
     given = read_fields(body, kinds, "unknown_parameter")
     model = require(given, "model")
     if model not in models:
@@ -94,10 +92,8 @@ def require(given: Mapping[str, Any], name: str) -> Any:
 def read_params(
     given: Mapping[str, Any], default_max_tokens: int | None, default_temperature: float | None, **values: Any
 ) -> SamplingParams:
-    """Sampling as ``given`` asks for it; ``values``: what the two endpoints spell in different ways.
-
-    The defaults are for requests that do not say. Raises RequestError, naming the field as the client wrote it.
-    """
+    """Sampling as ``given`` asks for it; ``values``: what the two endpoints spell in different ways. The defaults are
+    for requests that do not say. Raises RequestError, naming the field as the client wrote it."""
     # OpenAI documents 1; a checkpoint with a default temperature knows better.
     default = 1.0 if default_temperature is None else default_temperature
     values["temperature"] = given.get("temperature", default)
@@ -179,7 +175,6 @@ def _part(value: Any, name: str) -> str:
 
 
 def _prompts(value: Any, name: str) -> list[str | list[int]]:
-    """One or several prompts."""
     several = isinstance(value, list) and value and isinstance(value[0], (str, list))
     return [read_prompt(one, f"{name}.{i}") for i, one in enumerate(value)] if several else [read_prompt(value, name)]
 

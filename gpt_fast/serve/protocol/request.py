@@ -75,10 +75,8 @@ def as_given(value: Any, name: str) -> Any:
 
 
 def read_fields(body: Mapping[str, Any], kinds: Mapping[str, Kind], code: str, hint: str = "") -> dict[str, Any]:
-    """The fields of ``body``, each as its kind reads it. Null counts as not given.
-
-    Raises RequestError; a field without a kind has ``code``, and ``hint`` at the end of its message.
-    """
+    """The fields of ``body``, each as its kind reads it. Null counts as not given. Raises RequestError; a field without
+    a kind has ``code``, and ``hint`` at the end of its message."""
     for name in body:
         if name not in kinds:
             raise RequestError(unknown(name, kinds) + hint, name[:100], code)
