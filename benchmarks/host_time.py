@@ -23,8 +23,7 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler, StepPlan
 from gpt_fast.engine.text import TextStream
-from gpt_fast.kernels.cache import LayerCache, PagedLayer
-from gpt_fast.model.attention import StepLayout
+from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout
 from gpt_fast.params import SamplingParams
 from gpt_fast.tokenizer import IncrementalDetokenizer
 

@@ -23,13 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast import kernels
 from gpt_fast.config import ModelConfig
-from gpt_fast.kernels.cpu import library as cpu
+from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
 from gpt_fast.kernels.cpu import packing
+from gpt_fast.kernels.cpu.library import available
+from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
 from gpt_fast.kernels.roofline import read_bandwidth
+from gpt_fast.model import description as d
+from gpt_fast.model.rope import Rope
 from gpt_fast.model.shapes import shape
-from gpt_fast.model.transformer import inverse_frequencies
 from gpt_fast.placement import usable_threads
 
 _STREAM_BYTES = 200e6  # several times any cache here
@@ -37,7 +39,7 @@ _GROUP = 32
 _PAGE = 16
 
 
-def random_weights(kind: str, n: int, k: int) -> kernels.LinearWeights:
+def random_weights(kind: str, n: int, k: int) -> PackedWeights:
     """Packed random weights; a few tiles are drawn and repeated, since drawing billions takes minutes."""
     rows = min(n, 64)
     if kind in ("float32", "bfloat16"):
@@ -54,12 +56,17 @@ def random_weights(kind: str, n: int, k: int) -> kernels.LinearWeights:
         part = whole[begin : begin + data.shape[0]]
         part.copy_(data[: part.shape[0]])
     scales = {"int8": torch.full((n,), 0.02 / 73), "int4": torch.full((n,), 0.005 / 255)}.get(kind)
-    return kernels.LinearWeights(kind, whole, n, k, scales, _GROUP if kind == "int4" else 0)
+    return PackedWeights(kind, whole, n, k, scales, _GROUP if kind == "int4" else 0)
 
 
-def num_bytes(w: kernels.LinearWeights) -> int:
-    """What one product streams."""
-    return packing.packed_num_bytes(w.data)
+def random_pieces(kind: str, m: d.Matrix, c: ModelConfig) -> list[PackedWeights]:
+    """As quantize/scheme.py stores the matrix: in int4 the head, and keys and values that queries share, are int8."""
+    if kind == "int4" and m.name == "output":
+        kind = "int8"
+    sizes = [(kind, m.outputs // max(1, m.num_experts))] * max(1, m.num_experts)
+    if kind == "int4" and m.name == "wqkv" and c.kv_dim < c.q_dim:
+        sizes = [(kind, c.q_dim), ("int8", 2 * c.kv_dim)]
+    return [random_weights(kind, n, m.inputs) for kind, n in sizes]
 
 
 def median_s(run: Callable[[], object], repeats: int) -> float:
@@ -89,15 +96,17 @@ def products(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list
     for kind in args.kinds:
         for name, (n, k) in matrices(c).items():
             first = random_weights(kind, n, k)
-            count = max(2, round(_STREAM_BYTES / num_bytes(first)))
+            count = max(2, round(_STREAM_BYTES / first.num_bytes))
             copies = [first] + [first._replace(data=clone(first.data)) for _ in range(count - 1)]
             plain = [packing.unpack_dense(w.data, n) for w in copies] if args.torch and kind.endswith("16") else []
             for rows in args.rows:
                 x = torch.randn(rows, k)
+                programs = [product_program(w) for w in copies]
                 ours, theirs = [], []
                 for i in range(max(args.repeats, count if rows <= 16 else 2)):
-                    w = copies[i % count]
-                    ours.append(median_s(functools.partial(product, x, w), 1))
+                    r = torch.arange(rows)
+                    run = functools.partial(programs[i % count].run, r, r, [], None, r, x)
+                    ours.append(median_s(run, 1))
                     if plain:
                         p, xn = plain[i % count], x.to(plain[0].dtype)
                         theirs.append(median_s(functools.partial(F.linear, xn, p), 1))
@@ -107,8 +116,8 @@ def products(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list
                     "matrix": name,
                     "rows": rows,
                     "ms": seconds * 1e3,
-                    "gb_s": num_bytes(first) / seconds / 1e9,
-                    "share": num_bytes(first) / seconds / bandwidth,
+                    "gb_s": first.num_bytes / seconds / 1e9,
+                    "share": first.num_bytes / seconds / bandwidth,
                     "gflops": 2e-9 * rows * n * k / seconds,
                     "torch_ms": statistics.median(theirs) * 1e3 if theirs else None,
                 }
@@ -129,9 +138,9 @@ def clone(data: Tensor) -> Tensor:
     return out
 
 
-def product(x: Tensor, w: kernels.LinearWeights) -> Tensor:
-    """x times the weights."""
-    return cpu.linear(x, w.kind, w.data, w.out_features, w.scale, w.group_size)
+def product_program(w: PackedWeights) -> Program:
+    """A program of this product alone."""
+    return Program([([d.Product("in", "out", "w")], Weights({"w": [w]}))], "out", input=("in", w.in_features))
 
 
 class Steps:
@@ -140,31 +149,19 @@ class Steps:
     def __init__(self, c: ModelConfig, kind: str, longest: int, sequences: int, cache_dtype: torch.dtype) -> None:
         self.config = c
         self.pages_each = -(-longest // _PAGE)
-        pages = (sequences * self.pages_each + 1, _PAGE, c.num_kv_heads, c.head_dim)
-        cache = [tuple(torch.zeros(pages, dtype=cache_dtype) for _ in range(2)) for _ in range(c.num_layers)]
-        ones = torch.ones(c.dim)
-        made = {name: size for name, size in matrices(c).items() if name != "output"}
-        layers = []
-        for _ in range(c.num_layers):
-            w = {name: random_weights(kind, *size) for name, size in made.items()}
-            wkv = None
-            if kind == "int4" and c.kv_dim < c.q_dim:  # as quantize/scheme.py has it
-                w["wqkv"], wkv = random_weights(kind, c.q_dim, c.dim), random_weights("int8", 2 * c.kv_dim, c.dim)
-            layers.append(kernels.LayerWeights(ones, w["wqkv"], w["wo"], ones, w["w13"], w["w2"], wkv=wkv))
-        output = random_weights("int8" if kind == "int4" else kind, *matrices(c)["output"])
-        self.weight_bytes = sum(num_bytes(w) for layer in layers for w in layer.linears())
-        self.weight_bytes += num_bytes(output)
-        table = (torch.randn(c.vocab_size, c.dim) * 0.02).bfloat16()
-        self.decoder = kernels.Decoder(
-            table,
-            layers,
-            ones,
-            output,
-            cache,
-            num_heads=c.num_heads,
-            eps=c.norm_eps,
-        )
-        self.inv_freq = inverse_frequencies(c)
+        pages = (sequences * self.pages_each + 1, _PAGE, c.num_kv_heads, padded(c.head_dim))
+        description = d.describe(c)
+        blocks, self.weight_bytes = [], 0
+        for block in description.blocks:
+            found = {m.name: random_pieces(kind, m, c) for m in block.matrices}
+            self.weight_bytes += sum(w.num_bytes for pieces in found.values() for w in pieces)
+            vectors = {v.name: (torch.ones(v.size), torch.zeros(v.size) if v.bias else None) for v in block.vectors}
+            tables = {t.name: (torch.randn(t.num_rows, t.dim) * 0.02).bfloat16() for t in block.tables}
+            heads = any(isinstance(op, d.Heads) for op in block.ops)
+            cache = LayerCache.zeros(pages, cache_dtype, torch.device("cpu")) if heads else None
+            blocks.append((block.ops, Weights(found, vectors, tables, cache)))
+        self.program = Program(blocks, "logits", rows_before=len(blocks) - 1)
+        self.ropes = [Rope(table) for table in description.ropes]
 
     def run(self, sequences: int, new_tokens: int, context: int) -> Tensor:
         """One step of ``new_tokens`` each, the last of which is token ``context`` of its sequence."""
@@ -173,12 +170,12 @@ class Steps:
         pages = torch.arange(sequences * self.pages_each, dtype=torch.int32).view(sequences, -1) + 1
         slot = torch.arange(sequences).repeat_interleave(new_tokens)
         places = pages[slot, positions // _PAGE].long() * _PAGE + positions % _PAGE
-        angles = positions.float()[:, None] * self.inv_freq
+        angles = [rope(positions, torch.full_like(positions, context)) for rope in self.ropes]
         tokens = (positions * 7919 + slot) % self.config.vocab_size
         starts = torch.arange(sequences + 1, dtype=torch.int32) * new_tokens
         lengths = torch.full((sequences,), context, dtype=torch.int32)
         rows = torch.tensor([(s + 1) * new_tokens - 1 for s in slots])
-        return self.decoder.step(tokens, angles.cos(), angles.sin(), starts, lengths, pages, places, rows)
+        return self.program.run(tokens, positions, angles, StepLayout(starts, lengths, pages, places), rows)
 
 
 def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
@@ -233,7 +230,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(usable_threads(args.threads))
-    if not kernels.available():
+    if not available():
         raise SystemExit("the C++ kernels do not run here")
     c = shape(args.shape)
     bandwidth = read_bandwidth("cpu", torch.get_num_threads())

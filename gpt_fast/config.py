@@ -16,6 +16,8 @@ from gpt_fast.fields import Kind, OneOf, Real, Whole, check_fields, kinds_of, re
 
 T = TypeVar("T")
 
+MAX_EXPERTS = 2**17  # of all layers: far above every model, and few enough to describe each
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -62,7 +64,7 @@ class ExpertsConfig:
 class ModelConfig:
     """The shape and mathematics of one decoder-only transformer. model/description.py makes operations of it."""
 
-    family: str  # a row of families.FAMILIES
+    family: str  # a row of family_table.FAMILIES
     vocab_size: int
     dim: int
     num_layers: int
@@ -115,10 +117,21 @@ class ModelConfig:
         if self.rotary % 2:
             what = "head_dim" if self.rotary_dim is None else "rotary_dim"
             raise ConfigError(f"{what} ({self.rotary}) is odd; rotary embeddings need an even one")
+        if self.rope_scaling is not None and self.rope_scaling.type == "longrope":
+            for name in ("short", "long"):
+                given = getattr(self.rope_scaling, name)
+                if len(given) != self.rotary // 2:
+                    raise ConfigError(f"{name}_factor has {len(given)} numbers for {self.rotary // 2} rotary pairs")
         for name in ("windows", "unrotated"):
             given = getattr(self, name)
             if given and len(given) != self.num_layers:
                 raise ConfigError(f"{name} has {len(given)} entries for {self.num_layers} layers")
+        if self.experts is not None:
+            count, chosen = self.experts.num_experts, self.experts.top_k
+            if chosen > count:
+                raise ConfigError(f"num_experts_per_tok ({chosen}) is more than the number of experts ({count})")
+            if count * self.num_layers > MAX_EXPERTS:
+                raise ConfigError(f"{count} experts in {self.num_layers} layers are more than {MAX_EXPERTS}")
 
     def window(self, layer: int) -> int:
         """Sliding window of ``layer`` in tokens; 0 means full attention."""
@@ -229,7 +242,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     ``where`` names the source in errors. Raises ConfigError for an unknown key, and for a value that the kind of its
     field (fields.py) does not take; ints are accepted for floats, nothing else is converted.
     """
-    kinds = kinds_of(cls)
+    kinds = kinds_of(cls)  # type: ignore[arg-type]
     for key in values:
         if key not in kinds:
             raise ConfigError(unknown_key(key, kinds, where))

@@ -136,9 +136,10 @@ class LLM:
         sizes = {"max_batch": plan.max_batch, "max_seq_len": plan.max_seq_len, "prefill_chunk": self.prefill_chunk}
         runner = Runner(self.model, num_pages=num_pages, page_size=plan.page_size, cache_dtype=plan.dtype, **sizes)
         scaling = self.config.rope_scaling
-        dynamic_from = scaling.original_max_seq_len if scaling is not None and scaling.grows else 0
+        long_from = scaling.original_max_seq_len if scaling is not None and scaling.grows else 0
+        anew = scaling is not None and scaling.type == "longrope"
         pages = PageAllocator(num_pages, plan.page_size, o.prefix_cache)
-        scheduler = Scheduler(pages, plan.max_batch, self.prefill_chunk, salt_by_length=dynamic_from)
+        scheduler = Scheduler(pages, plan.max_batch, self.prefill_chunk, long_from, anew)
         return Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
 
     def _threads(self) -> int:

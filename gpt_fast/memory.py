@@ -19,7 +19,7 @@ import torch
 
 from gpt_fast.config import EngineConfig, ModelConfig
 from gpt_fast.errors import ConfigError
-from gpt_fast.kernels.cache import token_bytes
+from gpt_fast.kernels.cache import padded, token_bytes
 
 SHARES = {"cpu": 0.5, "cuda": 0.9}  # of free memory, for the KV cache: the default of memory_share
 SHORT = 256  # tokens; a cache that has not even room for this of each sequence that was asked for is refused
@@ -170,7 +170,10 @@ def plan_cache(
     """
     share, free = options.memory_share or SHARES[device_type], max(0, free)
     longest = options.max_seq_len or config.max_seq_len
-    page_bytes = options.page_size * config.num_layers * token_bytes(config.num_kv_heads, config.head_dim, dtype)
+    if config.learned_positions is not None and longest > config.max_seq_len:
+        raise ConfigError(f"max_seq_len: {longest} is more than the model's {config.max_seq_len} learned positions")
+    head_dim = padded(config.head_dim) if device_type == "cpu" and options.kernels else config.head_dim
+    page_bytes = options.page_size * config.num_layers * token_bytes(config.num_kv_heads, head_dim, dtype)
     each = page_bytes + 2 * 4 * options.num_slots  # two page tables, int32, may hold it in every row
     allowed = int(share * max(0, free - _step_bytes(config, max(options.num_slots, options.chunk(device_type)))))
     fitting = allowed // each - 1  # there is a page 0 as well
@@ -192,6 +195,8 @@ def _step_bytes(config: ModelConfig, rows: int) -> int:
     """About what a step of ``rows`` tokens needs beside weights and cache: logits, twice, and a block's activations. Of
     all rows, because a request may want the log probabilities of its whole prompt."""
     width = 2 * config.vocab_size + 2 * config.ffn_dim + config.q_dim + 2 * config.kv_dim + 4 * config.dim
+    if config.experts is not None:
+        width += config.experts.top_k * (2 * config.dim + 3 * config.experts.ffn_dim)
     return rows * width * torch.float32.itemsize
 
 

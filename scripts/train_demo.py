@@ -586,7 +586,8 @@ def results_table(results: Sequence[Result], heldout: list[list[int]], num_chars
         tokens = r.recipe.num_steps * r.recipe.batch_rows * CONTEXT / 1e6
         bits = r.loss * num_targets / num_chars / math.log(2)
         lines.append(
-            f"| {r.recipe.name} | {describe(c).num_parameters:,} | {c.num_layers} | {c.dim} | {c.num_heads} ({c.num_kv_heads}) "
+            f"| {r.recipe.name} | {describe(c).num_parameters:,} | {c.num_layers} | {c.dim} "
+            f"| {c.num_heads} ({c.num_kv_heads}) "
             f"| {c.ffn_dim} | {r.loss:.4f} | {math.exp(r.loss):.3f} | {bits:.3f} "
             f"| {r.recipe.num_steps} steps, {tokens:.1f} M tokens, {p.seconds / 60:.0f} min |"
         )

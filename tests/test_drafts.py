@@ -177,6 +177,6 @@ def test_a_row_behind_a_draft_that_has_no_token_is_left_to_the_next_step() -> No
         request = llm.prepare([5, 6, 7], SamplingParams(temperature=0.0))
     logits = torch.zeros(2, VOCAB_SIZE)
     logits[0, 9], logits[1] = 1.0, float("nan")
-    plan = SequencePlan(0, (7, 9), 2, 1, (), num_logits=2, prompt_len=3)
+    plan = SequencePlan(0, (7, 9), 2, 1, (), num_logits=2, rope_len=3)
     (outcome,) = sample_tokens([Computed(request, plan, logits)])
     assert outcome == Outcome(1, [], [9], [])

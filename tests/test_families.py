@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import families_table
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from gpt_fast import LLM
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import (
     FAMILIES,
@@ -22,9 +26,14 @@ from gpt_fast.checkpoint.families import (
     read_json,
     to_hf_config,
 )
+from gpt_fast.checkpoint.saving import save_checkpoint
+from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig
-from gpt_fast.errors import CheckpointError
-from gpt_fast.model.description import describe
+from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.model.description import describe, split_of
+from gpt_fast.model.shapes import shape
+from gpt_fast.quantize.scheme import quant_config
+from gpt_fast.quantize.writer import quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,6 +60,37 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     theirs = families_table.FAMILIES[name]()
     ours = Checkpoint.open(save(theirs, tmp_path)).build(torch.float32)
     assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_experts_in_mxfp4(quantize: str | None, tmp_path: Path) -> None:
+    """The published form of gpt-oss holds the same model as the weights that transformers makes of it."""
+    theirs = families_table.make("GptOss", **families_table.GPT_OSS | {"intermediate_size": 96})
+    generator, packed = torch.Generator().manual_seed(0), {}
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.dim() == 3:
+                experts, inputs, outputs = parameter.shape
+                shape = (experts, outputs, inputs // 32)
+                blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+                scales = torch.randint(122, 126, shape, dtype=torch.uint8, generator=generator)
+                packed |= {name + "_blocks": blocks, name + "_scales": scales}
+                parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    plain, short = Checkpoint.open(save(theirs, tmp_path / "plain")), save(theirs, tmp_path / "short")
+    tensors = load_file(short / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if name + "_blocks" not in packed}
+    save_file(kept | packed, short / "model.safetensors")
+    raw = read_json(short / "config.json") | {"quantization_config": {"quant_method": "mxfp4"}}
+    (short / "config.json").write_text(json.dumps(raw))
+    expected = plain.build(torch.float32, quantize=quantize).state_dict()
+    actual = Checkpoint.open(short).build(torch.float32, quantize=quantize).state_dict()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    if quantize is None:
+        assert_same_logits(plain.build(torch.float32), theirs)
+    packed.popitem()
+    save_file(kept | packed, short / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: .*down_proj\.0\.weight.*unexpected: .*down_proj_blocks"):
+        Checkpoint.open(short)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2-tied", "qwen3"])
@@ -101,35 +141,142 @@ def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
     assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
 
 
+@pytest.mark.parametrize(("name", "local"), [("gemma3-linear", "rope_local_base_freq"), ("olmo3-yarn", "unread")])
+def test_old_spelling_of_rotation_by_layer(name: str, local: str, tmp_path: Path) -> None:
+    """Before transformers 5 layers with a window had keys beside rope_theta, or what rope_theta says unscaled."""
+    save(families_table.FAMILIES[name](), tmp_path)
+    new, path = read_config(tmp_path), tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    rope = raw.pop("rope_parameters")
+    full = rope["full_attention"]
+    raw |= {"rope_theta": full.pop("rope_theta"), local: rope["sliding_attention"]["rope_theta"], "rope_scaling": full}
+    assert parse_config(raw) == new
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "changes", "buffer"),
+    [
+        ("gpt2", "transformer.", {}, "h.0.attn.bias"),
+        ("bloom", "transformer.", {"hidden_size": "n_embed", "n_head": "num_attention_heads"}, None),
+        ("opt", "model.", {}, None),
+        ("gpt-neox-serial", "", {}, "gpt_neox.layers.0.attention.masked_bias"),
+    ],
+)
+def test_checkpoints_as_the_hub_has_them(
+    name: str, prefix: str, changes: dict[str, str], buffer: str | None, tmp_path: Path
+) -> None:
+    """From before transformers 5: names without their beginning, other keys, causal masks among the weights."""
+    theirs = families_table.FAMILIES[name]()
+    save(theirs, tmp_path)
+    weights = {key.removeprefix(prefix): tensor for key, tensor in load_file(tmp_path / "model.safetensors").items()}
+    if buffer is not None:
+        weights[buffer] = torch.zeros(1, 1, 4, 4)
+    save_file(weights, tmp_path / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw = {changes.get(key, key): value for key, value in raw.items()}
+    rope = raw.pop("rope_parameters", None)
+    if rope:
+        raw |= {"rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "opt", "bloom", "phi", "phi3-longrope", "falcon-40b"])
+def test_a_saved_model_has_the_tensors_that_transformers_saves(name: str, tmp_path: Path) -> None:
+    save(families_table.FAMILIES[name](), tmp_path / "theirs")
+    save_checkpoint(Checkpoint.open(tmp_path / "theirs").build(torch.float32), tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "falcon-40b"])
+def test_layouts_are_undone_before_rounding(name: str, mode: str, tmp_path: Path) -> None:
+    """Scales belong to the rows of the parameter: a quantized checkpoint is what quantizing while loading makes."""
+    source = Checkpoint.open(save(families_table.FAMILIES[name](), tmp_path / "plain"))
+    quantize_checkpoint(source, tmp_path / "quantized", quant_config(mode))
+    stored = Checkpoint.open(tmp_path / "quantized").build(torch.float32).state_dict()
+    rounded = source.build(torch.float32, quantize=mode).state_dict()
+    assert stored.keys() == rounded.keys()
+    assert any(tensor.dtype in (torch.int8, torch.uint8) for tensor in stored.values())
+    assert all(torch.equal(stored[key], rounded[key]) for key in stored)
+
+
+@pytest.mark.parametrize("mode", [None, "int8"])
+@pytest.mark.parametrize("name", ["GPT2", "GPTNeoX", "Phi3"])
+def test_ranks_divide_rows_in_the_order_of_the_parameter(name: str, mode: str | None, tmp_path: Path) -> None:
+    """Each rank has its share of the queries, of the keys and of the values, however the tensor mixes them."""
+    checkpoint = Checkpoint.open(save(families_table.make(name, vocab_size=264, pad_token_id=0), tmp_path))
+    whole, *ranks = (
+        checkpoint.build(torch.float32, quantize=mode, shard=shard).state_dict()
+        for shard in (None, Shard(0, 2), Shard(1, 2))
+    )
+    for name, tensor in whole.items():
+        module, _, kind = name.rpartition(".")
+        split, runs = split_of(f"{module}.bias" if kind == "bias" else f"{module}.weight", checkpoint.config)
+        held = [rank[name] for rank in ranks]
+        if split == "rows":
+            pieces = [t.split([size // 2 for size in runs]) for t in held]
+            joined = torch.cat([piece[i] for i in range(len(runs)) for piece in pieces])
+        else:
+            joined = torch.cat(held, dim=1) if split == "columns" and tensor.dim() == 2 else held[0]
+        assert torch.equal(joined, tensor), name
+
+
+def test_positions_that_were_not_learned_are_refused(tmp_path: Path) -> None:
+    save(families_table.FAMILIES["gpt2"](), tmp_path)
+    with pytest.raises(ConfigError, match="max_seq_len: 257 is more than the model's 256 learned positions"):
+        LLM(tmp_path, max_seq_len=257)
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda row: row.name)
 def test_defaults_are_those_of_transformers(family: Any) -> None:
     """A config.json that names its architecture alone means what transformers' own defaults say."""
-    theirs = transformers.AutoConfig.for_model(family.model_type)
-    for key, value in family.defaults.items():
-        if key == "rope_theta":
-            assert theirs.rope_parameters["rope_theta"] == value
-        elif key == "head_dim" and value is None:
-            derived = theirs.hidden_size // theirs.num_attention_heads
-            assert getattr(theirs, key, derived) == derived
-        elif key == "num_key_value_heads" and value is None:
-            assert theirs.num_key_value_heads == theirs.num_attention_heads
-        elif key == "sliding_window" and family.windows == "upper":
+    meant = {key: values[0] for key, values in family.when.items()}
+    theirs = transformers.AutoConfig.for_model(family.model_type, **meant)
+    dim, heads = theirs.hidden_size, theirs.num_attention_heads
+    derived = {
+        "head_dim": dim // heads,
+        "num_key_value_heads": heads,
+        "num_kv_heads": heads,
+        "ffn_hidden_size": 4 * dim,
+        "word_embed_proj_dim": dim,
+    }
+    for key, value in (family.defaults | meant).items():
+        if key in ("rope_theta", "partial_rotary_factor"):
+            assert theirs.rope_parameters.get("full_attention", theirs.rope_parameters)[key] == value
+        elif key == "rope_local_base_freq":
+            assert theirs.rope_parameters["sliding_attention"]["rope_theta"] == value
+        elif key in derived and value is None:
+            assert (getattr(theirs, key, None) or derived[key]) == derived[key]
+        elif key == "sliding_window" and "use_sliding_window" in family.defaults:
             assert type(theirs)(use_sliding_window=True).sliding_window == value
-        elif key in ("attention_bias", "mlp_bias") and not hasattr(theirs, key):
-            assert not value  # the family has no such key
+        elif key == "sliding_window_pattern":
+            on = type(theirs)(use_sliding_window=True) if "use_sliding_window" in family.defaults else theirs
+            kinds = ["sliding_attention" if (i + 1) % value else "full_attention" for i in range(on.num_hidden_layers)]
+            assert on.layer_types == kinds
+        elif key in ("attention_bias", "mlp_bias", "seq_length") and not hasattr(theirs, key):
+            assert not value or key == "seq_length"  # transformers has no such key
         else:
             assert getattr(theirs, key) == value, key
-    config = parse_config({"architectures": list(family.architectures)})
-    assert (config.dim, config.num_layers, config.vocab_size) == (4096, 32, family.defaults["vocab_size"])
+    config = parse_config({"architectures": list(family.architectures)} | meant)
+    assert (config.dim, config.num_layers, config.num_heads) == (dim, theirs.num_hidden_layers, heads)
+    assert config.vocab_size == theirs.vocab_size
 
 
-@pytest.mark.parametrize("name", families_table.FAMILIES)
+UNWRITTEN = re.compile("gemma|olmo|granite|smollm3|glm|gpt-oss|qwen[23]-moe")  # whose rows compute fields from keys
+WRITTEN = [name for name in families_table.FAMILIES if not UNWRITTEN.match(name)]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_to_hf_config_round_trips_and_transformers_reads_it(name: str, tmp_path: Path) -> None:
     theirs = families_table.FAMILIES[name]()
     config = read_config(save(theirs, tmp_path))
     raw = to_hf_config(config, "float32")
     assert parse_config(raw) == config
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    padding = {"pad_token_id": theirs.config.pad_token_id}  # transformers' default may lie outside a tiny vocabulary
+    (tmp_path / "config.json").write_text(json.dumps(raw | padding))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.tensor([families_table.prompts()[-1]])
     with torch.no_grad():
@@ -142,6 +289,7 @@ def test_to_hf_config_refuses_what_the_family_cannot_say() -> None:
         to_hf_config(config, "float32")
 
 
+MIXTRAL = ["MixtralForCausalLM"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
         {"architectures": ["BambooForCausalLM"]},
@@ -161,6 +309,38 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"num_attention_heads": 32, "num_key_value_heads": 5}, "num_key_value_heads"),
     "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool"),
     "epsilon": ({"rms_norm_eps": None}, "rms_norm_eps must be a number"),
+    "experts": ({"architectures": MIXTRAL, "num_local_experts": "8"}, "num_local_experts must be int, not '8'"),
+    "too few experts": ({"architectures": MIXTRAL, "num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) is more"),
+    "too many experts": (
+        {"architectures": MIXTRAL, "num_local_experts": 4096, "num_hidden_layers": 64},
+        "4096 experts in 64 layers",
+    ),
+    "sparse step": ({"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}, "decoder_sparse_step"),
+    "swiglu": ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0}, "swiglu_limit 5.0"),
+    "query scale": ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    "both ways": ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional"),
+    "no rotation": ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, "unrotated has 2 entries"),
+    "logits": ({"architectures": ["GraniteForCausalLM"], "logits_scaling": "2"}, "logits_scaling must be a number"),
+    "longrope's lengths": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]},
+        },
+        "short_factor has 1 numbers for 48 rotary pairs",
+    ),
+    "gpt2 scales": ({"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by"),
+    "gpt2 width": ({"architectures": ["GPT2LMHeadModel"], "n_embd": 2**30}, "n_embd must be between 1 and 262144"),
+    "opt norms": ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "do_layer_norm_before False"),
+    "opt width": ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 512}, r"word_embed_proj_dim 512.*768"),
+    "bloom": (
+        {"architectures": ["BloomForCausalLM"], "apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm True",
+    ),
+    "falcon alibi": ({"architectures": ["FalconForCausalLM"], "alibi": True}, "alibi True is not supported"),
+    "falcon norms": ({"architectures": ["FalconForCausalLM"], "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+    "falcon flag": ({"architectures": ["FalconForCausalLM"], "multi_query": 1}, "multi_query 1 is not supported"),
+    "phi": ({"architectures": ["PhiForCausalLM"], "qk_layernorm": True}, "qk_layernorm True"),
+    "stablelm": ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "qk_layernorm True"),
 }
 
 
@@ -202,6 +382,9 @@ def test_published_parameter_counts() -> None:
     )  # fmt: skip
     assert describe(llama32).num_parameters == 1_235_814_400
     assert describe(published()).num_parameters == 6_738_415_616  # Llama 2 7B is what transformers defaults to
+    mixtral = describe(shape("mixtral-8x7b"))
+    assert mixtral.num_parameters == 46_702_792_704
+    assert mixtral.active_parameters == 12_748_587_008  # the embedding table is not multiplied with
 
 
 def write_generation(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None) -> Path:

@@ -246,7 +246,7 @@ class BrokenGrammar:
 STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "admit": (Scheduler, "_admit", lambda self, request: is_bad(request)),
     "schedule": (Scheduler, "_sequence_plan", lambda self, request, count, drafts: is_bad(request)),
-    "execute": (Runner, "execute", lambda self, plan: any(s.prompt_len == BAD_LENGTH for s in plan.sequences)),
+    "execute": (Runner, "execute", lambda self, plan: any(s.rope_len == BAD_LENGTH for s in plan.sequences)),
     "sample": (compute, "sample", lambda logits, rows: any(row.num_prompt == BAD_LENGTH for row in rows)),
     "logprobs": (compute, "logprobs", lambda logits, tokens, num_top: NUM_TOP in num_top),
     "advance": (Scheduler, "advance", lambda self, request, kept: is_bad(request)),
@@ -388,7 +388,8 @@ def test_a_model_that_computes_no_numbers_fails_its_requests_and_goes_on(data_di
             with pytest.raises(RequestError, match="not finite") as caught:
                 llm.generate([5, 6], params)
             assert caught.value.status == 500
-        assert llm.engine._thread is not None and llm.engine._thread.is_alive()
+        assert llm.engine._thread is not None
+        assert llm.engine._thread.is_alive()
         check_idle(llm)
 
 

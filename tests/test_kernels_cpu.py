@@ -11,16 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from programs import run_ops, run_product
 from torch import Tensor
 
-from gpt_fast import kernels, user_cache
+from gpt_fast import user_cache
 from gpt_fast.config import ModelConfig
 from gpt_fast.kernels import reference
+from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
 from gpt_fast.kernels.cpu import library as cpu
 from gpt_fast.kernels.cpu import packing
-from gpt_fast.model.attention import paged_attention_eager
+from gpt_fast.kernels.cpu.program import PackedWeights, Weights
+from gpt_fast.model import description as d
+from gpt_fast.model.attention import Scoring, alibi_slopes, paged_attention_eager
 
-needs_cpp = pytest.mark.skipif(not kernels.available(), reason="needs a C++ compiler and a CPU with AVX2")
+needs_cpp = pytest.mark.skipif(not cpu.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
 KINDS = ("float32", "bfloat16", "int8", "int4-32", "int4-64", "int4-128")
 # (N, K): tiles not full, K in several passes, more tiles than a thread takes at once
 SHAPES = ((5, 128), (100, 640), (16 * 37 + 3, 256))
@@ -33,24 +38,24 @@ def threads_restored() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def weights(kind: str, n: int, k: int, seed: int = 0) -> tuple[kernels.LinearWeights, Callable[[Tensor], Tensor]]:
+def weights(kind: str, n: int, k: int, seed: int = 0) -> tuple[PackedWeights, Callable[[Tensor], Tensor]]:
     """Random weights as the kernels take them, and the product with their plain form in torch."""
     g = torch.Generator().manual_seed(seed)
     if kind in ("float32", "bfloat16"):
         w = torch.randn(n, k, generator=g).to(getattr(torch, kind)) / k**0.5
-        return kernels.LinearWeights(kind, packing.pack_dense(w), n, k), lambda x: reference.linear_dense(x, w)
+        return PackedWeights(kind, packing.pack_dense(w), n, k), lambda x: reference.exact_product(x, w.float())
     if kind == "int8":
         q = torch.randint(-127, 128, (n, k), generator=g, dtype=torch.int8)
         s = torch.rand(n, generator=g) / 127 / k**0.5
-        return kernels.LinearWeights(kind, packing.pack_int8(q), n, k, s), lambda x: reference.linear_int8(x, q, s)
+        plain = q.float() * s[:, None]
+        return PackedWeights(kind, packing.pack_int8(q), n, k, s), lambda x: reference.rounded_product(x, plain)
     size = int(kind.split("-")[1])
     q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
     s, z, row_scale = int4_grid(n, k // size, g)
     row_scale /= 8 * k**0.5
-    data = packing.nibbles(q)
-    packed = packing.pack_int4(q, s, z)
-    made = kernels.LinearWeights("int4", packed, n, k, row_scale, size)
-    return made, lambda x: reference.linear_int4(x, data, s, z, row_scale)
+    plain = reference.dequantize_int4(packing.nibbles(q), s, z, row_scale)
+    made = PackedWeights("int4", packing.pack_int4(q, s, z), n, k, row_scale, size)
+    return made, lambda x: reference.rounded_product(x, plain)
 
 
 def int4_grid(n: int, groups: int, g: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,10 +63,6 @@ def int4_grid(n: int, groups: int, g: torch.Generator | None = None) -> tuple[Te
     s = torch.randint(1, 256, (n, groups), generator=g, dtype=torch.uint8)
     z = torch.randint(40, 88, (n, groups), generator=g, dtype=torch.uint8)
     return s, z, torch.rand(n, generator=g) / 255
-
-
-def run(x: Tensor, w: kernels.LinearWeights) -> Tensor:
-    return cpu.linear(x, w.kind, w.data, w.out_features, w.scale, w.group_size, w.bias)
 
 
 # --- packing -------------------------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def test_int4_refuses_groups_that_do_not_fit() -> None:
 def test_products_equal_the_reference(kind: str, n: int, k: int) -> None:
     w, plain = weights(kind, n, k)
     x = torch.randn(19, k)
-    torch.testing.assert_close(run(x, w), plain(x), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(run_product(x, w), plain(x), atol=2e-5, rtol=2e-5)
 
 
 @needs_cpp
@@ -113,13 +114,13 @@ def test_a_row_does_not_depend_on_its_company_or_the_threads(kind: str, n: int, 
     w, _ = weights(kind, n, k)
     x = torch.randn(300, k)
     torch.set_num_threads(1)
-    whole = run(x, w)
+    whole = run_product(x, w)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         for begin, rows in ((0, 1), (7, 1), (1, 2), (2, 3), (0, 4), (3, 5), (9, 6), (0, 7), (4, 8), (0, 13), (5, 16)):
-            assert torch.equal(run(x[begin : begin + rows], w), whole[begin : begin + rows]), (threads, rows)
+            assert torch.equal(run_product(x[begin : begin + rows], w), whole[begin : begin + rows]), (threads, rows)
         for rows in (17, 33, 257, 300):
-            assert torch.equal(run(x[:rows], w), whole[:rows]), (threads, rows)
+            assert torch.equal(run_product(x[:rows], w), whole[:rows]), (threads, rows)
 
 
 @needs_cpp
@@ -128,8 +129,9 @@ def test_int8_takes_any_width_and_its_extremes() -> None:
     q[::2] = 127
     scale = torch.ones(9)
     x = torch.full((3, 77), -2.0)
-    expected = reference.linear_int8(x, q, scale)
-    assert torch.equal(cpu.linear(x, "int8", packing.pack_int8(q), 9, scale), expected)  # no 16-bit sum overflows
+    expected = reference.rounded_product(x, q.float())
+    w = PackedWeights("int8", packing.pack_int8(q), 9, 77, scale)
+    assert torch.equal(run_product(x, w), expected)  # no 16-bit sum overflows
 
 
 @needs_cpp
@@ -137,8 +139,8 @@ def test_int4_does_not_overflow_at_its_extremes() -> None:
     q = torch.full((8, 128), 15, dtype=torch.uint8)
     one = torch.ones(8, 1, dtype=torch.uint8)
     x = torch.full((2, 128), 127.0)
-    out = cpu.linear(x, "int4", packing.pack_int4(q, one, 0 * one), 8, torch.ones(8), 128)
-    assert torch.equal(out, torch.full((2, 8), 15 * 127 * 128.0))
+    w = PackedWeights("int4", packing.pack_int4(q, one, 0 * one), 8, 128, torch.ones(8), 128)
+    assert torch.equal(run_product(x, w), torch.full((2, 8), 15 * 127 * 128.0))
 
 
 @needs_cpp
@@ -147,7 +149,7 @@ def test_what_is_not_finite_shows_in_its_row_alone(kind: str) -> None:
     w, _ = weights(kind, 24, 128)
     x = torch.randn(4, 128)
     x[1, 5], x[3, 77] = torch.nan, torch.inf
-    out = run(x, w)
+    out = run_product(x, w)
     assert not out[1].isfinite().any()
     assert not out[3].isfinite().any()
     assert out[[0, 2]].isfinite().all()
@@ -157,69 +159,88 @@ def test_what_is_not_finite_shows_in_its_row_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4-32"])
 def test_zero_rows_and_no_rows(kind: str) -> None:
     w, _ = weights(kind, 24, 128)
-    assert torch.equal(run(torch.zeros(2, 128), w), torch.zeros(2, 24))
-    assert run(torch.zeros(0, 128), w).shape == (0, 24)
-
-
-# --- the table of operations ---------------------------------------------------------------------------------------
+    assert torch.equal(run_product(torch.zeros(2, 128), w), torch.zeros(2, 24))
+    assert run_product(torch.zeros(0, 128), w).shape == (0, 24)
 
 
 @needs_cpp
-def test_the_form_of_the_weights_decides_the_path_and_both_agree() -> None:
-    x, w = torch.randn(2, 3, 64), torch.randn(20, 64)
-    q, scale = torch.randint(-127, 128, (20, 64), dtype=torch.int8), torch.rand(20)
-    data = torch.randint(0, 256, (20, 32), dtype=torch.uint8)
-    grid = int4_grid(20, 2)
-    close = torch.testing.assert_close
-    dense = w.bfloat16()
-    close(kernels.linear_dense(x, kernels.prepare_dense(dense), 20), kernels.linear_dense(x, dense, 20))
-    got = kernels.linear_int8(x, kernels.prepare_int8(q), scale)
-    close(got, kernels.linear_int8(x, q, scale), atol=1e-3, rtol=1e-4)  # sums of some hundreds
-    packed, plain = kernels.prepare_int4(data, *grid), kernels.Int4Weights(data, *grid)
-    assert packed.scale is None
-    close(kernels.linear_int4(x, packed), kernels.linear_int4(x, plain), atol=1e-4, rtol=1e-4)
-    for op, args in (
-        (torch.ops.gpt_fast.linear_dense, (x, kernels.prepare_dense(dense), 20)),
-        (torch.ops.gpt_fast.linear_int8, (x, kernels.prepare_int8(q), scale)),
-        (torch.ops.gpt_fast.linear_int4, (x, *packed)),
-        (torch.ops.gpt_fast.rms_norm, (x, torch.ones(64), 1e-5)),
-        (torch.ops.gpt_fast.silu_mul, (x,)),
-    ):
-        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+def test_pieces_of_a_matrix_stand_side_by_side() -> None:
+    """Queries in 4 bits beside keys and values in 8, with biases, and everything scaled at the end."""
+    (queries, plain), (rest, plain_rest) = weights("int4-32", 40, 64), weights("int8", 21, 64)
+    bias = torch.randn(61)
+    pieces = queries._replace(bias=bias[:40]), rest._replace(bias=bias[40:])
+    x = torch.randn(5, 64)
+    expected = 0.5 * (torch.cat((plain(x), plain_rest(x)), -1) + bias)
+    torch.testing.assert_close(run_product(x, *pieces, scale=0.5), expected, atol=2e-5, rtol=2e-5)
+
+
+# --- norms and activations -----------------------------------------------------------------------------------------
 
 
 @needs_cpp
-def test_glue_equals_torch() -> None:
+def test_glue_equals_torch_also_where_numbers_are_large() -> None:
     x = torch.randn(11, 104) * 3
     weight = torch.randn(104)
-    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    given = Weights({}, {"w": (weight, None)})
+    expected = F.rms_norm(x, (104,), weight, 1e-5)
+    torch.testing.assert_close(run_ops([d.Norm("in", "out", "w", 1e-5)], given, x), expected)
     x[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
-    torch.testing.assert_close(kernels.silu_mul(x), reference.silu_mul(x))
+    x[1, :4] = torch.tensor([-1e30, 1e30, -1e4, 1e4])
+    x[2, 7], x[3, 5], x[3, 6] = torch.nan, torch.inf, -3e31
+    for kind, plain in {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+        "relu": F.relu,
+    }.items():
+        out = run_ops([d.Activation("in", "out", kind, gated=False)], Weights({}), x)
+        expected = plain(x)  # torch gives NaN for some infinities
+        finite = expected.isfinite()
+        assert torch.equal(out.isfinite(), finite)
+        torch.testing.assert_close(out[finite], expected[finite], atol=2e-6, rtol=2e-5)
+    capped = run_ops([d.Cap("in", "out", 30.0)], Weights({}), x)
+    torch.testing.assert_close(capped, 30 * torch.tanh(x / 30), atol=5e-6, rtol=2e-5, equal_nan=True)
+
+
+@needs_cpp
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_what_is_not_finite_spoils_a_norms_row_alone(kind: str) -> None:
+    x = torch.randn(3, 40)
+    x[1, 9] = torch.nan
+    weight = torch.ones(40)
+    out = run_ops([d.Norm("in", "out", "w", 1e-5, kind)], Weights({}, {"w": (weight, None)}), x)  # type: ignore[arg-type]
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
-class Cache:
-    """Sequences in pages of a cache whose other contents are not numbers."""
+Attend = Callable[[Tensor, Tensor, Tensor, LayerCache, StepLayout, Scoring], Tensor]
 
-    def __init__(self, slots: int, longest: int, kv_heads: int, head_dim: int, dtype: torch.dtype, page: int) -> None:
+
+class Cache:
+    """Sequences in pages of a cache whose other contents are not numbers. ``fast``: as the C++ kernels keep heads."""
+
+    def __init__(
+        self, slots: int, longest: int, shape: tuple[int, int, int], dtype: torch.dtype, page: int, fast: bool
+    ) -> None:
+        self.heads, self.kv_heads, self.head_dim = shape
         each = -(-longest // page)
         g = torch.Generator().manual_seed(1)
         self.table = (torch.randperm(slots * each, generator=g) + 1).view(slots, each).int()
-        self.page = page
-        shape = (slots * each + 1, page, kv_heads, head_dim)
-        self.scales: list[Tensor] = []
+        self.page, self.fast = page, fast
+        sizes = (slots * each + 1, page, self.kv_heads, padded(self.head_dim) if fast else self.head_dim)
         if dtype == torch.int8:
-            self.k, self.v = torch.full(shape, 127, dtype=dtype), torch.full(shape, -128, dtype=dtype)
-            self.scales = [torch.full(shape[:3], torch.nan), torch.full(shape[:3], torch.inf)]
+            k, v = torch.full(sizes, 127, dtype=dtype), torch.full(sizes, -128, dtype=dtype)
+            self.layer = LayerCache(k, v, torch.full(sizes[:3], torch.nan), torch.full(sizes[:3], torch.inf))
         else:
-            self.k, self.v = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.inf, dtype=dtype)
+            self.layer = LayerCache(*(torch.full(sizes, value, dtype=dtype) for value in (torch.nan, torch.inf)))
 
     def places(self, slot: int, begin: int, end: int) -> list[int]:
         return [int(self.table[slot, p // self.page]) * self.page + p % self.page for p in range(begin, end)]
 
-    def attend(self, op: Callable[..., Tensor], parts: list[tuple[int, int, int]], qkv: list, window: int) -> Tensor:
+    def attend(self, parts: list[tuple[int, int, int]], qkv: list[tuple[Tensor, ...]], scoring: Scoring) -> Tensor:
         """One step with tokens [begin, end) of each (slot, begin, end); qkv[slot] holds whole sequences."""
         start, context, places = [0], [0] * len(self.table), []
         picked: list[list[Tensor]] = [[], [], []]
@@ -231,8 +252,23 @@ class Cache:
             places += self.places(slot, begin, end)
             context[slot] = end
             start.append(start[-1] + end - begin)
-        layout = (torch.tensor(start).int(), torch.tensor(context).int(), self.table, torch.tensor(places))
-        return op(*(torch.cat(p) for p in picked), self.k, self.v, *layout, window, *self.scales)
+        layout = StepLayout(torch.tensor(start).int(), torch.tensor(context).int(), self.table, torch.tensor(places))
+        q, k, v = (torch.cat(p) for p in picked)
+        return self.run(q, k, v, layout, scoring)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layout: StepLayout, scoring: Scoring) -> Tensor:
+        """[N, H, D] of each head."""
+        if not self.fast:
+            return paged_attention_eager(q, k, v, self.layer, layout, scoring)
+        ops = (
+            d.Heads("in", "q", "k", "v", self.heads, self.kv_heads, self.head_dim),
+            d.Attention("q", "k", "v", "out", scoring.scale, scoring.window, scoring.cap, scoring.slopes is not None,
+                        "s" if scoring.sinks is not None else ""),
+        )  # fmt: skip
+        vectors = {} if scoring.sinks is None else {"s": (scoring.sinks, None)}
+        x = torch.cat((q, k, v), dim=1).flatten(1)
+        out = run_ops(ops, Weights({}, vectors, cache=self.layer), x, layout=layout)
+        return out.unflatten(1, (self.heads, self.head_dim))
 
 
 def sequences(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> list[tuple[Tensor, ...]]:
@@ -240,37 +276,56 @@ def sequences(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> l
     return [tuple(torch.randn(n, h, head_dim, generator=g) for h in (heads, kv_heads, kv_heads)) for n in lengths]
 
 
+SHAPES_OF_HEADS = [(4, 2, 8), (3, 3, 40), (8, 1, 64), (6, 2, 20), (5, 1, 5)]
+
+
 @needs_cpp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("window", [0, 1, 70, 600])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 40), (8, 1, 64)])
-def test_attention_equals_the_eager_seam(
-    window: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> None:
-    lengths = [1, 130, 700]
-    qkv = sequences(lengths, heads, kv_heads, head_dim)
+@pytest.mark.parametrize("shape", SHAPES_OF_HEADS, ids=str)
+def test_attention_equals_the_eager_seam(window: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    qkv = sequences([1, 130, 700], *shape)
     steps = [[(0, 0, 1), (1, 0, 100), (2, 0, 650)], [(1, 100, 101), (2, 650, 695)], [(1, 101, 130), (2, 695, 700)]]
     outs = []
-    for op in (cpu.paged_attention, paged_attention_eager):
-        cache = Cache(3, 700, kv_heads, head_dim, dtype, 16)
-        outs.append([cache.attend(op, step, qkv, window) for step in steps])
+    for fast in (True, False):
+        cache = Cache(3, 700, shape, dtype, 16, fast)
+        outs.append([cache.attend(step, qkv, Scoring(window, shape[2] ** -0.5)) for step in steps])
     for got, expected in zip(*outs, strict=True):
         torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-4)
 
 
 @needs_cpp
+@pytest.mark.parametrize("window", [0, 70])
+def test_attention_with_caps_slopes_and_sinks_equals_the_eager_seam(window: int) -> None:
+    """Over several splits of the keys, in prompts and where one token decodes."""
+    shape = (6, 2, 24)
+    qkv = sequences([1, 130, 700], *shape)
+    steps = [[(0, 0, 1), (1, 0, 100), (2, 0, 650)], [(1, 100, 101), (2, 650, 651)], [(1, 101, 130), (2, 651, 700)]]
+    scoring = Scoring(window, 0.5, 3.0, alibi_slopes(6), torch.randn(6))
+    outs = []
+    for fast in (True, False):
+        cache = Cache(3, 700, shape, torch.float32, 16, fast)
+        outs.append([cache.attend(step, qkv, scoring) for step in steps])
+    for got, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(got, expected, atol=5e-6, rtol=1e-4)
+
+
+@needs_cpp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("window", [0, 90])
-def test_a_query_does_not_depend_on_chunks_company_or_threads(dtype: torch.dtype, window: int) -> None:
+@pytest.mark.parametrize("adjusted", [False, True])
+def test_a_query_does_not_depend_on_chunks_company_or_threads(dtype: torch.dtype, window: int, adjusted: bool) -> None:
     lengths, shape = [1200, 77, 530], (8, 2, 32)
     qkv = sequences(lengths, *shape)
+    more = (3.0, alibi_slopes(8), torch.randn(8)) if adjusted else ()
+    scoring = Scoring(window, 32**-0.5, *more)
 
     def every_step(steps: list[list[tuple[int, int, int]]], threads: int) -> list[Tensor]:
         torch.set_num_threads(threads)
-        cache = Cache(3, 1200, *shape[1:], dtype, 16)
+        cache = Cache(3, 1200, shape, dtype, 16, fast=True)
         results: list[list[Tensor]] = [[], [], []]
         for step in steps:
-            out = cache.attend(cpu.paged_attention, step, qkv, window)
+            out = cache.attend(step, qkv, scoring)
             for slot, begin, end in sorted(step):
                 results[slot].append(out[: end - begin])
                 out = out[end - begin :]
@@ -287,140 +342,43 @@ def test_a_query_does_not_depend_on_chunks_company_or_threads(dtype: torch.dtype
 @needs_cpp
 def test_attention_leaves_padding_zero_and_fills_page_zero_only() -> None:
     qkv = sequences([3], 4, 2, 8)
-    cache = Cache(1, 16, 2, 8, torch.float32, 16)
-    before = cache.k.clone()
+    cache = Cache(1, 16, (4, 2, 8), torch.float32, 16, fast=True)
+    before = cache.layer.k.clone()
     q, k, v = (torch.cat((t, torch.ones(2, *t.shape[1:]))) for t in qkv[0])
     places = torch.tensor([*cache.places(0, 0, 3), 0, 0])
-    start, context = torch.tensor([0, 3]).int(), torch.tensor([3]).int()
-    out = cpu.paged_attention(q, k, v, cache.k, cache.v, start, context, cache.table, places, 0)
-    assert torch.equal(out[3:], torch.zeros(2, 4, 8))
-    changed = (cache.k != before).flatten(1).any(1) & ~(cache.k.isnan() & before.isnan()).flatten(1).all(1)
+    layout = StepLayout(torch.tensor([0, 3]).int(), torch.tensor([3]).int(), cache.table, places)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        out = cache.run(q, k, v, layout, Scoring(0, 1.0))
+        assert torch.equal(out[3:], torch.zeros(2, 4, 8))
+    after = cache.layer.k
+    changed = (after != before).flatten(1).any(1) & ~(after.isnan() & before.isnan()).flatten(1).all(1)
     assert changed.nonzero().flatten().tolist() == sorted({0, int(cache.table[0, 0])})
 
 
-# --- whole steps ---------------------------------------------------------------------------------------------------
-
-
-def decoder_of(model: object, kind: str, cache: list[tuple[Tensor, Tensor]]) -> tuple[kernels.Decoder, object]:
-    """A Decoder with the weights of ``model`` in ``kind``; the model's own products become their twins in torch."""
-    from gpt_fast.model.transformer import Transformer
-    from gpt_fast.quantize.rtn import encode, find_grid
-
-    assert isinstance(model, Transformer)
-
-    def twin(linear: torch.nn.Linear, product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda x: product(x) if linear.bias is None else product(x) + linear.bias
-
-    def pack(linear: torch.nn.Linear) -> kernels.LinearWeights:
-        n, k = linear.weight.shape
-        bias = None if linear.bias is None else linear.bias.detach()
-        w = linear.weight.detach()
-        if kind in ("float32", "bfloat16"):
-            w = w.to(getattr(torch, kind))
-            linear.weight.data = w.float()
-            return kernels.LinearWeights(kind, packing.pack_dense(w), n, k, bias=bias)
-        if kind == "int8":
-            scale = w.abs().amax(1) / 127
-            q = (w / scale[:, None]).round().to(torch.int8)
-            linear.forward = twin(linear, lambda x: reference.linear_int8(x, q, scale))  # type: ignore[method-assign]
-            return kernels.LinearWeights(kind, packing.pack_int8(q), n, k, scale, bias=bias)
-        grid = find_grid(w, 32)
-        q = encode(w, grid)
-        data = packing.nibbles(q)
-        linear.forward = twin(linear, lambda x: reference.linear_int4(x, data, *grid))  # type: ignore[method-assign]
-        packed = packing.pack_int4(q, grid.scale, grid.zero)
-        return kernels.LinearWeights("int4", packed, n, k, grid.row_scale, 32, bias)
-
-    layers = []
-    for block in model.layers:
-        a, f = block.attention, block.feed_forward
-        norms = (None, None) if a.q_norm is None else (a.q_norm.weight, a.k_norm.weight)
-        layers.append(
-            kernels.LayerWeights(
-                block.attention_norm.weight,
-                pack(a.wqkv),
-                pack(a.wo),
-                block.ffn_norm.weight,
-                pack(f.w13),
-                pack(f.w2),
-                *norms,
-                a.window,
-            )
-        )
-    c = model.config
-    tied = c.tie_embeddings
-    output = pack(model.output)
-    table = output if tied else model.tok_embeddings.weight
-    return kernels.Decoder(
-        table, layers, model.norm.weight, output, cache, num_heads=c.num_heads, eps=c.norm_eps
-    ), model
-
-
-CONFIGS = {
-    "plain": {},
-    "everything": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": True, "windows": (0, 9)},
-    "tied": {"tie_embeddings": True},
-}
-
-
 @needs_cpp
-@pytest.mark.parametrize(
-    ("kind", "variant"),
-    [
-        (kind, variant)
-        for kind in ("float32", "bfloat16", "int8", "int4-32")
-        for variant in CONFIGS
-        if not (variant == "tied" and kind.startswith("int"))  # a table of integers is not an embedding
-    ],
-)
-@torch.inference_mode()
-def test_a_whole_step_equals_the_model(kind: str, variant: str) -> None:
-    from gpt_fast.model.transformer import Transformer
-
-    torch.manual_seed(0)
-    c = ModelConfig("llama", 100, 64, 2, 4, 2, 16, 96, 64, **CONFIGS[variant])  # type: ignore[arg-type]
-    model = Transformer(c).eval()
-    for name, p in model.named_parameters():
-        p.data = torch.randn_like(p) * (0.3 if p.dim() == 1 else 0.1) + (1 if name.endswith("norm.weight") else 0)
-    page, each, slots = 16, 4, 3
-    cache = [tuple(torch.full((slots * each + 1, page, 2, 16), torch.nan) for _ in range(2)) for _ in range(2)]
-    decoder, _ = decoder_of(model, kind, cache)  # type: ignore[arg-type]
-    tokens = torch.randint(100, (2, 40))
-    expected = model(tokens)
-    table = (torch.randperm(slots * each) + 1).view(slots, each).int()
-    got: list[list[Tensor]] = [[], []]
-    for parts in ([(0, 0, 20), (2, 0, 31)], [(0, 20, 21), (2, 31, 32)], [(0, 21, 40), (2, 32, 40)]):
-        for threads in (1, 2):  # computing a step again gives the same bits
-            torch.set_num_threads(threads)
-            flat, positions, places, start, context = [], [], [], [0], [0] * slots
-            bounds = {slot: (a, b) for slot, a, b in parts}
-            for slot in range(slots):
-                a, b = bounds.get(slot, (0, 0))
-                flat.append(tokens[slot // 2, a:b])
-                positions += range(a, b)
-                places += [int(table[slot, p // page]) * page + p % page for p in range(a, b)]
-                context[slot] = b
-                start.append(len(positions))
-            cos, sin = model.rope(torch.tensor(positions))
-            layout = (torch.tensor(start).int(), torch.tensor(context).int(), table, torch.tensor(places))
-            out = decoder.step(torch.cat(flat), cos, sin, *layout, torch.arange(len(positions)))
-            if threads == 1:
-                first = out
-            assert torch.equal(out, first)
-        split = parts[0][2] - parts[0][1]
-        got[0].append(out[:split])
-        got[1].append(out[split:])
-    # Where sums differ in the last bit an activation may round to the next of 127 steps.
-    tolerance = 1e-4 if kind in ("float32", "bfloat16") else 0.1
-    for i in range(2):
-        assert (torch.cat(got[i]) - expected[i]).abs().mean() < tolerance / 20
-        torch.testing.assert_close(torch.cat(got[i]), expected[i], atol=tolerance, rtol=tolerance)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    code = (  # torch's own threads do not survive a fork, so the child uses the library alone
+        "import os; data = torch.ones(1 << 24, dtype=torch.uint8); "
+        "read = lambda: k.library().gpt_fast_read(data.data_ptr(), 1 << 24, 2); read(); pid = os.fork(); read(); "
+        "os._exit(0) if pid == 0 else None; "
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    done = probe(code, GPT_FAST_KERNELS="")
+    assert done.stdout.split() == ["0"], done.stderr
 
 
 # --- building ------------------------------------------------------------------------------------------------------
 
-_PROBE = (
-    "import logging; logging.basicConfig(); import torch; from gpt_fast import kernels as k; w = torch.ones(3, 32); "
+_PROBE = "import logging; logging.basicConfig(); import torch; from gpt_fast.kernels.cpu import library as k; "
+# A model's step by the kernels where they are, by plain torch where not.
+_STEP = (
+    "from gpt_fast.config import ModelConfig; from gpt_fast.model.building import random_model; "
+    "from gpt_fast.model.steps import serve; from gpt_fast.engine.runner import Runner; "
+    "served = serve(random_model(ModelConfig('llama', 32, 32, 1, 2, 1, 16, 32, 64), torch.float32), compile=False); "
+    "r = Runner(served, max_batch=1, max_seq_len=32, num_pages=3, page_size=16, prefill_chunk=8); "
+    "r.warm_up(); print(k.available(), r.path)"
 )
 
 
@@ -437,9 +395,8 @@ def probe(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_a_compiler_the_reference_runs_after_one_warning(tmp_path: Path) -> None:
-    code = "p = k.prepare_dense(w); print(p.dim(), k.linear_dense(w, p, 3).sum().item()); k.available()"
-    done = probe(code, CXX="no-such-compiler", GPT_FAST_CACHE=str(tmp_path), GPT_FAST_KERNELS="")
-    assert done.stdout.split() == ["2", "288.0"], done.stderr
+    done = probe(_STEP, CXX="no-such-compiler", GPT_FAST_CACHE=str(tmp_path), GPT_FAST_KERNELS="")
+    assert done.stdout.split() == ["False", "eager"], done.stderr
     assert done.stderr.count("CPU kernels are off") == 1
     assert "no-such-compiler" in done.stderr
 
@@ -554,9 +511,8 @@ def test_without_a_compiler_what_another_one_built_is_used(cache: Path, monkeypa
     library = cpu.build()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert cpu.build() == library
-    code = "print(k.available(), k.linear_dense(w, k.prepare_dense(w), 3).sum().item())"
-    done = probe(code, CXX="no-such-compiler", GPT_FAST_CACHE=str(cache.parent), GPT_FAST_KERNELS="")
-    assert (done.stdout.split(), done.stderr) == (["True", "288.0"], "")
+    done = probe(_STEP, CXX="no-such-compiler", GPT_FAST_CACHE=str(cache.parent), GPT_FAST_KERNELS="")
+    assert (done.stdout.split(), done.stderr) == (["True", "kernels"], "")
     # Of other sources or flags, or not to be trusted: not used.
     with monkeypatch.context() as patch:
         patch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-DNEWER"))

@@ -23,28 +23,34 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from gpt_fast.quantize.reference import unpack_int4
 from torch import Tensor
 
 from gpt_fast.config import ModelConfig, RopeScaling
-from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.errors import UnsupportedError
+from gpt_fast.kernels.cache import LayerCache, StepLayout
+from gpt_fast.kernels.cpu.packing import from_nibbles
 from gpt_fast.kernels.reference import quantize_heads
-from gpt_fast.model.attention import StepLayout, paged_attention_eager, paged_attention_static
-from gpt_fast.model.transformer import RMSNorm, Transformer, rotate
+from gpt_fast.model import steps as engine_steps
+from gpt_fast.model.attention import Scoring, paged_attention_eager, paged_attention_static
+from gpt_fast.model.rope import rotate
+from gpt_fast.model.transformer import Transformer, rms_norm
 from gpt_fast.quantize.apply import quantize_model
-from gpt_fast.quantize.linear import KINDS
+from gpt_fast.quantize.linear import KINDS, QuantizedLinear
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import Scheme, quant_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from gpu import reference as plain
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILING = os.environ.get("GPT_FAST_TEST_COMPILE") == "1"
 if INTERPRETED or COMPILING or torch.cuda.is_available():
     attention = pytest.importorskip("gpt_fast.kernels.gpu.attention")
-    decoder = pytest.importorskip("gpt_fast.kernels.gpu.decoder")
     fused = pytest.importorskip("gpt_fast.kernels.gpu.fused")
+    graphs = pytest.importorskip("gpt_fast.kernels.gpu.graphs")
     linear = pytest.importorskip("gpt_fast.kernels.gpu.linear")
-    plain = pytest.importorskip("gpt_fast.kernels.gpu.reference")
+    gpu_model = pytest.importorskip("gpt_fast.model.gpu_model")
 if INTERPRETED:
     attention.num_splits = lambda _: 2  # a program that finds nothing to do takes milliseconds here
 DEVICE = "cpu" if INTERPRETED or COMPILING or not torch.cuda.is_available() else "cuda"
@@ -133,7 +139,7 @@ def weights(kind: str, n: int, k: int, dtype: torch.dtype, bias: bool = False, s
     module = KINDS[name](k, n, scheme, None if b is None else torch.nn.Parameter(b), DEVICE)
     for name, tensor in q.items():
         module.get_buffer(name).copy_(tensor)
-    return decoder.linear_weights(module, dtype), module.dequantized()
+    return module.gpu_weights(dtype), module.dequantized()
 
 
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)
@@ -189,7 +195,6 @@ def check_gated_products(kind: str, f: int) -> None:
     out = linear.linear(x, w, gated=True)
     assert_near(out, plain.linear(x, values, bias=w.bias, gated=True), torch.float16)
     assert torch.equal(linear.linear(x[1:2].contiguous(), w, gated=True), out[1:2])
-    assert_near(fused.silu_mul(linear.linear(x, w, out_dtype=torch.float32)), out, torch.float16)
 
 
 def check_every_byte_is_read_right() -> None:
@@ -199,7 +204,7 @@ def check_every_byte_is_read_right() -> None:
     wanted = {
         "fp8": eight.view(torch.float8_e4m3fn).float(),
         "int8": stored.view(torch.int8).float(),
-        "int4": unpack_int4(stored).float() - 8,
+        "int4": from_nibbles(stored).float() - 8,
     }
     one = torch.ones(4, 1, device=DEVICE)
     for dtype in DTYPES:
@@ -223,11 +228,13 @@ def check_what_a_product_refuses() -> None:
         linear.linear(noise(1, 32), w)
     with pytest.raises(ValueError, match="'int3' is not one of dense, int8"):
         linear.prepare("int3", noise(4, 4))
-    with pytest.raises(ValueError, match="group_size: 16 is not one of"):
+    with pytest.raises(UnsupportedError, match="group_size 16, which is not one of"):
         linear.prepare("int4", noise(4, 32).byte(), scale=noise(4), grid=(noise(4, 4).byte(), noise(4, 4).byte()))
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
+
+SCALE = 0.125
 
 
 class Case:
@@ -265,7 +272,13 @@ class Case:
 
     def run(self, attend: Callable[..., Tensor], window: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tensor:
         q, k, v = (t.to(dtype) for t in (self.q, self.k, self.v))
-        return attend(q, k, v, self.k_cache.to(cache_dtype), self.v_cache.to(cache_dtype), *self.layout, window)
+        cache = LayerCache(self.k_cache.to(cache_dtype), self.v_cache.to(cache_dtype))
+        return attend(q, k, v, cache, self.layout, Scoring(window, 0.9 * q.shape[-1] ** -0.5))
+
+
+def fast_attention(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring) -> Tensor:
+    out: Tensor = attention.paged_attention(q, k, v, cache, layout, scoring.window, scoring.scale)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -275,7 +288,7 @@ class Case:
 )
 def check_decoding_attention(dim: int, dtype: torch.dtype) -> None:
     case = Case([1, 1, 1], [90, 1, 33], 6, 2, dim)
-    got = case.run(attention.paged_attention, 0, dtype, dtype)
+    got = case.run(fast_attention, 0, dtype, dtype)
     assert got.dtype == dtype
     assert_near(got, case.run(paged_attention_eager, 0, torch.float32, dtype), dtype)
 
@@ -289,7 +302,7 @@ def check_decoding_attention(dim: int, dtype: torch.dtype) -> None:
 def check_steps_of_any_mixture(counts: list[int], window: int, heads: int, kv_heads: int) -> None:
     contexts = [max(c, e) for c, e in zip(counts, (91, 0, 90, 8), strict=True)]
     case = Case(counts, [c if n else 0 for c, n in zip(contexts, counts, strict=True)], heads, kv_heads, 64)
-    got = case.run(attention.paged_attention, window, torch.float32, torch.float32)
+    got = case.run(fast_attention, window, torch.float32, torch.float32)
     assert_near(got, case.run(paged_attention_eager, window, torch.float32, torch.float32), torch.float32)
 
 
@@ -297,7 +310,7 @@ def check_a_cache_of_another_dtype_is_written_and_read() -> None:
     case = Case([1, 2], [50, 20], 4, 2, 64)
     for dtype in (torch.bfloat16, torch.float16):
         wanted = case.run(paged_attention_static, 0, torch.float32, dtype)
-        assert_near(case.run(attention.paged_attention, 0, torch.float32, dtype), wanted, torch.float32)
+        assert_near(case.run(fast_attention, 0, torch.float32, dtype), wanted, torch.float32)
 
 
 @pytest.mark.parametrize("window", [0, 30])
@@ -305,12 +318,12 @@ def check_a_query_is_the_same_in_any_company(window: int) -> None:
     case = Case([1, 2, 1], [91, 67, 3], 2, 1, 64)
     cache = LayerCache(case.k_cache, case.v_cache)
     start, length, table, _ = case.layout
-    whole = attention.attend(case.q, cache, start, length, table, window)
+    whole = attention.attend(case.q, cache, start, length, table, window, SCALE)
     for s in range(3):
         for token in range(int(start[s]), int(start[s + 1])):
             alone = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
             position = length[s : s + 1] - (start[s + 1] - token) + 1
-            got = attention.attend(case.q[token : token + 1], cache, alone, position, table[s : s + 1], window)
+            got = attention.attend(case.q[token : token + 1], cache, alone, position, table[s : s + 1], window, SCALE)
             assert torch.equal(got, whole[token : token + 1])
 
 
@@ -320,7 +333,8 @@ def check_one_launch_or_two_and_again() -> None:
     room = attention.scratch(16, 4, 2, 64, torch.device(DEVICE))
     room.partial.fill_(torch.nan)
     one, again, two = (
-        attention.attend(case.q, cache, *case.layout[:3], 0, room, one_launch=flag) for flag in (True, True, False)
+        attention.attend(case.q, cache, *case.layout[:3], 0, SCALE, room, one_launch=flag)
+        for flag in (True, True, False)
     )
     assert torch.equal(one, again)
     assert torch.equal(one, two)
@@ -331,7 +345,7 @@ def check_one_launch_or_two_and_again() -> None:
 def check_many_parts(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "num_splits", lambda _: 4)
     case = Case([1, 1], [250, 130], 4, 1, 64, page=16, pages=16)
-    got = case.run(attention.paged_attention, window, torch.float32, torch.float32)
+    got = case.run(fast_attention, window, torch.float32, torch.float32)
     assert_near(got, case.run(paged_attention_eager, window, torch.float32, torch.float32), torch.float32)
 
 
@@ -340,40 +354,49 @@ def check_rows_that_only_pad_are_zero() -> None:
     cache = LayerCache(case.k_cache, case.v_cache)
     q = torch.cat((case.q, noise(3, 4, 64)))
     for one_launch in (True, False):
-        out = attention.attend(q, cache, *case.layout[:3], 0, one_launch=one_launch)
+        out = attention.attend(q, cache, *case.layout[:3], 0, SCALE, one_launch=one_launch)
         assert not out[2:].any()
-        assert torch.equal(out[:2], attention.attend(case.q, cache, *case.layout[:3], 0))
+        assert torch.equal(out[:2], attention.attend(case.q, cache, *case.layout[:3], 0, SCALE))
 
 
 def check_an_int8_cache() -> None:
     case = Case([1, 2], [80, 21], 4, 2, 64)
     keys, values = (torch.where(t.isfinite(), t, 0.0) for t in (case.k_cache, case.v_cache))
     (qk, ks), (qv, vs) = quantize_heads(keys), quantize_heads(values)
-    got = attention.attend(case.q, LayerCache(qk, qv, ks, vs), *case.layout[:3], 0)
+    got = attention.attend(case.q, LayerCache(qk, qv, ks, vs), *case.layout[:3], 0, SCALE)
     exact = LayerCache(qk * ks[..., None], qv * vs[..., None])
-    assert_near(got, attention.attend(case.q, exact, *case.layout[:3], 0), torch.float32)
-    assert (got - attention.attend(case.q, LayerCache(keys, values), *case.layout[:3], 0)).norm() < 0.02 * got.norm()
+    assert_near(got, attention.attend(case.q, exact, *case.layout[:3], 0, SCALE), torch.float32)
+    assert (
+        got - attention.attend(case.q, LayerCache(keys, values), *case.layout[:3], 0, SCALE)
+    ).norm() < 0.02 * got.norm()
 
 
 # --- what stands between -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "normed", "dtype"),
-    [(4, 2, 64, True, torch.float32), (3, 1, 80, False, torch.float32), (2, 2, 96, True, torch.bfloat16)],
+    ("heads", "kv_heads", "dim", "rotary", "normed", "dtype"),
+    [
+        (4, 2, 64, 64, True, torch.float32),
+        (3, 1, 80, 80, False, torch.float32),
+        (2, 2, 96, 96, True, torch.bfloat16),
+        (4, 2, 64, 16, True, torch.float32),
+        (3, 1, 80, 34, False, torch.float32),
+        (2, 1, 24, 0, True, torch.float32),
+    ],
     ids=str,
 )
-def check_rotation_and_cache_write(heads: int, kv_heads: int, dim: int, normed: bool, dtype: torch.dtype) -> None:
+def check_rotation_and_cache_write(
+    heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, dtype: torch.dtype
+) -> None:
     qkv = noise(5, (heads + 2 * kv_heads) * dim).to(dtype)
-    angles = noise(5, dim // 2, seed=1)
+    angles = noise(5, rotary // 2, seed=1)
     slots = torch.tensor([7, 0, 3, 12, 4], device=DEVICE)
     q, k, v = (t.unflatten(-1, (-1, dim)) for t in qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), dim=-1))
-    norms = [RMSNorm(dim, 1e-6).to(DEVICE, dtype) for _ in range(2)]
-    for i, norm in enumerate(norms):
-        norm.weight.data += 0.1 * noise(dim, seed=i).to(dtype)
-    wq, wk = (norms[0](q.float()), norms[1](k.float())) if normed else (q.float(), k.float())
+    norms = [(1 + 0.1 * noise(dim, seed=i)).to(dtype) for i in range(2)]
+    wq, wk = (rms_norm(t.float(), w.float(), 1e-6) if normed else t.float() for t, w in zip((q, k), norms, strict=True))
     wq, wk = (rotate(t, angles.cos(), angles.sin()) for t in (wq, wk))
-    weights = tuple(norm.weight.detach() for norm in norms) if normed else (None, None)
+    weights = norms if normed else (None, None)
     cache = LayerCache(*(torch.zeros(4, 4, kv_heads, dim, device=DEVICE, dtype=dtype) for _ in range(2)))
     got = fused.rope_write(qkv, angles.cos(), angles.sin(), slots, cache, heads, *weights, eps=1e-6)
     assert_near(got, wq, dtype)
@@ -396,18 +419,15 @@ def check_rotation_and_cache_write(heads: int, kv_heads: int, dim: int, normed: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def check_norms_and_embedding(dtype: torch.dtype) -> None:
-    x, residual = noise(3, 200).to(dtype), noise(3, 200, seed=1).to(dtype)
-    norm = RMSNorm(200, 1e-5).to(DEVICE)
-    norm.weight.data += 0.1 * noise(200, seed=2)
-    out, total = fused.rms_norm(x, norm.weight.detach(), 1e-5, residual)
-    assert_near(total, x.float() + residual.float(), dtype)
-    assert_near(out, norm(total.float()), dtype)
-    assert_near(fused.rms_norm(x, norm.weight.detach(), 1e-5)[0], norm(x.float()), dtype)
+    x, norm = noise(3, 200).to(dtype), 1 + 0.1 * noise(200, seed=2)
     tokens = torch.tensor([2, 0, 2], device=DEVICE)
-    got, row = fused.embed(tokens, x, norm.weight.detach(), 1e-5, dtype)
-    assert torch.equal(got, x[tokens])
-    ready = row.weighted.float() * torch.rsqrt(row.squares / 200 + row.eps)
-    assert_near(ready, norm(x.float())[tokens], dtype)
+    for scale in (1.0, 14.1):
+        wanted = x[tokens] * torch.tensor(scale, dtype=dtype)
+        got, row = fused.embed(tokens, x, norm, 1e-5, dtype, scale)
+        assert_near(got, wanted, dtype) if scale != 1.0 else torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        for waiting in (row, fused.prepare_norm(got, norm, 1e-5)):
+            ready = waiting.weighted.float() * torch.rsqrt(waiting.squares / 200 + waiting.eps)
+            assert_near(ready, rms_norm(wanted.float(), norm, 1e-5), dtype)
 
 
 # --- whole steps ---------------------------------------------------------------------------------------------------
@@ -431,7 +451,18 @@ def config(**more: Any) -> ModelConfig:
 CONFIGS = {
     "plain": config(),
     "biases": config(qkv_bias=True, out_bias=True, mlp_bias=True, num_heads=4, num_kv_heads=2, head_dim=20),
-    "norms": config(qk_norm=True, tie_embeddings=True, windows=(2, 0), num_layers=2),
+    "norms": config(qk_norm="head", tie_embeddings=True, windows=(2, 0), num_layers=2),
+    "constants": config(
+        embedding_scale=5.5, residual_scale=0.3, logits_scale=0.25, attention_scale=0.4, norm_offset=1.0
+    ),
+    "rotations": config(
+        num_layers=3,
+        windows=(2, 0, 0),
+        local_rope_theta=3.0,
+        unrotated=(False, True, False),
+        rotary_dim=6,
+        qk_norm="head",
+    ),
     "dynamic": config(rope_scaling=RopeScaling("dynamic", 2.0, 2)),
 }
 MODES = (None, "int8", "int4", "fp8")
@@ -442,8 +473,7 @@ def model_of(c: ModelConfig, mode: str | None, dtype: torch.dtype = torch.float3
     model = Transformer(c).requires_grad_(False)
     for name, p in model.named_parameters():
         p.data = p + 0.1 * torch.randn(p.shape) if "norm" in name or "bias" in name else torch.randn(p.shape) / 8
-    if c.tie_embeddings:
-        model.output.weight = model.tok_embeddings.weight
+    model.tie()
     model.to(DEVICE, dtype)
     if mode:
         quantize_model(model, quant_config(mode))
@@ -491,24 +521,28 @@ def fast_step(run: Any, step: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*(("plain", mode) for mode in MODES), ("biases", "int8"), ("norms", None), ("dynamic", None)],
+    [
+        *(("plain", mode) for mode in MODES),
+        *((name, None) for name in ("norms", "dynamic", "rotations")),
+        *((name, "int8") for name in ("biases", "constants")),
+    ],
 )
 @torch.inference_mode()
-def check_decoder_equals_the_model(name: str, mode: str | None) -> None:
+def check_programs_equal_the_model(name: str, mode: str | None) -> None:
     model = model_of(CONFIGS[name], mode)
     cache, twin_cache = empty_cache(model.config), empty_cache(model.config)
-    fast = decoder.decoder_of(model, cache)
+    fast = gpu_model.gpu_program(model, cache)
     for step in steps()[: {None: 3, "int4": 2}.get(mode, 1)]:
         torch.testing.assert_close(fast_step(fast, step), plain_step(model, step, twin_cache), atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(cache[-1][0][1:], twin_cache[-1][0][1:], atol=1e-4, rtol=1e-3)
 
 
 @torch.inference_mode()
-def check_decoder_in_bfloat16() -> None:
+def check_a_program_in_bfloat16() -> None:
     model = model_of(CONFIGS["plain"], "int4", torch.bfloat16)
     wide = model_of(CONFIGS["plain"], "int4", torch.bfloat16).float()  # the same weights in float32 arithmetic
     cache, twin_cache = empty_cache(model.config, torch.bfloat16), empty_cache(model.config)
-    fast = decoder.decoder_of(model, cache)
+    fast = gpu_model.gpu_program(model, cache)
     for step in steps()[:2]:
         got, wanted = fast_step(fast, step), plain_step(wide, step, twin_cache)
         assert (got - wanted).norm() < 0.04 * wanted.norm()
@@ -518,7 +552,7 @@ def check_decoder_in_bfloat16() -> None:
 def check_decoding_alone_or_together_gives_the_same_bits() -> None:
     model = model_of(CONFIGS["norms"], "int8")
     cache = empty_cache(model.config)
-    fast = decoder.decoder_of(model, cache)
+    fast = gpu_model.gpu_program(model, cache)
     first, second = steps()[:2]
     fast_step(fast, first)
     together = fast_step(fast, second)
@@ -535,22 +569,23 @@ def check_decoding_alone_or_together_gives_the_same_bits() -> None:
         assert torch.equal(alone, together[s : s + 1])
 
 
-def check_what_the_decoder_refuses() -> None:
+def check_what_a_program_refuses() -> None:
     model = model_of(CONFIGS["plain"], "int4")
     cache = empty_cache(model.config)
-    fast = decoder.decoder_of(model, cache)
+    fast = gpu_model.gpu_program(model, cache)
     assert fast.takes(16)
     assert not fast.takes(17)
     many = torch.zeros(17, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="17 new tokens"):
         fast.step(many, many, many, *steps()[0]["layout"])
     with pytest.raises(ValueError, match="caches of 0 layers for 1"):
-        decoder.decoder_of(model, cache[:0])
+        gpu_model.gpu_program(model, cache[:0])
     with pytest.raises(ValueError, match="no other, has scales"):
-        decoder.decoder_of(model, [LayerCache(layer.k.to(torch.int8), layer.v.to(torch.int8)) for layer in cache])
-    model.layers[0].attention.wo.order = torch.arange(32)
-    with pytest.raises(ValueError, match="sorted columns"):
-        decoder.decoder_of(model, cache)
+        gpu_model.gpu_program(model, [LayerCache(layer.k.to(torch.int8), layer.v.to(torch.int8)) for layer in cache])
+    model.layers[0].wo.order = torch.arange(32)
+    model.layers[0].wo._gpu_weights.clear()
+    with pytest.raises(UnsupportedError, match="sorted columns"):
+        gpu_model.gpu_program(model, cache)
 
 
 # --- graphs --------------------------------------------------------------------------------------------------------
@@ -558,10 +593,9 @@ def check_what_the_decoder_refuses() -> None:
 
 @torch.inference_mode()
 def check_replays_equal_plain_calls() -> None:
-    graphs = pytest.importorskip("gpt_fast.kernels.gpu.graphs")
     model = model_of(CONFIGS["plain"], "int8")
     plain_cache, cache = empty_cache(model.config), empty_cache(model.config)
-    direct = decoder.decoder_of(model, plain_cache)
+    direct = gpu_model.gpu_program(model, plain_cache)
     recorded: list[Callable[[], Tensor]] = []
 
     def pretend(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -569,8 +603,8 @@ def check_replays_equal_plain_calls() -> None:
         return run
 
     table = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
-    held = graphs.CapturedDecoder(
-        decoder.decoder_of(model, cache), table, buckets=(4, 1), capture=pretend if DEVICE == "cpu" else None
+    held = graphs.CapturedProgram(
+        gpu_model.gpu_program(model, cache), table, buckets=(4, 1), capture=pretend if DEVICE == "cpu" else None
     )
     held.warm_up()
     assert DEVICE == "cuda" or len(recorded) == 2
@@ -599,22 +633,75 @@ def check_replays_equal_plain_calls() -> None:
 
 
 @torch.inference_mode()
-def check_short_steps_are_replayed_and_long_ones_are_not() -> None:
-    steps_of = pytest.importorskip("gpt_fast.kernels.gpu.step")
+def check_short_steps_are_replayed_and_long_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(CONFIGS["plain"], None)
     cache = empty_cache(model.config)
     table = steps()[0]["layout"].page_table
-    fast = steps_of.GpuStep(model, cache, table, buckets=(2,), capture=(lambda run: run) if DEVICE == "cpu" else None)
-    fast.warm_up()
+    capture = (lambda run: run) if DEVICE == "cpu" else None
+    held = graphs.CapturedProgram(gpu_model.gpu_program(model, cache), table, buckets=(2,), capture=capture)
+    monkeypatch.setattr(engine_steps, "_capture", lambda *_: held)
+    monkeypatch.setattr(Transformer, "device", torch.device("cuda"))
+    fast = engine_steps.TorchStep(model, cache, table, kernels=True, compile=False)
+    counts: list[int] = []
+    fast.warm_up(counts.append, longest=100)
+    assert counts == [1, 100, 3]  # two lengths that no graph holds: the second finds everything compiled
+    assert fast.path == "kernels"
+    assert fast.reads_host(2)
+    assert not fast.reads_host(3)
     twin_cache = empty_cache(model.config)
     model.layers[0].register_forward_hook(lambda *_: passes.append(1))
     for step, passed in zip(steps()[:2], (1, 0), strict=True):
         passes: list[int] = []
         rows = torch.arange(len(step["tokens"]), device=DEVICE)
         layout = step["layout"]._replace(page_table=table)
-        got = fast(step["tokens"], step["positions"], step["lengths"], cache, layout, rows)
+        got = fast(step["tokens"], step["positions"], step["lengths"], layout, rows)
         assert len(passes) == passed
         torch.testing.assert_close(got, plain_step(model, step, twin_cache), atol=1e-4, rtol=1e-3)
+
+
+def check_what_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(engine_steps.gpu, "available", lambda: True)
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run: run)
+
+    def said(c: ModelConfig, max_batch: int) -> list[str]:
+        caplog.clear()
+        table = torch.zeros(max_batch, 4, dtype=torch.int32, device=DEVICE)
+        found = engine_steps._capture(model_of(c, None), empty_cache(c), table)
+        assert (found is None) == bool(c.logits_cap)
+        return caplog.messages
+
+    assert said(CONFIGS["plain"], 16) == []
+    assert said(CONFIGS["plain"], 32) == [
+        "max_batch 32: the GPU kernels run steps of at most 16 tokens, torch larger ones"
+    ]
+    assert said(config(logits_cap=30.0), 4) == [
+        "the GPU kernels do not run the operation Cap: plain torch runs this model, and slower"
+    ]
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4", "fp8"])
+@torch.inference_mode()
+def check_blocks_compile_whole(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their products are the same as uncompiled, which plain torch's are not."""
+    model = model_of(CONFIGS["biases"], mode, torch.bfloat16)
+    table = torch.arange(1, 9, dtype=torch.int32, device=DEVICE)[None]
+
+    def logits(count: int) -> Tensor:
+        numbers = torch.arange(count, device=DEVICE)
+        ends = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+        step = {"tokens": numbers, "positions": numbers, "lengths": numbers + 1}
+        step |= {"layout": StepLayout(ends, ends[1:], table, 4 + numbers)}
+        return plain_step(model, step, empty_cache(model.config, torch.bfloat16))
+
+    monkeypatch.setattr(QuantizedLinear, "_on_gpu", lambda self, x: False)
+    plain_logits = logits(30)
+    monkeypatch.setattr(QuantizedLinear, "_on_gpu", lambda self, x: True)
+    uncompiled, short = [logits(count) for count in (30, 17, 20)], logits(3)
+    assert not torch.equal(uncompiled[0], plain_logits)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=True, backend="eager")
+    assert all(torch.equal(logits(len(wanted)), wanted) for wanted in uncompiled)
+    assert (logits(3) - short).norm() < 0.04 * short.norm()  # the kernel's products, and torch's
 
 
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)
@@ -624,12 +711,6 @@ def check_products_of_many_rows(kind: str) -> None:
     got = linear.product(x, w)
     assert_near(got, plain.linear(x, values, bias=w.bias), torch.bfloat16)
     assert_near(linear.product(x[:, :8].contiguous(), w), got[:, :8], torch.bfloat16)
-
-
-def check_silu_is_torchs() -> None:
-    x = noise(3, 2 * 1500)
-    gate, up = x.chunk(2, dim=-1)
-    assert_near(fused.silu_mul(x), F.silu(gate) * up, torch.float32)
 
 
 # --- compiled, not run ---------------------------------------------------------------------------------------------
@@ -704,17 +785,17 @@ def compile_products_of_float32(compiled: dict[str, Compiled]) -> None:
 def compile_the_rest(compiled: dict[str, Compiled]) -> None:
     case = Case([1, 2], [90, 33], 8, 2, 128)
     cache = LayerCache(case.k_cache.bfloat16(), case.v_cache.bfloat16())
-    attention.attend(case.q.bfloat16(), cache, *case.layout[:3], 7, one_launch=False)
+    attention.attend(case.q.bfloat16(), cache, *case.layout[:3], 7, SCALE, one_launch=False)
     small = LayerCache(cache.k.to(torch.int8), cache.v.to(torch.int8), cache.k[..., 0], cache.v[..., 0])
-    attention.attend(case.q.bfloat16(), small, *case.layout[:3], 0)
+    attention.attend(case.q.bfloat16(), small, *case.layout[:3], 0, SCALE)
     many = Case([40, 0], [90, 0], 8, 2, 80)
-    attention.attend(many.q.half(), LayerCache(many.k_cache.half(), many.v_cache.half()), *many.layout[:3], 0)
+    attention.attend(many.q.half(), LayerCache(many.k_cache.half(), many.v_cache.half()), *many.layout[:3], 0, SCALE)
     qkv, angles, norm = noise(3, 12 * 128).bfloat16(), noise(3, 64), noise(128).bfloat16()
     for stored in (cache, small):
         fused.rope_write(qkv, angles, angles, case.layout.write_slots, stored, 8, norm, norm, 1e-5)
     x = noise(3, 200).bfloat16()
-    fused.embed(torch.tensor([1, 2, 0]), x, noise(200), 1e-5, torch.bfloat16)
+    fused.rope_write(qkv, angles[:, :9], angles[:, :9], case.layout.write_slots, cache, 8)
+    for scale in (1.0, 3.0):
+        fused.embed(torch.tensor([1, 2, 0]), x, noise(200), 1e-5, torch.bfloat16, scale)
     fused.prepare_norm(x, noise(200), 1e-5)
-    fused.rms_norm(x, noise(200), 1e-5, x)
-    fused.silu_mul(x)
     assert all(kernel.made for name, kernel in compiled.items() if name != "linear_kernel")

@@ -1,29 +1,34 @@
 """The C++ kernels for other CPUs than this one: the same sources for NEON under an emulator, VNNI's by its formula.
 
-Each call's arguments go to the native kernels and, in a file, to a program made of the same sources for the other CPU
-(kernel_calls.cpp). Their results must agree to the bit.
+Each step is run by the native kernels and, its memory in a file, by a program made of the same sources for the other
+CPU (kernel_calls.cpp). Their results must agree to the bit.
 """
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from programs import Twin
+from test_program import CASES as OPERATIONS
 from torch import Tensor
 
-from gpt_fast import kernels
 from gpt_fast.kernels.cpu import library as cpu
 from gpt_fast.kernels.cpu import packing
-from gpt_fast.kernels.reference import quantize_heads
+from gpt_fast.kernels.cpu import program as program_module
+from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
+from gpt_fast.model import description as d
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs a C++ compiler and a CPU with AVX2")
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
 
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 # What the instruction computes where no pair of products overflows 16 bits, which neither int8 nor nibbles can.
@@ -36,20 +41,86 @@ inline __m256i dpbusd(__m256i sum, __m256i u, __m256i x) {
 """
 
 
-class Call(NamedTuple):
-    """One call of kernels.cpp, and which buffer is the result."""
+class Memory:
+    """Pieces of memory that one step reads, as they are before it runs, and the pointers in them."""
 
-    function: int
-    integers: Sequence[int]
-    buffers: Sequence[Tensor | None]
-    result: int
-    real: float = 0.0
+    def __init__(self, program: Program, address: int) -> None:
+        step = program_module._Step.from_address(address)
+        n, slots = step.num_tokens, step.slots
+        turns = (ctypes.c_void_p * (2 * (1 + max(program._halves, default=-1)))).from_address(step.angles)
+        self._regions: list[tuple[int, int, Any]] = []  # address, bytes, what lies there
+        for item in (program._program, step, turns, *program._kept):
+            for part in item if isinstance(item, list) else [item]:
+                if isinstance(part, Tensor):
+                    self._add(part.data_ptr(), part.nbytes)
+                else:
+                    self._add(ctypes.addressof(part), ctypes.sizeof(part), part)
+        for table, half in program._halves.items():
+            for at in turns[2 * table : 2 * table + 2]:
+                self._add(at, 4 * n * half)
+        for at, size in (
+            (step.tokens, 8 * n), (step.positions, 8 * n), (step.rows, 8 * step.num_rows), (step.write_slots, 8 * n),
+            (step.query_start, 4 * (slots + 1)), (step.context_len, 4 * slots),
+            (step.page_table, 4 * slots * step.pages_per_slot), (step.input, 4 * n * program._buffers.widths[0]),
+            (step.output, 4 * n * program._width),
+        ):  # fmt: skip
+            self._add(at, size)
+        self._pieces = []
+        for at, size, item in self._regions:
+            pointers = [(offset, *self._find(to)) for offset, to in _pointers(item, 0) if to]
+            self._pieces.append((ctypes.string_at(at, size) if size else b"", pointers))
+
+    def _add(self, address: int | None, size: int, item: Any = None) -> None:
+        self._regions.append((address or 0, size, item))
+
+    def _find(self, address: int) -> tuple[int, int]:
+        """The piece that ``address`` is in, and where; what points to nothing may point anywhere."""
+        for i, (begin, size, _) in enumerate(self._regions):
+            if begin <= address < begin + size:
+                return i, address - begin
+        return 0, 0
+
+    def file(self, threads: int) -> bytes:
+        """As kernel_calls.cpp reads it."""
+        out = struct.pack("<qq", threads, len(self._pieces))
+        for data, pointers in self._pieces:
+            out += struct.pack("<q", len(data)) + data + struct.pack("<q", len(pointers))
+            out += b"".join(struct.pack("<qqq", *pointer) for pointer in pointers)
+        return out
 
 
-FUNCTIONS = ("gpt_fast_linear", "gpt_fast_paged_attention", "gpt_fast_rms_norm", "gpt_fast_silu_mul")
+def _pointers(item: Any, at: int) -> Iterator[tuple[int, int | None]]:
+    """Offsets and values of the pointers in a struct or an array."""
+    if isinstance(item, ctypes.Structure):
+        for name, kind in item._fields_:  # type: ignore[misc]
+            offset, value = at + getattr(type(item), name).offset, getattr(item, name)
+            yield from [(offset, value)] if kind is ctypes.c_void_p else _pointers(value, offset)
+    elif isinstance(item, ctypes.Array):
+        size = ctypes.sizeof(item._type_)
+        for i, value in enumerate(item):
+            yield from [(at + i * size, value)] if item._type_ is ctypes.c_void_p else _pointers(value, at + i * size)
 
 
-def linear_call(kind: str, rows: int, n: int, k: int, group: int = 32) -> Call:
+def run_both(
+    program: Program, run: Callable[[], Tensor], command: Sequence[str], folder: Path
+) -> tuple[Tensor, Tensor]:
+    """What ``run``, which runs ``program`` once, gives by ``command`` and natively."""
+    native, caught = program._library, list[Memory]()
+
+    def record(address: int, step: int, threads: int) -> None:
+        caught.append(Memory(program, step))
+        native.gpt_fast_run(address, step, threads)
+
+    program._library = SimpleNamespace(gpt_fast_run=record)  # type: ignore[assignment]
+    expected = run()
+    (folder / "in").write_bytes(caught[0].file(2))
+    subprocess.run([*command, str(folder / "in"), str(folder / "out")], check=True, timeout=600)
+    got = torch.frombuffer(bytearray((folder / "out").read_bytes()), dtype=torch.float32)
+    return got.view(expected.shape), expected
+
+
+def product_of(kind: str, rows: int, n: int, k: int, group: int = 32) -> tuple[Program, Tensor]:
+    """A program of one product with random weights, and its input."""
     g = torch.Generator().manual_seed(n + k)
     scale = None
     if kind in ("float32", "bfloat16"):
@@ -61,87 +132,22 @@ def linear_call(kind: str, rows: int, n: int, k: int, group: int = 32) -> Call:
         codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
         grid = torch.randint(0, 256, (2, n, k // group), generator=g, dtype=torch.uint8)
         data, scale = packing.pack_int4(codes, *grid), torch.rand(n, generator=g)
-    x = torch.randn(rows, k, generator=g)
-    integers = (cpu.FORMATS[kind], rows, k, n, group)
-    return Call(0, integers, (x, data, scale, torch.randn(n, generator=g), torch.zeros(rows, n)), 4)
+    size = group if kind == "int4" else 0
+    w = PackedWeights(kind, data, n, k, scale, size, torch.randn(n, generator=g))
+    program = Program([([d.Product("in", "out", "w")], Weights({"w": [w]}))], "out", input=("in", k))
+    return program, torch.randn(rows, k, generator=g)
 
 
-def attention_call(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int) -> Call:
-    """A prompt's chunk of 9 tokens after 5 others, and one token of a sequence of 70."""
-    g = torch.Generator().manual_seed(dim)
-    page, pages = 16, 5
-    cache = [torch.randn(2 * pages + 1, page, kv_heads, dim, generator=g) for _ in range(2)]
-    scales: list[Tensor | None] = [None, None]
-    if dtype == torch.int8:
-        for i in range(2):
-            cache[i], scales[i] = quantize_heads(cache[i])
-    table = torch.randperm(2 * pages, generator=g).view(2, pages).int() + 1
-    start, length = torch.tensor([0, 9, 10], dtype=torch.int32), torch.tensor([14, 70], dtype=torch.int32)
-    places = [(0, i) for i in range(5, 14)] + [(1, 69)]
-    slots = torch.tensor([int(table[s, i // page]) * page + i % page for s, i in places])
-    q = torch.randn(10, heads, dim, generator=g)
-    k, v = (torch.randn(10, kv_heads, dim, generator=g) for _ in range(2))
-    buffers = (q, k, v, *(c.to(dtype) for c in cache), *scales, start, length, table, slots, torch.zeros_like(q))
-    integers = (10, 2, pages, page, heads, kv_heads, dim, window, cpu.CACHE_FORMATS[dtype])
-    return Call(1, integers, buffers, 11)
-
-
-CALLS = {
-    **{
-        f"{kind} {rows}x{n}x{k}": (linear_call, (kind, rows, n, k))
-        for kind in ("float32", "bfloat16", "int8", "int4")
-        for rows, n, k in ((1, 40, 96), (5, 37, 640), (19, 64, 128))
-    },
-    "int4 groups of 128": (linear_call, ("int4", 3, 24, 256, 128)),
-    "attention float32": (attention_call, (torch.float32, 4, 4, 16, 0)),
-    "attention bfloat16": (attention_call, (torch.bfloat16, 8, 2, 64, 24)),
-    "attention int8": (attention_call, (torch.int8, 6, 2, 32, 0)),
-}
-
-
-def norm_calls() -> list[Call]:
-    x = torch.cat((torch.randn(2, 200), torch.full((1, 200), -200.0), torch.full((1, 200), 200.0)))
-    x[1, 3] = torch.nan
-    return [
-        Call(2, (4, 200), (x, torch.randn(200), torch.zeros(4, 200)), 2, 1e-5),
-        Call(3, (4, 100), (x, torch.zeros(4, 100)), 1),
-    ]
-
-
-def native(call: Call) -> Tensor:
-    buffers = [None if t is None else t.clone() for t in call.buffers]
-    at = [None if t is None else t.data_ptr() for t in buffers]
-    i = list(call.integers)
-    arguments: list[object]
-    if call.function == 0:
-        arguments = [i[0], at[0], *i[1:], *at[1:]]
-    elif call.function == 1:
-        arguments = [*at, *i]
-    elif call.function == 2:
-        arguments = [at[0], at[1], *i, call.real, at[2]]
-    else:
-        arguments = [at[0], *i, at[1]]
-    getattr(cpu.library(), FUNCTIONS[call.function])(*arguments, 2)
-    result = buffers[call.result]
-    assert result is not None
-    return result
-
-
-def elsewhere(command: Sequence[str], call: Call, folder: Path) -> Tensor:
-    buffers = [b"" if t is None else bytes(t.contiguous().view(torch.uint8).flatten().numpy()) for t in call.buffers]
-    integers = [*call.integers, 2]
-    data = struct.pack(f"<qq{len(integers)}qdq", call.function, len(integers), *integers, call.real, len(buffers))
-    (folder / "in").write_bytes(data + b"".join(struct.pack("<q", len(b)) + b for b in buffers))
-    subprocess.run([*command, str(folder / "in"), str(folder / "out")], check=True, timeout=600)
-    begin = sum(map(len, buffers[: call.result]))
-    result = call.buffers[call.result]
-    assert result is not None
-    out = (folder / "out").read_bytes()[begin : begin + len(buffers[call.result])]
-    return torch.frombuffer(bytearray(out), dtype=result.dtype).view(result.shape)
+PRODUCTS = [
+    (kind, rows, n, k)
+    for kind in ("float32", "bfloat16", "int8", "int4")
+    for rows, n, k in ((1, 40, 96), (5, 37, 640), (19, 64, 128))
+] + [("int4", 3, 24, 256, 128)]
+CACHES = (torch.float32, torch.bfloat16, torch.int8)
 
 
 @pytest.fixture(params=["neon", "neon_dot", "vnni"])
-def program(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+def command(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     """The command that runs kernel_calls.cpp as built for another CPU."""
     folder = tmp_path
     target = str(folder / "kernel_calls")
@@ -162,16 +168,26 @@ def program(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     return [ARM_EMULATOR, target]
 
 
-def test_results_equal_the_native_kernels(program: list[str], tmp_path: Path) -> None:
-    """All calls in one test, which is skipped where there is no emulator."""
-    for name, (make, arguments) in CALLS.items():
-        call = make(*arguments)  # type: ignore[operator]
-        got, wanted = elsewhere(program, call, tmp_path), native(call)
-        torch.testing.assert_close(got, wanted, atol=0, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
-    for call in norm_calls():
-        torch.testing.assert_close(
-            elsewhere(program, call, tmp_path), native(call), atol=1e-6, rtol=1e-6, equal_nan=True
-        )
+def test_results_equal_the_native_kernels(command: list[str], tmp_path: Path) -> None:
+    """All steps in one test, which is skipped where there is no emulator."""
+
+    def compare(name: str, program: Program, run: Callable[[], Tensor], tolerance: float) -> None:
+        got, expected = run_both(program, run, command, tmp_path)
+        close = {"atol": tolerance, "rtol": tolerance, "equal_nan": True}
+        torch.testing.assert_close(got, expected, **close, msg=lambda text: f"{name}: {text}")
+
+    for case in PRODUCTS:
+        program, x = product_of(*case)
+        rows = torch.arange(x.shape[0])
+        compare(str(case), program, lambda p=program, x=x, r=rows: p.run(r, r, [], None, r, x), 0)
+    for name, case in OPERATIONS.items():
+        exact = name.startswith(("embed", "positions", "product", "attention"))
+        for cache in CACHES if name.startswith("attention") else CACHES[:1]:
+            twin = Twin(**case, cache=cache)
+            program, x = twin.program(), twin.input(13)
+            if name.startswith(("norm", "activation", "cap")):
+                x[1, 0], x[2], x[3] = torch.nan, -200.0, 200.0
+            compare(f"{name} {cache}", program, lambda t=twin, x=x, p=program: t.fast(x, p), 0 if exact else 1e-5)
 
 
 @pytest.mark.parametrize("variant", ["avx512_vnni", "avx_vnni"])

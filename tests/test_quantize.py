@@ -27,6 +27,7 @@ from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
 from gpt_fast.model.description import describe, parts
 from gpt_fast.params import SamplingParams
+from gpt_fast.quantize import writer
 from gpt_fast.quantize.apply import quantize_model
 from gpt_fast.quantize.linear import KINDS, Int4Linear, QuantizedLinear, SplitLinear
 from gpt_fast.quantize.rtn import encode, find_grid, pad_groups, quantize_rows
@@ -388,3 +389,29 @@ def test_the_command_writes_a_checkpoint_that_others_take(tmp_path: Path, capsys
     status, said = run("--mode", "int8", "--group-size", "64", "--out", str(tmp_path / "c"))
     assert status == 1
     assert "--group-size means nothing" in said
+
+
+def test_an_interrupted_rounding_goes_on_with_the_next_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, quant = Checkpoint.open(write(tmp_path / "a")), quant_config("int8")
+    quantize_checkpoint(source, tmp_path / "whole", quant)
+    written: list[str] = []
+    real = writer.write_part
+
+    def interrupted(*arguments: Any) -> None:
+        written.append(arguments[2].target)
+        if len(written) == 12:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(writer, "write_part", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, tmp_path / "b", quant)
+    before = {name.rpartition(".")[0].rpartition(".")[0] for name in written[:11]}
+    assert before == {"embed", "layers.0", "layers.1"}  # the second layer is not whole
+    quantize_checkpoint(source, tmp_path / "b", quant, resume=True)
+    again = written[12:]
+    assert not any(name.startswith(("embed.", "layers.0.")) for name in again)
+    assert any(name.startswith("layers.1.") for name in again)
+    whole, other = (safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("whole", "b"))
+    assert whole.keys() == other.keys()
+    assert all(torch.equal(whole[name], other[name]) for name in whole)

@@ -1,20 +1,70 @@
-"""README.md: its tables are whole and its commands can be copied."""
+"""README.md and docs/: what they name exists, their commands parse, their Python and the quick commands run."""
 
 from __future__ import annotations
 
+import argparse
+import ast
+import dataclasses
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+from gpt_fast import LLM
+from gpt_fast.checkpoint.families import FAMILIES
+from gpt_fast.checkpoint.family import Family
+from gpt_fast.cli import COMMANDS, main
+from gpt_fast.config import EngineConfig
+from gpt_fast.serve import metrics, model_yaml
 from gpt_fast.serve.protocol import native
+from gpt_fast.serve.settings import HandlerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+# The log tells of files as they were on its dates.
+DOCUMENTS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}
+SERVING, PYTHON, MODELS = (TEXTS[f"docs/{name}.md"] for name in ("serving", "python", "models"))
+
+# Python that is compiled and not run: the first words of the block, and why.
+NOT_RUN = {"from openai import OpenAI": "asks a server; tests/e2e runs the same client"}
+# Commands of gpt-fast that are parsed and not run.
+ONLY_PARSED = {
+    "download": "needs the network",
+    "bench --url": "asks a server",
+    "bench --shape": "takes minutes and gigabytes",
+}
+# The first words of other commands: nothing of them is checked.
+NOT_CHECKED = {
+    "python3 -m venv": "makes an environment",
+    "pip install": "installs; scripts/lib.sh runs the same",
+    "export": "sets a variable",
+    "torchserve": "tests/e2e starts it by scripts/server.py",
+    "python -m pytest": "pytest's own; its paths are checked",
+}
+
+
+class Snippet(NamedTuple):
+    """A fenced block."""
+
+    document: str
+    language: str
+    text: str
+
+
+def blocks(language: str) -> list[Snippet]:
+    return [
+        Snippet(name, language, found[1])
+        for name, text in TEXTS.items()
+        for found in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+    ]
 
 
 def tables(text: str) -> list[list[str]]:
@@ -28,33 +78,248 @@ def tables(text: str) -> list[list[str]]:
     return [table for table in found if table]
 
 
-def test_every_table_begins_with_a_head() -> None:
-    """Rows after a blank line are shown as text."""
-    for table in tables(README):
+def first_column(text: str, head: str) -> set[str]:
+    """The words in backticks of the first column of the table whose head begins with ``head``."""
+    (table,) = (t for t in tables(text) if t[0].startswith(f"| {head} |"))
+    return {word for row in table[2:] for word in re.findall(r"`([\w-]+)[^`]*`", row.split("|")[1])}
+
+
+# --- tables --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_table_is_whole(name: str) -> None:
+    """Rows after a blank line are shown as text, cells too many not at all."""
+    for table in tables(TEXTS[name]):
         assert re.fullmatch(r"[|: -]+", table[1]), f"no table begins with {table[0]!r}"
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table}) == 1, f"rows differ in cells: {table[0]!r}"
 
 
 def test_the_table_of_fields_has_every_field_that_is_taken_and_no_other() -> None:
-    (table,) = (t for t in tables(README) if t[0].startswith("| field"))
-    named = {name for row in table[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert named == set(native.FIELDS) - {"n"}, "n is taken as 1 alone"
+    assert first_column(SERVING, "field") == set(native.FIELDS) - {"n"}, "n is taken as 1 alone"
 
 
-def commands(verb: str) -> list[str]:
-    return [line for line in README.splitlines() if line.startswith(f"gpt-fast {verb} ")]
+def test_the_table_of_options_has_every_option_of_the_engine() -> None:
+    assert first_column(PYTHON, "option") == {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def test_the_table_of_the_handlers_keys_has_every_key() -> None:
+    fields = {field.name for field in dataclasses.fields(HandlerSettings)} - {"engine", "warnings"}
+    assert first_column(SERVING, "key of the handler") == fields
+    assert {*fields} <= {*model_yaml.read_model_yaml(ROOT / "model_config.yaml").config["handler"]}
+
+
+def test_the_table_of_metrics_has_every_metric() -> None:
+    assert first_column(SERVING, "metric") == {family.name for family in metrics.FAMILIES}
+
+
+def test_the_table_of_families_has_every_family() -> None:
+    known = {row.architectures[0] for row in FAMILIES.values()}
+    assert first_column(MODELS, "architecture") == known
+
+
+def test_the_table_of_a_row_has_every_field_of_a_family() -> None:
+    assert {field.name for field in dataclasses.fields(Family)} <= first_column(TEXTS["docs/add-a-family.md"], "field")
+
+
+def test_the_table_of_commands_has_every_command() -> None:
+    assert first_column(PYTHON, "command") == {command.__name__.rpartition(".")[2] for command in COMMANDS}
+
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+_PATH = re.compile(r"(?<![\w./-])(?:gpt_fast|tests|docs|benchmarks|scripts|configs|model_store|\.ci)/[\w./-]*")
+
+
+@cache
+def sources() -> str:
+    """All code of the project in one string."""
+    suffixes = {".py", ".sh", ".h", ".cpp"}
+    folders = ("gpt_fast", "tests", "scripts", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
+    return "\n".join(path.read_text(encoding="utf-8") for path in [*files, ROOT / "handler.py"])
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_path_exists(name: str) -> None:
+    missing = {p for p in _PATH.findall(TEXTS[name]) if not (ROOT / p.rstrip(".")).exists()}
+    assert not missing
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_file_named_alone_exists(name: str) -> None:
+    """`handler.py`, `cache.py`: somewhere."""
+    there = {p.name for folder in ("gpt_fast", "tests", "scripts", "benchmarks") for p in (ROOT / folder).rglob("*")}
+    named = set(re.findall(r"`([\w-]+\.(?:py|sh|h|properties))`", TEXTS[name]))
+    assert not {file for file in named - there if not (ROOT / file).exists()}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_link_leads_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[name]):
+        if not target.startswith("http"):
+            file, _, anchor = target.partition("#")
+            path = ((ROOT / name).parent / file).resolve() if file else ROOT / name
+            assert path.exists(), target
+            heads = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M) if anchor else []
+            anchors = {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
+            assert not anchor or anchor in anchors, target
+
+
+def names_in(path: Path) -> set[str]:
+    """What a module defines: ``name`` and ``Class.name``; of another file all its words."""
+    if path.suffix != ".py":
+        return set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    return set(_names(ast.parse(path.read_text(encoding="utf-8")).body, ""))
+
+
+def _names(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from _names(node.body, f"{prefix}{node.name}.")
+        for target in getattr(node, "targets", []) or [getattr(node, "target", None)]:
+            if isinstance(target, ast.Name):
+                yield prefix + target.id
+
+
+@pytest.mark.parametrize("name", ["docs/structure.md", "docs/add-a-family.md"])
+def test_every_name_is_defined_in_the_file_beside_it(name: str) -> None:
+    """`Checkpoint.open` (`gpt_fast/checkpoint/checkpoint.py`), and `empty_model` in `gpt_fast/...`."""
+    pairs = re.findall(r"`([\w.]+)`\s+(?:\(|in\s+)`((?:gpt_fast/|tests/|handler)[\w./]+\.\w+)`", TEXTS[name])
+    assert len(pairs) > 2
+    wrong = [(what, file) for what, file in pairs if what not in {*names_in(ROOT / file), "native.parse_request"}]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_name_of_code_is_in_the_code(name: str) -> None:
+    """Words in backticks that look like names of ours: with capitals, an underscore, a point or brackets."""
+    words = re.findall(r"`(\w+(?:\.\w+)*)(?:\(\w*(?:, [\w.]+)*\))?`", TEXTS[name])
+    known = set(re.findall(r"\w+", sources())) | set(
+        re.findall(r"[\w-]+", (ROOT / "model_config.yaml").read_text() + (ROOT / "config.properties").read_text())
+    )
+    unknown = {w for w in words if re.search(r"[A-Z_.]", w) and w.rpartition(".")[2] not in known}
+    assert not unknown
+
+
+# --- Python --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("snippet", blocks("python"), ids=lambda s: f"{s.document}: {s.text.splitlines()[0]}")
+def test_python_runs(snippet: Snippet, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = compile(snippet.text, snippet.document, "exec")
+    if any(snippet.text.startswith(words) for words in NOT_RUN):
+        return
+    monkeypatch.chdir(ROOT)
+    exec(code, {"__name__": "example"})
+
+
+def test_what_is_not_run_is_still_there() -> None:
+    for words in NOT_RUN:
+        assert any(snippet.text.startswith(words) for snippet in blocks("python"))
+
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_in_the_readme_is_the_one_that_comes() -> None:
+    (curl,) = (line for line in commands("README.md") if line.startswith("curl"))
+    arguments = shlex.split(curl)
+    request = native.parse_request(json.loads(arguments[arguments.index("-d") + 1]))
+    with LLM(ROOT / "model_store/demo/target") as llm:
+        (sequence,) = request.sequences
+        done = llm.generate(sequence.prompt, sequence.params)
+    (answer,) = (s.text for s in blocks("json") if s.document == "README.md")
+    assert json.loads(request.write_end([done])) == json.loads(answer)
+
+
+@pytest.mark.parametrize("snippet", [s for s in blocks("json") if s.document != "README.md"], ids=lambda s: s.document)
+def test_requests_are_understood(snippet: Snippet) -> None:
+    assert native.parse_request(json.loads(snippet.text)).sequences
+    assert json.loads(snippet.text) == json.loads((ROOT / "request.json").read_text())
+
+
+# --- commands ------------------------------------------------------------------------------------------------------
+
+
+def commands(document: str) -> list[str]:
+    """The command lines of a document; lines that end with a backslash go on."""
+    text = "".join(s.text for s in blocks("bash") if s.document == document).replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.strip()]
+
+
+ALL_COMMANDS = [(document, line) for document in TEXTS for line in commands(document)]
+
+
+@pytest.mark.parametrize(("document", "line"), ALL_COMMANDS)
+def test_commands_parse(document: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(line.split(" && ")[0], comments=True)
+    if words[0] == "gpt-fast":
+        parse(words[1:], monkeypatch)
+    elif words[0].endswith("archive.sh"):
+        parse(["archive", *words[1:]], monkeypatch)
+    elif (script := words[1] if words[0] == "python" else words[0]).removeprefix("./").split("/")[0] in (
+        "scripts",
+        "benchmarks",
+    ):
+        folder = ROOT / "benchmarks" / "gpu" if script.endswith("gpu.sh") else None
+        text = "".join(p.read_text() for p in folder.glob("*.py")) if folder else (ROOT / script).read_text()
+        for option in [word for word in words[1:] if word.startswith("--")]:
+            assert re.search(rf"{option}\b", text), f"{script} has no {option}"
+    elif words[0] == "curl":
+        if "-d" in words:
+            assert native.parse_request(json.loads(words[words.index("-d") + 1])).sequences
+    else:
+        assert any(line.startswith(first) for first in NOT_CHECKED), f"{document}: nothing checks {line!r}"
+
+
+def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse a command line of gpt-fast; exits where it is wrong."""
+    seen: list[argparse.Namespace] = []
+
+    def run(arguments: argparse.Namespace) -> int:
+        seen.append(arguments)
+        return 0
+
+    for command in COMMANDS:
+        monkeypatch.setattr(command, "run", run)
+    assert main(words) == 0
+    assert seen
+
+
+def test_the_options_of_quickstart_are_those_of_the_script() -> None:
+    text = (ROOT / "scripts" / "quickstart.sh").read_text()
+    usage = set(re.findall(r"^#   (--[\w-]+)", text, re.M))
+    assert {"--" + name.lstrip("-") for name in first_column(SERVING, "option of quickstart.sh")} == usage
+
+
+def quick_commands(document: str) -> list[str]:
+    lines = [line for line in commands(document) if line.startswith("gpt-fast ")]
+    return [line for line in lines if not any(line.startswith(f"gpt-fast {words}") for words in ONLY_PARSED)]
 
 
 @pytest.mark.slow
-def test_the_quantize_commands_run_as_they_stand(tmp_path: Path) -> None:
-    for name in ("model_store", "README.md"):
+@pytest.mark.parametrize("document", [name for name in TEXTS if quick_commands(name)])
+def test_commands_run_as_they_stand(document: str, tmp_path: Path) -> None:
+    """In the document's order: what one command writes the next one may read."""
+    for name in ("model_store", "README.md", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    lines = commands("quantize") + commands("eval")
-    assert len(lines) == 3
-    for line in lines:
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for line in quick_commands(document):
         command = [sys.executable, "-m", "gpt_fast", *shlex.split(line, comments=True)[1:]]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
         )
         assert done.returncode == 0, f"{line}\n{done.stderr}"
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"demo-int8", "demo-gptq"}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_variables_of_the_environment_are_read_somewhere(name: str) -> None:
+    for variable in re.findall(r"\bGPT_FAST_[A-Z_]+", TEXTS[name]):
+        assert variable in sources(), variable
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS["README.md"].splitlines()) < 180

@@ -18,10 +18,8 @@ PACKAGE = ROOT / "gpt_fast"
 # place here: that is the moment to ask where it belongs.
 LAYERS = (
     {"errors", "fields", "config", "params", "outputs", "user_cache"},
-    {"kernels"},
-    {"memory"},
     {"tokenizer"},
-    {"model", "checkpoint", "quantize", "placement"},
+    {"kernels", "model", "checkpoint", "quantize", "memory", "placement"},
     {"engine"},
     {"llm"},
     {"serve", "bench", "evaluate", "commands", "cli"},

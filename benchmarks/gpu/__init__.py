@@ -2,6 +2,7 @@
 
 __main__.py    the order of the parts, their limits of time, and the report
 selfcheck.py   the kernels against float32 on fresh random numbers
-synthetic.py   decoders with random weights
+synthetic.py   programs with random weights
+reference.py   plain twins of single kernels
 tune.py        which division of a product is fastest on this GPU
 """

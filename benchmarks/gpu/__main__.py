@@ -34,10 +34,9 @@ from torch import Tensor  # noqa: E402
 from gpt_fast.config import ModelConfig  # noqa: E402
 from gpt_fast.kernels.gpu import attention, launching, linear  # noqa: E402
 from gpt_fast.model.shapes import shape  # noqa: E402
-from gpt_fast.model.transformer import Rope  # noqa: E402
 from gpu import selfcheck, tune  # noqa: E402
 from gpu.selfcheck import Checks  # noqa: E402
-from gpu.synthetic import PAGE, PRECISIONS, random_decoder, recorded_step  # noqa: E402
+from gpu.synthetic import PAGE, PRECISIONS, random_program, recorded_step  # noqa: E402
 
 SMOKE = "--smoke" in sys.argv
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
@@ -126,13 +125,13 @@ def decode(budget: Budget, rows: Plan, copy: float, reserve: float, checks: Chec
             continue
         config = TOY if SMOKE else shape(name)
         room = max(min(b, linear.MAX_ROWS) * (c + PAGE) for b, c in points)
-        decoder = random_decoder(config, precision, room, Rope(config).to(DEVICE), DEVICE)
+        program, weight_bytes = random_program(config, precision, room, DEVICE)
         logits: dict[int, Tensor] = {}
         for batch, context in points:
             steps, rows_a_step = -(-batch // linear.MAX_ROWS), min(batch, linear.MAX_ROWS)
             for overlap in (False, True) if batch == 1 and context == points[0][1] and not SMOKE else (False,):
                 launching.OVERLAP = overlap
-                replay, got = recorded_step(decoder, rows_a_step, context, CAPTURE)
+                replay, got = recorded_step(program, rows_a_step, context, CAPTURE)
                 launching.OVERLAP = False
                 if overlap:
                     checks.same(f"{name} {precision}, overlapped launches", got, logits[batch])
@@ -141,7 +140,7 @@ def decode(budget: Budget, rows: Plan, copy: float, reserve: float, checks: Chec
                     checks.true(f"{name} {precision} batch {batch}: finite logits", bool(got.isfinite().all()))
                 per_step = seconds(replay, 1.0)
                 cached = rows_a_step * context * config.kv_bytes_per_token(2)
-                num_bytes = decoder.bytes_per_step + cached
+                num_bytes = weight_bytes + cached
                 row = {
                     "shape": name,
                     "precision": precision,
@@ -157,8 +156,8 @@ def decode(budget: Budget, rows: Plan, copy: float, reserve: float, checks: Chec
                 budget.say(line(row))
                 yield row
         if precision == "int4" and name in ("llama-3.1-8b", "toy"):
-            profile(budget, recorded_step(decoder, 1, points[0][1], CAPTURE)[0])
-        del decoder, replay
+            profile(budget, recorded_step(program, 1, points[0][1], CAPTURE)[0])
+        del program, replay
         if not SMOKE:
             torch.cuda.empty_cache()
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache
-from gpt_fast.kernels.gpu import attention, fused, linear, reference
+from gpt_fast.kernels.gpu import attention, fused, linear
+from gpt_fast.model.rope import rotate
+from gpu import reference
 from gpu.synthetic import PAGE, PRECISIONS, random_weights
 
 
@@ -79,7 +81,7 @@ def check_attention(checks: Checks, contexts: Sequence[int], head_dims: Sequence
         q, name = checks.noise(slots, heads, dim), f"attention, heads of {dim}, window {window}"
 
         def attend(one_launch: bool = True, q: Tensor = q, cache: LayerCache = cache, window: int = window) -> Tensor:
-            return attention.attend(q, cache, start, lengths, table, window, one_launch=one_launch)
+            return attention.attend(q, cache, start, lengths, table, window, q.shape[-1] ** -0.5, one_launch=one_launch)
 
         got = attend()
         wanted = [reference.decode(q[s], cache.k, cache.v, table[s], n, window) for s, n in enumerate(contexts)]
@@ -100,6 +102,6 @@ def _check_cache_write(checks: Checks, cache: LayerCache, heads: int, pages: Ten
     cos, sin = angles.cos(), angles.sin()
     turned = fused.rope_write(qkv, cos, sin, pages * PAGE, cache, heads)
     q, k, v = qkv.unflatten(-1, (-1, dim)).split((heads, kv_heads, kv_heads), 1)
-    checks.near(f"rotation, heads of {dim}", turned, reference.rotate(q, cos, sin))
-    checks.near(f"keys written, heads of {dim}", cache.k[pages, 0], reference.rotate(k, cos, sin))
+    checks.near(f"rotation, heads of {dim}", turned, rotate(q, cos, sin))
+    checks.near(f"keys written, heads of {dim}", cache.k[pages, 0], rotate(k, cos, sin))
     checks.same(f"values written, heads of {dim}", cache.v[pages, 0], v)

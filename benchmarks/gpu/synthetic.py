@@ -1,18 +1,19 @@
-"""Random weights and whole decoders made of them, for measuring without a checkpoint."""
+"""Random weights and whole programs made of them, for measuring without a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from gpt_fast.kernels.layers import LayerWeights
 from torch import Tensor
 
+from gpt_fast.config import ModelConfig
 from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.gpu import linear
-from gpt_fast.kernels.gpu.decoder import GpuDecoder, Rope
-from gpt_fast.kernels.gpu.graphs import CapturedDecoder, Run
+from gpt_fast.kernels.gpu.graphs import CapturedProgram, Run
+from gpt_fast.kernels.gpu.program import BlockWeights, GpuProgram
+from gpt_fast.model.description import Matrix, describe
+from gpt_fast.model.rope import Rope
 
 PRECISIONS = ("bf16", "int8", "int4", "fp8")
 GROUP = 64  # of int4
@@ -35,59 +36,51 @@ def random_weights(precision: str, n: int, k: int, device: torch.device) -> line
     return linear.prepare("int4", codes, scale=scale / 4.6 / 200, grid=(steps, torch.full_like(steps, 60)))
 
 
-def random_decoder(config: Any, precision: str, tokens: int, rope: Rope, device: torch.device) -> GpuDecoder:
-    """A decoder of the shape ``config``, a ``ModelConfig``, with room for ``tokens`` in its cache of noise.
+def random_program(config: ModelConfig, precision: str, tokens: int, device: torch.device) -> tuple[GpuProgram, int]:
+    """A program of the shape ``config`` with room for ``tokens`` in its cache of noise, and the bytes of weights that
+    one of its steps streams.
 
-    As quantize/scheme.py has it, the head, and keys and values that heads share, are int8 where the rest is int4.
+    The head, and keys and values that heads share, are int8 where the rest is int4, as quantize/scheme.py decides.
     """
-    c, pages = config, -(-tokens // PAGE)
-    finer = "int8" if precision == "int4" else precision
-    apart = precision == "int4" and c.kv_dim < c.q_dim
-
-    def weights(n: int, k: int, precision: str = precision) -> linear.Weights:
-        return random_weights(precision, n, k, device)
+    description, finer = describe(config), "int8" if precision == "int4" else precision
+    ropes = [Rope(table).to(device) for table in description.ropes]
+    size = (1 - (-tokens // PAGE), PAGE, config.num_kv_heads, config.head_dim)
 
     def noise(*size: int) -> Tensor:
         return torch.empty(*size, dtype=torch.bfloat16, device=device).normal_()
 
-    ones = torch.ones(c.dim, device=device, dtype=torch.bfloat16)
-    layers = [
-        LayerWeights(
-            ones,
-            weights(c.q_dim + (0 if apart else 2 * c.kv_dim), c.dim),
-            weights(c.dim, c.q_dim),
-            ones,
-            weights(2 * c.ffn_dim, c.dim),
-            weights(c.dim, c.ffn_dim),
-            wkv=weights(2 * c.kv_dim, c.dim, finer) if apart else None,
+    def pieces(m: Matrix) -> list[linear.Weights]:
+        parts = [(precision, m.outputs)]
+        if m.name == "output":
+            parts = [(finer, m.outputs)]
+        elif m.name == "wqkv" and precision == "int4" and config.kv_dim < config.q_dim:
+            parts = [(precision, config.q_dim), (finer, 2 * config.kv_dim)]
+        return [random_weights(p, n, m.inputs, device) for p, n in parts]
+
+    weights = [
+        BlockWeights(
+            {m.name: pieces(m) for m in block.matrices},
+            {v.name: torch.ones(v.size, dtype=torch.bfloat16, device=device) for v in block.vectors},
+            {t.name: noise(t.num_rows, t.dim) for t in block.tables},
+            LayerCache(noise(*size), noise(*size)) if block in description.layers else None,
         )
-        for _ in range(c.num_layers)
+        for block in description.blocks
     ]
-    size = (pages + 1, PAGE, c.num_kv_heads, c.head_dim)
-    return GpuDecoder(
-        noise(c.vocab_size, c.dim),
-        layers,
-        ones,
-        weights(c.vocab_size, c.dim, finer),
-        [LayerCache(noise(*size), noise(*size)) for _ in range(c.num_layers)],
-        rope,
-        num_heads=c.num_heads,
-        eps=c.norm_eps,
-        dtype=torch.bfloat16,
-    )
+    num_bytes = sum(w.num_bytes for block in weights for found in block.matrices.values() for w in found)
+    return GpuProgram(description, weights, ropes, torch.bfloat16), num_bytes
 
 
 def recorded_step(
-    decoder: GpuDecoder, batch: int, context: int, capture: Callable[[Run], Run] | None = None
+    program: GpuProgram, batch: int, context: int, capture: Callable[[Run], Run] | None = None
 ) -> tuple[Run, Tensor]:
     """The replay of one decode step of ``batch`` sequences of ``context`` tokens, and its logits; always the same."""
-    device, per_slot = decoder.device, -(-context // PAGE)
+    device, per_slot = program.device, -(-context // PAGE)
     table = 1 + torch.arange(batch * per_slot, device=device).int().view(batch, per_slot)
-    graph = CapturedDecoder(decoder, table, (batch,), capture)
+    graph = CapturedProgram(program, table, (batch,), capture)
     graph.warm_up()
     ones = torch.ones(batch, dtype=torch.int64, device=device)
     logits = graph.step(
-        torch.arange(batch, device=device) * 7 % decoder.embedding.shape[0],
+        torch.arange(batch, device=device) * 3,
         ones * (context - 1),
         ones * context,
         torch.arange(batch + 1, device=device).int(),

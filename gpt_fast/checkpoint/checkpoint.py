@@ -24,8 +24,10 @@ from gpt_fast.checkpoint.families import (
     read_generation_defaults,
     read_json,
 )
+from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.checkpoint.progress import progress_bar
 from gpt_fast.checkpoint.shard import Cut, Shard
+from gpt_fast.checkpoint.stacked import unstacked
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.checkpoint.weight_files import open_weights, weight_files
 from gpt_fast.config import ModelConfig
@@ -58,7 +60,8 @@ class Checkpoint:
         self.directory, self.raw = directory, raw
         self.defaults: GenerationDefaults = read_generation_defaults(directory, raw)
         self.files = weight_files(directory)
-        self.config, self.tensors = resolve_tying(config, open_weights(self.files))
+        self.config, tensors = resolve_tying(config, whole_names(config, open_weights(self.files)))
+        self.tensors = unstacked(tensors, (part.source for part in parts(self.config)))
         self.format = self._stored_format()
         wanted: Specs = {}
         for part in parts(self.config):
@@ -78,7 +81,7 @@ class Checkpoint:
 
     def _stored_format(self) -> Format:
         found, where = self.raw.get("quantization_config"), str(self.directory / "config.json")
-        if not found:
+        if not found or found["quant_method"] == "mxfp4":  # which stacked.py reads as if it were not quantized
             return Format()
         if found["quant_method"] == METHOD:
             return OwnFormat(parse_quant_config(found, where))
@@ -179,6 +182,14 @@ def _read_by(
     if scheme is not None and cut.num_columns > 1 and scheme.padded(part.shape[1]) != part.shape[1]:
         raise ConfigError(f"shard: {part.target} has {part.shape[1]} inputs a rank, no whole groups of {scheme}")
     return part, cut, scheme
+
+
+def whole_names(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """``tensors`` with the beginning of their names that files of some families leave out."""
+    row = FAMILIES[config.family]
+    if any(name.startswith(row.prefix) for name in tensors):
+        return tensors
+    return {n if n.startswith(row.names["output"] + ".") else row.prefix + n: t for n, t in tensors.items()}
 
 
 def resolve_tying(

@@ -1,6 +1,6 @@
 """From a Hugging Face ``config.json`` and ``generation_config.json`` to :class:`ModelConfig` and defaults, and back.
 
-What differs between families stands in the rows of family_table.py. What a checkpoint asks for and no field of
+What differs between families stands in their rows (family.py). What a checkpoint asks for and no field of
 ``ModelConfig`` expresses is refused by name, never ignored.
 """
 
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt_fast.checkpoint.family_table import ACTIVATIONS, FAMILIES, KEYS, Family
-from gpt_fast.config import MAX_POSITIONS, ModelConfig, RopeScaling
+from gpt_fast.checkpoint.family import ACTIVATIONS, KEYS, Family
+from gpt_fast.checkpoint.family_table import FAMILIES
+from gpt_fast.config import MAX_POSITIONS, ExpertsConfig, ModelConfig, RopeScaling
 from gpt_fast.errors import CheckpointError, ConfigError, RequestError
 from gpt_fast.params import SamplingParams
 
 # The greatest sizes that a config.json may ask for: far above every model, and small enough to compute with. Whether
-# the file's tensors have these sizes is checked before anything is built (checkpoint.open_checkpoint).
+# the file's tensors have these sizes is checked before anything is built (Checkpoint.open).
 LIMITS = {
     "vocab_size": 2**24,
     "hidden_size": 2**18,
@@ -31,14 +32,16 @@ LIMITS = {
     "head_dim": 2**14,
     "max_position_embeddings": MAX_POSITIONS,
     "sliding_window": 2**31 - 1,
+    "num_local_experts": 2**12,
+    "num_experts": 2**12,
 }
 _LARGEST = 1e15  # of numbers that are no sizes: NaN and infinity, which Python's JSON knows, are not below it
 _MAX_JSON = 100_000_000  # bytes
 _SHOWN = 60  # characters of a wrong value
 
-_KINDS = {f.name: str(f.type) for f in dataclasses.fields(ModelConfig)}
+_KINDS = {f.name: str(f.type) for kind in (ExpertsConfig, ModelConfig) for f in dataclasses.fields(kind)}
 
-QUANT_METHODS = ("gpt_fast", "gptq", "awq")  # that quantize/ reads
+QUANT_METHODS = ("gpt_fast", "gptq", "awq", "mxfp4")  # that quantize/ reads, and checkpoint/stacked.py
 
 __all__ = [
     "FAMILIES",
@@ -84,6 +87,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     """``raw``, the content of a ``config.json``, as ModelConfig. ``where`` names it in errors."""
     row = _family(raw, where)
     get = _Reader(row, raw, where)
+    raw = get.raw
     if raw.get("quantization_config"):
         method = get.mapping("quantization_config").get("quant_method", "an unnamed method")
         if method not in QUANT_METHODS:
@@ -94,22 +98,25 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     for key, served in row.refused.items():
         if get.value(key) not in served:
             raise CheckpointError(f"{where}: {key} {get.value(key)!r} is not supported, only {_listed(served)}")
-    fields = dict(row.fields)
+    fields = dict(row.fields) | {name: get.choice(*choice) for name, choice in row.choices.items()}
     keys = {**KEYS, **row.keys}
     for name, key in keys.items():
         if name not in fields and key:
             fields[name] = get.field(name, key)
+    if row.experts:
+        fields["experts"] = ExpertsConfig(**{name: get.typed(name, key) for name, key in row.experts.items()})
     heads, dim = fields["num_heads"], fields["dim"]
     fields["num_kv_heads"] = fields.get("num_kv_heads") or heads
     fields["head_dim"] = fields.get("head_dim") or dim // heads
+    fields["ffn_dim"] = fields.get("ffn_dim") or 4 * dim
     _rope(get, fields)
-    scaling = fields["rope_scaling"]
+    scaling = fields.get("rope_scaling")
     if scaling is not None and scaling.type == "dynamic":  # the key holds the length before stretching
         stretched = int(fields["max_seq_len"] * scaling.factor)
         fields["max_seq_len"] = get.check_size("max_position_embeddings times factor", stretched)
     fields["windows"] = _windows(row, get, fields["num_layers"])
-    row.finish({**row.defaults, **raw}, fields)
     try:
+        row.finish({**row.defaults, **raw}, fields)
         return ModelConfig(family=row.name, **fields)
     except ConfigError as e:
         raise CheckpointError(f"{where}: {e}") from None
@@ -124,9 +131,10 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     names = raw.get("architectures") or []
     model_type = raw.get("model_type")
     for row in FAMILIES.values():
-        if any(name in row.architectures for name in names) or (not names and model_type == row.model_type):
+        meant = all(raw.get(key, row.defaults.get(key)) in values for key, values in row.when.items())
+        if meant and (any(n in row.architectures for n in names) or (not names and model_type == row.model_type)):
             return row
-    known = ", ".join(row.architectures[0] for row in FAMILIES.values())
+    known = ", ".join(dict.fromkeys(row.architectures[0] for row in FAMILIES.values()))
     asked = (
         f"architecture {', '.join(map(str, names))}" if names else f"model_type {model_type!r} without architectures"
     )
@@ -143,7 +151,8 @@ class _Reader:
     """Typed access to a ``config.json`` with its family's defaults; every error names the key."""
 
     def __init__(self, row: Family, raw: Mapping[str, Any], where: str) -> None:
-        self.row, self.raw, self.where = row, raw, where
+        aliases = {key: raw[alias] for alias, key in row.aliases.items() if alias in raw}
+        self.row, self.raw, self.where = row, {**raw, **aliases}, where
 
     def value(self, key: str) -> Any:
         return self.raw[key] if key in self.raw else self.row.defaults.get(key)
@@ -154,11 +163,12 @@ class _Reader:
             raise CheckpointError(f"{self.where}: {key} must be {kind.__name__}, not {_shown(value)}")
         return value
 
-    def size(self, key: str) -> int:
-        return self.check_size(key, self(key, int))
+    def size(self, key: str, usual: str = "") -> int:
+        """``usual``: the key that most families have for it."""
+        return self.check_size(key, self(key, int), usual)
 
-    def check_size(self, key: str, value: int) -> int:
-        limit = LIMITS.get(key, MAX_POSITIONS)
+    def check_size(self, key: str, value: int, usual: str = "") -> int:
+        limit = LIMITS.get(usual or key, MAX_POSITIONS)
         if not 1 <= value <= limit:
             raise CheckpointError(f"{self.where}: {key} must be between 1 and {limit}, not {_shown(value)}")
         return value
@@ -173,8 +183,24 @@ class _Reader:
                 known = _listed(list(ACTIVATIONS))
                 raise CheckpointError(f"{self.where}: {key} {given!r} is not supported, only {known}")
             return ACTIVATIONS[given]
+        if self.value(key) is None and name in ("attention_cap", "logits_cap"):
+            return 0.0
+        return self.typed(name, key)
+
+    def typed(self, name: str, key: str) -> Any:
+        """The value of ``key``, of the type of the field ``name``."""
         kind = _KINDS[name]
-        return self.size(key) if kind == "int" else self.number(key) if kind.startswith("float") else self(key, bool)
+        if kind == "int":
+            return self.size(key, KEYS.get(name, key))
+        return self.number(key) if kind.startswith("float") else self(key, bool)
+
+    def choice(self, key: str, values: Mapping[Any, Any]) -> Any:
+        """What ``values`` has for the value of ``key``."""
+        given = self.value(key)
+        for value, meaning in values.items():
+            if value == given and type(value) is type(given):
+                return meaning
+        raise CheckpointError(f"{self.where}: {key} {_shown(given)} is not supported, only {_listed(list(values))}")
 
     def number(self, key: str, source: Mapping[str, Any] | None = None, inside: str = "") -> float:
         value = self.value(key) if source is None else source.get(key)
@@ -185,7 +211,7 @@ class _Reader:
         return float(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        value = self.raw.get(key) or {}
+        value = self.value(key) or {}
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.where}: {key} must be an object, not {_shown(value)}")
         return value
@@ -193,6 +219,8 @@ class _Reader:
 
 def _rope(get: _Reader, fields: dict[str, Any]) -> None:
     """The rotary fields, from ``rope_scaling`` and ``rope_theta`` or from transformers 5's ``rope_parameters``."""
+    if fields.get("rotary_dim") == 0:
+        return
     key = "rope_scaling" if get.raw.get("rope_scaling") else "rope_parameters"
     rope, inside = get.mapping(key), key + "."
     nested = [name for name, value in rope.items() if isinstance(value, dict)]
@@ -227,11 +255,11 @@ def _scaling(get: _Reader, rope: Mapping[str, Any], inside: str) -> RopeScaling 
             f"{get.where}: {inside}rope_type {kind!r} is not supported, only default, {', '.join(known)}"
         )
     positions = get.size(get.row.keys.get("max_seq_len", "max_position_embeddings"))
-    original = get.raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    original = get.value("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     if original is not None:
         original = int(get.number("original_max_position_embeddings", {"original_max_position_embeddings": original}))
     original = get.check_size("original_max_position_embeddings", original or positions)
-    factor = positions / original
+    factor = max(1.0, positions / original)
     if rope.get("factor") is not None or kind != "longrope":
         factor = get.number("factor", rope, inside)
     if factor < 1:
@@ -272,7 +300,7 @@ def _windows(row: Family, get: _Reader, num_layers: int) -> tuple[int, ...]:
     """Sliding window of each layer, 0 for none; () when no layer has one."""
     if row.windows == "none":
         return ()
-    on = row.windows in ("all", "listed") or get("use_sliding_window", bool)
+    on = "use_sliding_window" not in row.defaults or get("use_sliding_window", bool)
     window = get.size("sliding_window") if on and get.value("sliding_window") is not None else 0
     kinds = get.value("layer_types")
     if kinds is not None and row.windows != "all":
@@ -281,7 +309,8 @@ def _windows(row: Family, get: _Reader, num_layers: int) -> tuple[int, ...]:
             raise CheckpointError(f"{get.where}: layer_types has sliding_attention, but no sliding_window is in use")
     elif row.windows == "listed":
         every = get.size("sliding_window_pattern")  # the last of so many layers sees everything
-        sliding = [(i + 1) % every > 0 for i in range(num_layers)]
+        last = get("max_window_layers", int) if "max_window_layers" in row.defaults else num_layers
+        sliding = [(i + 1) % every > 0 and i < last for i in range(num_layers)]
     else:
         first = 0 if row.windows == "all" else get("max_window_layers", int)
         sliding = [i >= first for i in range(num_layers)]
@@ -304,27 +333,61 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     ``dtype`` is torch's name without the module, such as ``bfloat16``. Raises CheckpointError when the family
     cannot express ``config``.
     """
-    row, scaling = FAMILIES[config.family], config.rope_scaling
-    raw: dict[str, Any] = {"architectures": [row.architectures[0]], "model_type": row.model_type}
-    raw |= {key: getattr(config, name) for name, key in {**KEYS, **row.keys}.items() if key and name not in row.fields}
-    raw |= {"hidden_act": config.activation, "rope_theta": config.rope_theta, "torch_dtype": dtype}
-    if scaling is not None:
-        raw["rope_scaling"] = {"rope_type": scaling.type, "factor": scaling.factor}
-        if scaling.type == "llama3":
-            raw["rope_scaling"] |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_seq_len,
-            }
-        else:
-            raw["max_position_embeddings"] = scaling.original_max_seq_len
+    row = FAMILIES[config.family]
+    raw: dict[str, Any] = {"architectures": [row.architectures[0]], "model_type": row.model_type, "torch_dtype": dtype}
+    raw |= {key: values[0] for key, values in row.when.items()}
+    fixed = {*row.fields, *row.choices}
+    keys = {name: key for name, key in {**KEYS, **row.keys}.items() if key and name not in fixed}
+    raw |= {key: getattr(config, name) for name, key in keys.items()}
+    if "activation" in keys:
+        raw[keys["activation"]] = {"gelu_tanh": "gelu_pytorch_tanh"}.get(config.activation, config.activation)
+    for name, (key, values) in row.choices.items():
+        spelled = {meaning: value for value, meaning in values.items()}
+        raw[key] = spelled.get(getattr(config, name), spelled.get(None))
+    if config.experts is not None:
+        raw |= {key: getattr(config.experts, name) for name, key in row.experts.items()}
+    if config.rotary:
+        raw |= _rope_keys(config)
     if row.windows != "none":
         raw["sliding_window"] = max(config.windows, default=0) or None
     if row.windows == "upper":
         raw["use_sliding_window"] = bool(config.windows)
         raw["layer_types"] = ["sliding_attention" if w else "full_attention" for w in config.windows] or None
+    aliases = {key: alias for alias, key in row.aliases.items()}
+    raw = {aliases.get(key, key): value for key, value in raw.items()}
     if parse_config(raw) != config:
         raise CheckpointError(f"family {row.name} cannot express this model: {config}")
+    return raw
+
+
+# What a kind of scaling needs beside its factor, and keys of rope_scaling whose names differ from the fields'.
+_SCALING_FIELDS = {
+    "llama3": ("original_max_seq_len", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("original_max_seq_len", "attention_factor", "short", "long"),
+}
+_SCALING_KEYS = {
+    "original_max_seq_len": "original_max_position_embeddings",
+    "short": "short_factor",
+    "long": "long_factor",
+}
+
+
+def _rope_keys(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of :func:`_rope`."""
+    raw: dict[str, Any] = {"rope_theta": config.rope_theta}
+    scaling, row = config.rope_scaling, FAMILIES[config.family]
+    if config.rotary_dim is not None or "partial_rotary_factor" in row.defaults:
+        raw["partial_rotary_factor"] = config.rotary / config.head_dim
+    if scaling is None:
+        return raw
+    raw["rope_scaling"] = {"rope_type": scaling.type, "factor": scaling.factor}
+    for name in _SCALING_FIELDS.get(scaling.type, ()):
+        value = getattr(scaling, name)
+        raw["rope_scaling"][_SCALING_KEYS.get(name, name)] = list(value) if isinstance(value, tuple) else value
+    if "original_max_position_embeddings" in row.defaults:
+        raw["original_max_position_embeddings"] = scaling.original_max_seq_len
+    if scaling.type in ("linear", "dynamic"):
+        raw["max_position_embeddings"] = scaling.original_max_seq_len
     return raw
 
 

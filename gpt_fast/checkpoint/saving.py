@@ -15,6 +15,7 @@ from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.errors import CheckpointError
 from gpt_fast.model.description import parts
 from gpt_fast.model.transformer import Transformer
+from gpt_fast.quantize.formats import row_order
 
 
 def save_checkpoint(
@@ -34,7 +35,12 @@ def save_checkpoint(
         if part.target not in parameters:
             raise CheckpointError(f"{part.target} is not a plain weight; only unquantized models can be saved so")
         rows = parameters[part.target][part.start : part.start + part.shape[0]]
-        tensors[part.source] = StoredTensor(rows.detach())
+        stored = StoredTensor(rows.detach())
+        if part.layout.kind == "transposed":
+            stored = stored.transposed()
+        elif part.layout.kind != "plain":
+            stored = stored.picked(row_order(part.layout, part.shape[0]).argsort())
+        tensors[part.source] = stored
     directory, kind = Path(directory), dtype or next(iter(tensors.values())).dtype
     raw = to_hf_config(model.config, str(kind).removeprefix("torch.")) | dict(extra or {})
     directory.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from gpt_fast.checkpoint.safetensors_file import read_safetensors
 from gpt_fast.checkpoint.stored import StoredTensor, read_torch_file, stored_tensors
 from gpt_fast.errors import CheckpointError
 
+_BUFFERS = ("rotary_emb.inv_freq", *(f".{n}.{kind}" for n in ("attn", "attention") for kind in ("bias", "masked_bias")))
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -38,7 +39,7 @@ def weight_files(directory: Path) -> list[Path]:
 def open_weights(files: list[Path]) -> dict[str, StoredTensor]:
     """Every tensor of ``files`` by name, mapped and not yet read.
 
-    Buffers that old versions saved (rotary frequencies) are left out. Raises CheckpointError.
+    Buffers that old versions saved (rotary frequencies, causal masks) are left out. Raises CheckpointError.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in files:
@@ -51,4 +52,4 @@ def open_weights(files: list[Path]) -> dict[str, StoredTensor]:
             if name in tensors:
                 raise CheckpointError(f"{path}: tensor {name!r} is in another file of {path.parent} as well")
             tensors[name] = tensor
-    return {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    return {name: t for name, t in tensors.items() if not name.endswith(_BUFFERS)}

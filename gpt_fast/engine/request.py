@@ -39,6 +39,7 @@ class Request:
     grammar: CompiledGrammar | None = None
     group: str = ""  # equal for those that one client asked for together: they take turns as one
     num_prompt: int = 0
+    rope_len: int = 0  # tokens that rotary scaling takes the sequence to have at least
     arrival: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
     slot: int = -1  # while it runs
@@ -59,7 +60,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.token_ids)
+        self.num_prompt = self.rope_len = len(self.token_ids)
         self.group = self.group or self.id
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs.append(None)

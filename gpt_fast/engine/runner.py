@@ -71,13 +71,13 @@ class Runner:
         counts, context_len = [0] * self.max_batch, [0] * self.max_batch
         size = self.page_size
         for sequence in plan.sequences:
-            slot, start, end, prompt_len = sequence.slot, sequence.start, sequence.end, sequence.prompt_len
+            slot, start, end, rope_len = sequence.slot, sequence.start, sequence.end, sequence.rope_len
             pages = self._pages[slot]
             counts[slot], context_len[slot] = end - start, end
             tokens += sequence.tokens
             rows += range(len(tokens) - sequence.num_logits, len(tokens))
             positions += range(start, end)
-            lengths += [max(prompt_len, position + 1) for position in range(start, end)]
+            lengths += [max(rope_len, position + 1) for position in range(start, end)]
             write_slots += [pages[position // size] * size + position % size for position in range(start, end)]
         home = _HOST if self._step.reads_host(len(tokens)) else self.device
         new, places, totals, slots = tensor_of([tokens, positions, lengths, write_slots], torch.int64, home).unbind(0)
@@ -105,7 +105,7 @@ class Runner:
         def run(count: int) -> None:
             log.info("warm-up: %d token%s per step", count, "s" * (count > 1))
             pages = tuple(range(1, 2 + (count - 1) // self.page_size))
-            plan = SequencePlan(0, (0,) * count, 0, 0, pages, num_logits=1, prompt_len=count)
+            plan = SequencePlan(0, (0,) * count, 0, 0, pages, num_logits=1, rope_len=count)
             finite.append(bool(self.execute(StepPlan((plan,))).isfinite().all()))
 
         finite: list[bool] = []

@@ -23,7 +23,7 @@ class SequencePlan(NamedTuple):
     The last of the tokens may be drafts, which the request does not have yet. Of the slot's pages the first
     ``num_placed`` are known from earlier steps; ``new_pages`` follow them and replace what followed. Logits are wanted
     of the last ``num_logits`` tokens: none in a prefill that goes on, one to sample the next token, k + 1 to verify k
-    drafts. ``prompt_len`` serves dynamic rotary scaling (model.Rope).
+    drafts. ``rope_len``: tokens that rotary scaling takes the sequence to have at least (model/rope.py).
     """
 
     slot: int
@@ -32,7 +32,7 @@ class SequencePlan(NamedTuple):
     num_placed: int
     new_pages: tuple[int, ...]
     num_logits: int
-    prompt_len: int
+    rope_len: int
 
     @property
     def end(self) -> int:
@@ -61,15 +61,24 @@ class Scheduler:
     """Owns the queue, the running set, the slots and the pages.
 
     A request keeps one of ``max_batch`` slots while it runs. ``prefill_chunk``: prompt tokens computed per step, over
-    all sequences; a quarter of it while others decode, since they wait for the step. ``salt_by_length``: cached
-    contents depend on the prompt's length (dynamic rotary scaling), so prefixes are shared between equal lengths only.
+    all sequences; a quarter of it while others decode, since they wait for the step. ``salt_by_length``: of longer
+    prompts the cached contents depend on their length (dynamic rotary scaling), so prefixes are shared between equal
+    lengths only. ``computed_anew``: what has grown beyond that length is computed again (longrope).
     """
 
-    def __init__(self, pages: PageAllocator, max_batch: int, prefill_chunk: int, salt_by_length: int = 0) -> None:
+    def __init__(
+        self,
+        pages: PageAllocator,
+        max_batch: int,
+        prefill_chunk: int,
+        salt_by_length: int = 0,
+        computed_anew: bool = False,
+    ) -> None:
         self.pages = pages
         self.max_batch = max_batch
         self.prefill_chunk = prefill_chunk
         self._salt_by_length = salt_by_length
+        self._computed_anew = computed_anew
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
         self._free_slots = list(range(max_batch))  # a heap: the lowest first
@@ -92,6 +101,10 @@ class Scheduler:
         num_waiting = len(self.waiting)
         for request in [r for r in self.running if among is None or r in among]:
             if request.paused or request.status is not Status.RUNNING:  # preempted by an older one in this very loop
+                continue
+            if self._computed_anew and request.rope_len <= self._salt_by_length < request.num_tokens:
+                request.rope_len = request.num_tokens
+                self._preempt(request)
                 continue
             pending = request.num_pending
             count = 1 if pending == 1 else min(pending, budget)
@@ -138,7 +151,7 @@ class Scheduler:
             num_placed=request.num_placed,
             new_pages=tuple(request.pages[request.num_placed :]),
             num_logits=num_logits + len(drafts),
-            prompt_len=request.num_prompt,
+            rope_len=request.rope_len,
         )
 
     def _pages_for(self, num_tokens: int) -> int:
@@ -151,21 +164,25 @@ class Scheduler:
         if missing <= 0:
             return True
         while (pages := self.pages.allocate(missing)) is None:
-            victim = self.running[-1]  # back to the head of the queue; its tokens are kept and computed again
-            self._stop_running(victim)
-            victim.status = Status.WAITING
-            victim.num_preemptions += 1
-            self.num_preemptions += 1
-            self.waiting.appendleft(victim)
+            victim = self.running[-1]
+            self._preempt(victim)
             if victim is request:
                 return False
         request.pages += pages
         return True
 
+    def _preempt(self, request: Request) -> None:
+        """Back to the head of the queue; its tokens are kept and computed again."""
+        self._stop_running(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
     def _admit(self, request: Request) -> bool:
         """Start a waiting request if the pages for all its tokens so far are there."""
-        salted = 0 < self._salt_by_length < request.num_prompt
-        salt = request.num_prompt.to_bytes(8, "little") if salted else b""
+        salted = 0 < self._salt_by_length < request.rope_len
+        salt = request.rope_len.to_bytes(8, "little") if salted else b""
         whole = request.params.prompt_logprobs is None  # else the logits of every prompt token are wanted
         found = self.pages.match(request.token_ids, salt) if whole else []
         fresh = self.pages.allocate(self._pages_for(request.num_tokens) - len(found))

@@ -10,11 +10,18 @@ from torch import Tensor
 
 from gpt_fast.kernels.reference import quantize_heads
 
+LANES = 8  # numbers of a vector of the C++ kernels
+
 
 def token_bytes(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of one token's keys, values and scales in a ``LayerCache`` of ``dtype``."""
     scale = torch.float32.itemsize if dtype == torch.int8 else 0
     return 2 * num_kv_heads * (head_dim * dtype.itemsize + scale)
+
+
+def padded(head_dim: int) -> int:
+    """Numbers of a head in the cache of the C++ kernels: whole vectors, filled up with zeros."""
+    return -(-head_dim // LANES) * LANES
 
 
 class LayerCache(NamedTuple):

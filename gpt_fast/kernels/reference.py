@@ -12,29 +12,31 @@ from torch import Tensor
 from gpt_fast.kernels.cpu.packing import BLOCK, from_nibbles
 
 
+def exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., K] times weight [N, K] float32: dense weights, and integers where activations stay as they are."""
+    return F.linear(x.float(), weight)
+
+
+def rounded_product(x: Tensor, weight: Tensor) -> Tensor:
+    """The same with x rounded to 8 bits in blocks of 32: what the integer kernels compute."""
+    values, scales = quantize_activations(x)
+    return F.linear((values * scales[..., None]).flatten(-2)[..., : x.shape[-1]], weight)
+
+
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., K] -> values [..., blocks, 32] int8 and scales [..., blocks] float32, blocks = ceil(K / 32).
 
-    Scale: largest magnitude of a block / 127. Values: rounded to nearest, ties to even; missing ones are zero.
+    Each block as :func:`quantize_heads` does it; missing values are zero.
     """
-    blocks = F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    most = blocks.abs().amax(-1)
-    # Not 127 / most, which torch computes as 127 times a rounded reciprocal.
-    inverse = torch.where(most == 0, most, torch.full_like(most, 127.0) / most)
-    return (blocks * inverse[..., None]).round().nan_to_num().to(torch.int8), most / 127
+    return quantize_heads(F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)))
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., D] to int8 values and float32 scales [...]: largest magnitude / 127, nearest value, ties to even."""
     most = x.float().abs().amax(-1)
+    # Not 127 / most, which torch computes as 127 times a rounded reciprocal.
     inverse = torch.where(most == 0, most, torch.full_like(most, 127.0) / most)
     return (x.float() * inverse[..., None]).round().nan_to_num().to(torch.int8), most / 127
-
-
-def rounded_activations(x: Tensor) -> Tensor:
-    """x [..., K] as the integer products see it, float32."""
-    values, scales = quantize_activations(x)
-    return (values * scales[..., None]).flatten(-2)[..., : x.shape[-1]]
 
 
 def dequantize_int4(data: Tensor, scale: Tensor, zero: Tensor, row_scale: Tensor) -> Tensor:

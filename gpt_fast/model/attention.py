@@ -91,8 +91,9 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scorin
     if scoring.cap:
         scores = scoring.cap * torch.tanh(scores / scoring.cap)
     if scoring.slopes is not None:
-        position = torch.arange(k.shape[-2], device=k.device)  # a row's own position adds the same to all its scores
-        scores = scores + scoring.slopes[:, None, None] * (position - k.shape[-2])
+        position = torch.arange(k.shape[-2], device=k.device)
+        own = position[-1] if mask is None else (mask * position).amax(-1, keepdim=True)
+        scores = scores + scoring.slopes[:, None, None] * (position - own)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     if scoring.sinks is None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout
+from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, padded
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, check, padded
+from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, check
 from gpt_fast.model import description as d
 from gpt_fast.model.transformer import Block, KVCache, Transformer
 from gpt_fast.quantize.linear import Int4Linear, Int8Linear, SplitLinear
@@ -49,7 +49,7 @@ class CpuModel:
         tables: dict[str, Tensor | PackedWeights] = {}
         if self.config.tie_embeddings:
             tables["tokens"] = _take(model.head, self.description.head.matrix("output"))[0]
-        self._blocks = [(module.block.ops, _take_all(module, tables)) for module in modules]
+        self._blocks = [(module.block.ops, pack_block(module, tables)) for module in modules]
 
     def program(self, cache: KVCache) -> Program:
         """The steps of this model over ``cache``, which are written in place."""
@@ -137,8 +137,8 @@ def _known(module: nn.Module) -> bool:
     return isinstance(module, Int8Linear)
 
 
-def _take_all(module: Block, tables: dict[str, Tensor | PackedWeights]) -> Weights:
-    """The weights of one block, packed; ``tables``: those of a tied head are there already."""
+def pack_block(module: Block, tables: dict[str, Tensor | PackedWeights]) -> Weights:
+    """The weights of one block, packed and taken from it; ``tables``: those of a tied head are there already."""
     block: d.Block = module.block
     matrices = {m.name: [tables["tokens"]] if m.tied else _take(module, m) for m in block.matrices}
     found = {t.name: module.get_submodule(t.name).get_parameter("weight").detach() for t in block.tables}

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from gpt_fast.checkpoint.family_table import FAMILIES, Family
+from gpt_fast.checkpoint.family import Family
+from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.config import ExpertsConfig, ModelConfig, RopeScaling
 
 
@@ -554,5 +555,7 @@ def _rows(
             layout = Layout("heads", c.num_kv_heads, c.head_dim)
         elif kind == "pairs" and i < 2:  # values do not rotate
             layout = Layout("pairs", count // c.head_dim, c.head_dim, c.rotary)
+        elif kind == "interleaved":  # row 2i of the gate, row 2i + 1 of up
+            layout = Layout("pairs", 1, count, count)
         found.append(Rows(source, count, unit, layout))
     return tuple(found)

@@ -21,7 +21,6 @@ class LinearRows(Protocol):
     def __call__(self, x: Tensor, rows: slice) -> Tensor: ...
 
 
-@torch.compiler.disable
 def run_experts(
     x: Tensor,  # [..., E]
     weights: Tensor,  # [..., k] float32: of each token's experts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpt_fast.config import ModelConfig, RopeScaling
+from gpt_fast.config import ExpertsConfig, ModelConfig, RopeScaling
 from gpt_fast.errors import ConfigError
 
 
@@ -40,6 +40,18 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen2.5-7b": _llama(152064, 3584, 28, 28, 4, 18944, **_QWEN25_7B),
     # version 0.3, whose context has no sliding window
     "mistral-7b": _llama(32768, 4096, 32, 32, 8, 14336, family="mistral", rope_theta=1000000.0, max_seq_len=32768),
+    "mixtral-8x7b": _llama(
+        32000,
+        4096,
+        32,
+        32,
+        8,
+        14336,
+        family="mixtral",
+        rope_theta=1000000.0,
+        max_seq_len=32768,
+        experts=ExpertsConfig(num_experts=8, top_k=2, ffn_dim=14336),
+    ),
 }
 
 

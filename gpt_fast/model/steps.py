@@ -1,9 +1,9 @@
 """A ``Transformer`` behind the engine (engine/model.py): what it caches, and what runs its steps.
 
-On a CPU the C++ kernels run it where they can (cpu_model.py), on a GPU Triton's run its short steps. Else torch
-compiles it block by block, once for one token and once for any larger number, so a model of any depth compiles in the
-time of one block and no later step compiles anything. Without a working C++ compiler the blocks run uncompiled, after
-one warning.
+On a CPU the C++ kernels run it where they can (cpu_model.py), on a GPU Triton's run its short steps (gpu_model.py).
+For all other steps torch compiles it block by block, once for one token and once for any larger number, so a model of
+any depth compiles in the time of one block and no later step compiles anything. Without a working C++ compiler the
+blocks run uncompiled, after one warning.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from gpt_fast.kernels import gpu
 from gpt_fast.kernels.cache import PagedLayer, StepLayout
 from gpt_fast.model.compile_cache import keep_private
 from gpt_fast.model.cpu_model import CpuModel, pack_model
+from gpt_fast.model.experts import run_experts
 from gpt_fast.model.transformer import KVCache, Transformer
 
 if TYPE_CHECKING:
-    from gpt_fast.kernels.gpu.step import GpuStep
+    from gpt_fast.kernels.gpu.graphs import CapturedProgram
 
 log = logging.getLogger(__name__)
 
@@ -60,40 +61,47 @@ Served = CpuModel | TorchModel
 
 
 class TorchStep:
-    """The steps of one model over one cache. ``path`` says what runs them."""
+    """The steps of one model over one cache. ``path`` says what runs them, or the short ones on a GPU."""
 
     def __init__(self, model: Transformer, cache: KVCache, page_table: Tensor, *, kernels: bool, compile: bool) -> None:
         self._model, self._cache = model, cache
-        self._gpu = _gpu_step(model, cache, page_table) if kernels and model.device.type == "cuda" else None
-        self.path = "kernels" if self._gpu else "compiled" if compile else "eager"
-        if self.path == "compiled":
+        self._captured = _capture(model, cache, page_table) if kernels and model.device.type == "cuda" else None
+        self._compiled = compile
+        if compile:
             keep_private()
             for layer in model.layers:
+                if not layer.compiles_whole:
+                    layer.run_experts = torch.compiler.disable(run_experts)
                 layer.compile(fullgraph=layer.compiles_whole, dynamic=True)
 
+    @property
+    def path(self) -> str:
+        return "kernels" if self._captured else "compiled" if self._compiled else "eager"
+
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
-        run = self._gpu or self._model.step
-        return run(tokens, positions, lengths, self._cache, layout, rows)
+        if self._captured is not None and self._captured.takes(tokens.shape[0]):
+            return self._captured.step(tokens, positions, lengths, *layout, rows)
+        return self._model.step(tokens, positions, lengths, self._cache, layout, rows).float()
 
     def reads_host(self, num_tokens: int) -> bool:
-        return self._gpu is not None and self._gpu.takes(num_tokens)
+        return self._captured is not None and self._captured.takes(num_tokens)
 
     def warm_up(self, run: Callable[[int], None], longest: int) -> None:
-        if self._gpu is not None:
-            self._gpu.warm_up(log.info)
-            shapes = [1, min(2, longest)]
-        else:  # twice each: the second run must find everything compiled
-            shapes = [1, min(2, longest), 1, longest, min(3, longest)]
-        if self.path == "compiled":
+        # Compiled shapes twice each: the second run must find everything compiled.
+        shapes = [1, min(2, longest), 1, longest, min(3, longest)]
+        if self._captured is not None:
+            self._captured.warm_up(log.info)
+            shapes = [1, longest, min(self._captured.buckets[-1] + 1, longest)]
+        if self._compiled:
             _configure_compiler()
         try:
             for count in shapes:
                 run(count)
         except Exception as error:  # the compiler raises many types, none of them public
-            if self.path != "compiled":
+            if not self._compiled:
                 raise
             log.warning("torch.compile failed, running uncompiled and slower: %s", str(error).strip().splitlines()[0])
-            self.path = "eager"
+            self._compiled = False
             for layer in self._model.layers:
                 layer._compiled_call_impl = None
             torch._dynamo.reset()
@@ -101,16 +109,21 @@ class TorchStep:
                 run(count)
 
 
-def _gpu_step(model: Transformer, cache: KVCache, page_table: Tensor) -> GpuStep | None:
+def _capture(model: Transformer, cache: KVCache, page_table: Tensor) -> CapturedProgram | None:
     if not gpu.available():
         return None
-    from gpt_fast.kernels.gpu.step import GpuStep
+    from gpt_fast.kernels.gpu.graphs import CapturedProgram
+    from gpt_fast.model.gpu_model import gpu_program
 
     try:
-        return GpuStep(model, cache, page_table)
+        captured = CapturedProgram(gpu_program(model, cache), page_table)
     except UnsupportedError as why:
         log.warning("the GPU kernels do not run %s: plain torch runs this model, and slower", why)
         return None
+    largest, max_batch = captured.buckets[-1], page_table.shape[0]
+    if max_batch > largest:
+        log.info("max_batch %d: the GPU kernels run steps of at most %d tokens, torch larger ones", max_batch, largest)
+    return captured
 
 
 def _configure_compiler() -> None:

@@ -40,6 +40,8 @@ class Context(NamedTuple):
 class Block(nn.Module):
     """One block of a description: its weights as modules and parameters by their names, and its operations."""
 
+    run_experts = staticmethod(run_experts)  # not to be compiled: who compiles the block puts it out of reach
+
     def __init__(self, block: d.Block) -> None:
         super().__init__()
         self.block = block
@@ -193,7 +195,7 @@ def _experts(block: Block, op: d.Experts, values: Values, context: Context) -> N
     up, down = (cast("nn.Linear | LinearRows", block.get_submodule(name)) for name in (op.up, op.down))
     count = block.block.matrix(op.up).num_experts
     weights, chosen = values[op.routes], values[op.routes + " experts"]
-    out = run_experts(values[op.x], weights, chosen, up, down, count, lambda x: activate(x, op.kind, op.gated))
+    out = block.run_experts(values[op.x], weights, chosen, up, down, count, lambda x: activate(x, op.kind, op.gated))
     if op.scale != 1.0:
         out = out * op.scale
     values[op.out] = values[op.add] + out if op.add else out

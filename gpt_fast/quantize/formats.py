@@ -12,7 +12,7 @@ import torch
 from gpt_fast.checkpoint.shard import Cut
 from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.config import ModelConfig
-from gpt_fast.model.description import Part
+from gpt_fast.model.description import Layout, Part
 from gpt_fast.quantize.apply import chunk_rows
 from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.rtn import quantize_rows
@@ -21,20 +21,25 @@ from gpt_fast.quantize.scheme import METHOD, QuantConfig, Scheme, Split
 Specs = dict[str, tuple[torch.dtype | None, tuple[int, ...]]]  # dtype (None: any floating one) and shape by name
 
 
-def plain_weight(part: Part, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
-    """The unquantized tensor that ``part`` is read from, its rows in the parameter's order."""
-    stored, layout = tensors[part.source], part.layout
-    if layout.kind == "transposed":
-        return stored.transposed()
-    if layout.kind == "plain":
-        return stored
-    rows = torch.arange(part.shape[0])
+def row_order(layout: Layout, num_rows: int) -> torch.Tensor:
+    """int64 [num_rows]: where the rows of a parameter stand in a stored tensor of ``layout``."""
+    rows = torch.arange(num_rows)
     if layout.kind == "heads":
         heads = rows.view(layout.groups, -1, layout.head_dim)  # a group: its queries, its key, its value
-        return stored.picked(torch.cat([heads[:, :-2].flatten(), heads[:, -2].flatten(), heads[:, -1].flatten()]))
-    heads = rows.view(-1, layout.head_dim)
-    turning = heads[:, : layout.pairs].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
-    return stored.picked(torch.cat([turning, heads[:, layout.pairs :]], dim=1).flatten())
+        return torch.cat([heads[:, :-2].flatten(), heads[:, -2].flatten(), heads[:, -1].flatten()])
+    if layout.kind == "pairs":
+        heads = rows.view(-1, layout.head_dim)
+        turning = heads[:, : layout.pairs].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+        return torch.cat([turning, heads[:, layout.pairs :]], dim=1).flatten()
+    return rows
+
+
+def plain_weight(part: Part, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
+    """The unquantized tensor that ``part`` is read from, its rows in the parameter's order."""
+    stored = tensors[part.source]
+    if part.layout.kind == "transposed":
+        return stored.transposed()
+    return stored if part.layout.kind == "plain" else stored.picked(row_order(part.layout, stored.num_rows))
 
 
 class Format:

@@ -1,22 +1,26 @@
 """Linear layers with quantized weights, in the place of ``nn.Linear``.
 
 Their weights are buffers in the format of scheme.py. A product has one of two semantics. Exact: the stored weights
-times the activations as they are. Rounded: times the activations rounded to 8 bits in blocks of 32
-(``reference.rounded_activations``), which is what the C++ kernels compute; ``rounded`` makes a layer their twin.
+times the activations as they are (``reference.exact_product``). Rounded: times the activations rounded to 8 bits in
+blocks of 32 (``reference.rounded_product``), which is what the C++ kernels compute; ``rounded`` makes a layer their
+twin.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels import gpu
-from gpt_fast.kernels.reference import dequantize_int4, rounded_activations
+from gpt_fast.kernels.reference import dequantize_int4, exact_product, rounded_product
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import Scheme, Split
+
+if TYPE_CHECKING:
+    from gpt_fast.kernels.gpu.linear import Weights
 
 ALL = slice(None)  # rows
 
@@ -37,7 +41,8 @@ class QuantizedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
-        self._on_gpu: dict[torch.dtype, Any] = {}
+        self._kernels = gpu.available()  # asked here, because torch.compile cannot trace the question
+        self._gpu_weights: dict[torch.dtype, Weights] = {}
         for name, (dtype, shape) in scheme.tensors(out_features, in_features).items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
         self.register_parameter("bias", bias)
@@ -51,27 +56,40 @@ class QuantizedLinear(nn.Module):
         for name, tensor in quantize_rows(rows, self.scheme).items():
             self.get_buffer(name)[start : start + rows.shape[0]].copy_(tensor)
 
-    def forward(self, x: Tensor, rows: slice = ALL) -> Tensor:
+    def forward(self, x: Tensor, rows: slice | None = None) -> Tensor:
         """[..., K] -> [..., N] in the dtype of ``x``; ``rows``: some of the N outputs alone."""
-        on_gpu = x.device.type == "cuda" and gpu.available() and rows is ALL
-        out = self._gpu_product(x) if on_gpu else self.product(x, rows)
-        return out if self.bias is None else out + self.bias[rows]
+        out = self._gpu_product(x) if rows is None and self._on_gpu(x) else self.product(x, rows or ALL)
+        return out if self.bias is None else out + self.bias[rows or ALL]
+
+    def _on_gpu(self, x: Tensor) -> bool:
+        return self._kernels and x.device.type == "cuda"
 
     def product(self, x: Tensor, rows: slice = ALL) -> Tensor:
         """The output without the bias, in plain torch, float32 until it is whole."""
-        given = rounded_activations(x) if self.rounded else x.float()
-        return F.linear(given, self.dequantized(rows)).to(x.dtype)
+        return self._multiply(x, self.dequantized(rows))
+
+    def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return (rounded_product if self.rounded else exact_product)(x, weight).to(x.dtype)
+
+    def gpu_weights(self, dtype: torch.dtype) -> Weights:
+        """These weights as Triton's kernels take them for activations of ``dtype``, made once.
+
+        Raises UnsupportedError for those that the kernels do not take.
+        """
+        if dtype not in self._gpu_weights:
+            self._gpu_weights[dtype] = self._prepared(dtype)
+        return self._gpu_weights[dtype]
+
+    def _prepared(self, dtype: torch.dtype) -> Weights:
+        from gpt_fast.kernels.gpu.linear import prepare
+
+        return prepare(self.scheme.kind, self.weight, scale=self.scale, bias=self.bias)
 
     def _gpu_product(self, x: Tensor) -> Tensor:
         """:meth:`product` by Triton's kernels, for many rows by torch on weights widened for the moment."""
-        from gpt_fast.kernels.gpu.decoder import linear_weights
         from gpt_fast.kernels.gpu.linear import product
 
-        if getattr(self, "order", None) is not None:
-            return self.product(x)
-        if x.dtype not in self._on_gpu:
-            self._on_gpu[x.dtype] = linear_weights(self, x.dtype)._replace(bias=None)
-        return product(x, self._on_gpu[x.dtype])
+        return product(x, self.gpu_weights(x.dtype)._replace(bias=None))
 
     def dequantized(self, rows: slice = ALL) -> Tensor:
         """The weight that this layer multiplies with, float32 [N, K]."""
@@ -107,11 +125,23 @@ class Int4Linear(QuantizedLinear):
         self.register_buffer("order", None)
         self.padding = scheme.padded(in_features) - in_features
 
+    def _prepared(self, dtype: torch.dtype) -> Weights:
+        from gpt_fast.kernels.gpu.linear import prepare
+
+        if self.order is not None:
+            raise UnsupportedError("int4 weights with sorted columns")
+        return prepare(
+            "int4", self.weight, scale=self.row_scale, grid=(self.scale, self.zero), bias=self.bias,
+            in_features=self.in_features, dtype=dtype,
+        )  # fmt: skip
+
+    def _gpu_product(self, x: Tensor) -> Tensor:
+        return self.product(x) if self.order is not None else super()._gpu_product(x)
+
     def product(self, x: Tensor, rows: slice = ALL) -> Tensor:
         if self.order is not None:
             x = x.index_select(-1, self.order)
-        given = rounded_activations(x) if self.rounded else x.float()
-        return F.linear(given, self._columns(rows)).to(x.dtype)
+        return self._multiply(x, self._columns(rows))
 
     def dequantized(self, rows: slice = ALL) -> Tensor:
         columns = self._columns(rows)

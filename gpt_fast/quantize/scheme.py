@@ -98,14 +98,12 @@ class QuantConfig:
     exceptions: Scheme | None = None
 
     def scheme(self, module: str, config: ModelConfig) -> Scheme | Split | None:
-        """For the linear layer ``module`` of a Transformer of ``config``, named as there; None: it stays as it is."""
+        """For the module ``module`` of a Transformer of ``config``, named as there; None: it stays as it is."""
         matrix = describe(config).matrix(module)
-        if matrix is None:
-            return None
+        if matrix is None or matrix.tied or matrix.split == "whole":
+            return None  # also a router: few weights, and every one of them decides
         if matrix.name == "output":
-            return None if matrix.tied else self.head
-        if matrix.split == "whole":  # a router: few weights, and every one of them decides
-            return None
+            return self.head
         if self.blocks is None or self.exceptions is None:
             return self.blocks
         if self.blocks.padded(matrix.inputs) != matrix.inputs:

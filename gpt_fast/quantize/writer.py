@@ -209,14 +209,17 @@ def quantize_checkpoint(
     """
     source = source_of(checkpoint, quant)
     writer = begin_writing(source, out, {"method": "rtn"}, resume)
-    wanted = [part for part in parts(source.config) if part.source not in writer.done]
-    total = sum(source.checkpoint.tensors[part.source].num_bytes for part in wanted)
+    blocks: dict[str, list[Part]] = {}  # by the beginning of their parameters' names
+    for part in parts(source.config):
+        blocks.setdefault(part.target.rpartition(".")[0].rpartition(".")[0], []).append(part)
+    wanted = {name: own for name, own in blocks.items() if name not in writer.done}
+    total = sum(source.checkpoint.tensors[part.source].num_bytes for own in wanted.values() for part in own)
     try:
         with progress_bar(total, progress, "quantizing") as report, torch.no_grad():
-            for part in wanted:
-                write_part(source, writer, part, report)
-                if part.target.endswith("feed_forward.w2.weight"):
-                    writer.complete(part.source)
+            for name, own in wanted.items():
+                for part in own:
+                    write_part(source, writer, part, report)
+                writer.complete(name)
     except BaseException:
         writer.leave()
         raise

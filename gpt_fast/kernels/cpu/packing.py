@@ -80,13 +80,6 @@ def unpack_dense(packed: Tensor, out_features: int) -> Tensor:
     return _dense_view(packed).reshape(tiles * _DENSE_TILE, k)[:out_features].contiguous()
 
 
-def dense_rows(packed: Tensor, rows: Tensor) -> Tensor:
-    """Rows of the matrix that ``packed`` was made of: rows [...] int64 -> [..., K]."""
-    lane = rows % _DENSE_TILE
-    out: Tensor = _dense_view(packed)[rows // _DENSE_TILE, lane // 8, lane % 8]
-    return out
-
-
 def pack_int8(w: Tensor) -> Tensor:
     """w [N, K] int8 -> [ceil(N / 8), ceil(K / 32), 8, 8, 4] int8."""
     if w.dtype != torch.int8:
@@ -175,8 +168,3 @@ def check_group_size(k: int, group_size: int) -> None:
         raise ValueError(f"group_size {group_size} is not one of {', '.join(map(str, GROUP_SIZES))}")
     if k % group_size:
         raise ValueError(f"K ({k}) is not a multiple of group_size ({group_size})")
-
-
-def packed_num_bytes(t: Tensor) -> int:
-    """Bytes that one product streams."""
-    return t.numel() * t.element_size()

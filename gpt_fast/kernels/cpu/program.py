@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache, StepLayout
+from gpt_fast.kernels.cache import LayerCache, StepLayout, check_cache, padded
 from gpt_fast.kernels.cpu.library import CACHE_FORMATS, FORMATS, library
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import alibi_slopes
 
-LANES = 8  # heads in the cache are filled up to a multiple of this
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped_swiglu": 4}
 
 _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
@@ -27,6 +26,7 @@ _CODES: tuple[type[d.Op], ...] = (
     d.Embed, d.AddPositions, d.Norm, d.Product, d.Heads, d.Attention, d.Activation, d.Route, d.Experts, d.Gate, d.Cap,
 )  # fmt: skip
 _ROWS = len(_CODES)  # the code of the operation that keeps only the wanted tokens' rows
+_MAX_BUFFERS = 64  # program.h
 
 
 class _Linear(ctypes.Structure):
@@ -113,12 +113,7 @@ def check(ops: Sequence[d.Op]) -> None:
         if type(op) not in _TRANSLATE:
             raise UnsupportedError(f"the operation {type(op).__name__}")
         if isinstance(op, (d.Activation, d.Experts)):
-            _kind(op.kind)
-
-
-def padded(head_dim: int) -> int:
-    """Numbers of a head in the cache."""
-    return -(-head_dim // LANES) * LANES
+            _kind(op)
 
 
 class Program:
@@ -141,19 +136,23 @@ class Program:
         self._library = library()
         for which, kind in enumerate((_Linear, _Op, _Program, _Step)):
             assert self._library.gpt_fast_struct_bytes(which) == ctypes.sizeof(kind), f"{kind.__name__} differs"
-        self._kept: list[Any] = []
+        self._kept: list[object] = []
         self._ops: list[_Op] = []
         self._buffers = _Buffers(output, input)
         self._widest = 1
-        self._rounded: _Rounding = _Rounding()
+        self._rounded = _Rounding()
+        self._heads: dict[tuple[str, str, str], _Op] = {}  # of the block, by the names of queries, keys and values
+        self._halves: dict[int, int] = {}  # of each rope table that is used: columns of its angles
         caches = [weights.cache for _, weights in blocks if weights.cache is not None]
+        k_cache = check_cache(caches, len(caches)) if caches else None
         for i, (ops, weights) in enumerate(blocks):
             if i == rows_before:
                 self._keep_wanted_rows()
             self._block(ops, weights)
         self._width = self._buffers.widths[self._buffers.output]
         self._rows = rows_before is not None
-        self._program = self._struct(input, caches[0].k if caches else None)
+        self._in_place = input is not None and self._buffers.output == 0
+        self._program = self._struct(input, k_cache)
 
     def run(
         self,
@@ -164,14 +163,23 @@ class Program:
         rows: Tensor,  # [R] int64: tokens whose outputs are wanted
         input: Tensor | None = None,  # [N, width] float32
     ) -> Tensor:
-        """The output buffer, float32 [R or N, width]; keys and values of all tokens go into the caches."""
-        out = torch.empty(rows.shape[0] if self._rows else tokens.shape[0], self._width)
+        """The output buffer, float32 [R or N, width]; keys and values of all tokens go into the caches.
+
+        Raises ValueError for rope tables of another width than the operations'.
+        """
+        for table, half in self._halves.items():
+            if {t.shape[-1] for t in angles[table]} != {half}:
+                raise ValueError(f"rope table {table} must have {half} columns, not {angles[table][0].shape[-1]}")
         given = [tokens, positions, rows, *(t for pair in angles for t in pair)]
         tokens, positions, rows, *turns = (t.contiguous() for t in given)
         layout = layout or NO_LAYOUT
         start, context_len, page_table, write_slots = (t.contiguous() for t in layout)
         pointers = (_P * max(1, len(turns)))(*(t.data_ptr() for t in turns))
-        source = None if input is None else input.contiguous().clone()
+        source = None if input is None else input.clone(memory_format=torch.contiguous_format)
+        if self._in_place and source is not None:
+            out = source
+        else:
+            out = torch.empty(rows.shape[0] if self._rows else tokens.shape[0], self._width)
         step = _Step(
             tokens.data_ptr(),
             positions.data_ptr(),
@@ -190,6 +198,8 @@ class Program:
 
     def _struct(self, input: tuple[str, int] | None, k_cache: Tensor | None) -> _Program:
         b = self._buffers
+        if len(b.widths) > _MAX_BUFFERS:
+            raise UnsupportedError(f"{len(b.widths)} buffers, more than {_MAX_BUFFERS}")
         arrays = [(_I * max(1, len(n)))(*n) for n in (b.widths, b.slots, b.slot_widths)]
         ops = (_Op * len(self._ops))(*self._ops)
         self._kept += [ops, arrays]
@@ -212,8 +222,11 @@ class Program:
     def _keep_wanted_rows(self) -> None:
         x, width = self._buffers["x"], self._buffers.width("x")
         self._ops.append(_Op(code=_ROWS, x=x, out=self._buffers.new("x", width), add=-1, width=width))
+        self._rounded = _Rounding()  # rows stand elsewhere now
 
     def _block(self, ops: Sequence[d.Op], weights: Weights) -> None:
+        check(ops)
+        self._heads.clear()
         for i, op in enumerate(ops):
             for done in _TRANSLATE[type(op)](self, op, weights):
                 done.code = _CODES.index(type(op))
@@ -230,15 +243,36 @@ class Program:
         """Its columns."""
         return self._buffers.width(name)
 
-    def make(self, name: str, width: int, op: _Op | None = None) -> int:
-        """A buffer for what ``op`` makes; x and others that are added to stay where they are."""
-        made = self._buffers.make(name, width)
-        self._rounded.made(made, op)
+    def make(self, name: str, width: int, rounds: _Op | None = None, apart: Sequence[int] = ()) -> int:
+        """The buffer ``name`` to be written: where it is if it has that width, else a new one.
+
+        ``rounds``: the operation that writes it, if that can also round it. ``apart``: buffers that are still read
+        while it is written.
+        """
+        made = self._buffers.make(name, width, apart)
+        self._rounded.made(made, rounds)
         return made
 
-    def name(self, name: str, buffer: int) -> None:
-        """Call ``buffer`` by another name as well."""
-        self._buffers.alias(name, buffer)
+    def make_heads(self, op: d.Heads, done: _Op) -> None:
+        """Name what ``done`` makes of its buffer, which it writes as well, or of another one if heads are filled up."""
+        if self._heads:
+            raise UnsupportedError("two operations of one block that cache keys and values")
+        self._rounded.made(done.x, None)
+        out = done.x
+        if done.padded_dim != op.head_dim:
+            out = done.out = self.make(op.q, (op.num_heads + 2 * op.num_kv_heads) * done.padded_dim)
+        for name in (op.q, op.k, op.v):
+            self._buffers.alias(name, out)
+        self._heads[op.q, op.k, op.v] = done
+        if op.rotary and self._halves.setdefault(op.rope, op.rotary // 2) != op.rotary // 2:
+            raise UnsupportedError(f"heads that rotate by {op.rotary} dimensions of a narrower or wider rope table")
+
+    def heads(self, op: d.Attention) -> _Op:
+        """What made the queries, keys and values of ``op``."""
+        found = self._heads.get((op.q, op.k, op.v))
+        if found is None:
+            raise UnsupportedError(f"attention of {op.q}, {op.k}, {op.v}, which do not come from one operation")
+        return found
 
     def needs_rounded(self, buffer: int, width: int, op: _Op) -> None:
         """``op`` takes the rows of ``buffer`` rounded to 8 bits: let their maker round them, or ``op`` itself."""
@@ -286,11 +320,10 @@ class _Rounding:
         self._makers[buffer] = op
 
     def needed(self, buffer: int, op: _Op) -> None:
-        if buffer == self._held:
-            return
-        maker = self._makers.get(buffer)
-        (op if maker is None else maker).quantize = 1
-        self._held = buffer
+        if buffer != self._held:
+            maker = self._makers.get(buffer)
+            (op if maker is None else maker).quantize = 1
+            self._held = buffer
         self._makers.clear()
 
 
@@ -312,24 +345,28 @@ class _Buffers:
     def width(self, name: str) -> int:
         return self.widths[self._names[name]]
 
-    def make(self, name: str, width: int) -> int:
-        """The buffer ``name`` if it is there and as wide, else a new one."""
-        found = self._names.get(name)
-        return found if found is not None and self.widths[found] == width else self.new(name, width)
+    def make(self, name: str, width: int, apart: Sequence[int]) -> int:
+        """The buffer ``name`` if it is there, as wide and none of ``apart``, else a new one."""
+        found = self._names.get(name, -1)
+        return found if found >= 0 and self.widths[found] == width and found not in apart else self.new(name, width)
 
     def new(self, name: str, width: int) -> int:
         if name == self._output_name:  # the caller's memory
             self.widths.append(width)
-            self.slots.append(0)
-            self.output = self._names[name] = len(self.widths) - 1
+            self.slots.append(-1)
+            self.alias(name, len(self.widths) - 1)
         else:
             self._names[name] = self._add(width)
         return self._names[name]
 
     def alias(self, name: str, buffer: int) -> None:
         self._names[name] = buffer
-        if name == self._output_name:
-            self.output = buffer
+        if name != self._output_name:
+            return
+        if self.output >= 0 and self.slots[self.output] < 0:  # of the same name, but not the last: memory like others
+            self.slots[self.output] = len(self.slot_widths)
+            self.slot_widths.append(self.widths[self.output])
+        self.output = buffer
 
     def free(self, needed: set[str]) -> None:
         """Forget buffers that no name in ``needed`` means; their memory may be taken."""
@@ -357,25 +394,27 @@ def _reads(op: d.Op) -> Iterator[str]:
             yield name
 
 
-def _table(p: Program, table: Tensor | PackedWeights) -> dict[str, Any]:
-    data = table.data if isinstance(table, PackedWeights) else table
-    if data.dtype not in (torch.float32, torch.bfloat16):
-        raise UnsupportedError(f"an embedding table of {data.dtype}")
-    packed = isinstance(table, PackedWeights)
-    width = table.in_features if isinstance(table, PackedWeights) else data.shape[1]
-    address = p.pointer(data)
-    narrow = data.dtype == torch.bfloat16
-    return {"table": address, "table_bfloat16": narrow, "table_packed": packed, "width": width}
-
-
 def _embed(p: Program, op: d.Embed, w: Weights) -> Iterator[_Op]:
-    fields = _table(p, w.tables[op.table])
-    yield _Op(out=p.make(op.out, fields["width"]), add=-1, scale=op.scale, **fields)
+    done = _Op(add=-1, scale=op.scale)
+    _read_table(p, done, w.tables[op.table])
+    done.out = p.make(op.out, done.width)
+    yield done
 
 
 def _add_positions(p: Program, op: d.AddPositions, w: Weights) -> Iterator[_Op]:
-    fields = _table(p, w.tables[op.table])
-    yield _Op(x=p.buffer(op.x), add=-1, position_offset=op.offset, **fields)
+    done = _Op(add=-1, position_offset=op.offset)
+    _read_table(p, done, w.tables[op.table])
+    done.x = done.out = p.make(op.x, done.width)
+    yield done
+
+
+def _read_table(p: Program, done: _Op, table: Tensor | PackedWeights) -> None:
+    packed = isinstance(table, PackedWeights)
+    data = table.data if isinstance(table, PackedWeights) else table
+    if data.dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedError(f"an embedding table of {data.dtype}")
+    done.width = table.in_features if isinstance(table, PackedWeights) else data.shape[1]
+    done.table, done.table_bfloat16, done.table_packed = p.pointer(data), data.dtype == torch.bfloat16, packed
 
 
 def _norm(p: Program, op: d.Norm, w: Weights) -> Iterator[_Op]:
@@ -383,7 +422,7 @@ def _norm(p: Program, op: d.Norm, w: Weights) -> Iterator[_Op]:
     x, add, width = p.buffer(op.x), p.buffer(op.add), p.width(op.x)
     done = _Op(x=x, add=add, width=width, kind=op.kind == "layer", eps=op.eps)
     done.weight, done.bias = p.floats(weight, op.offset), p.floats(bias)
-    done.out = p.make(op.out, width, done)
+    done.out = p.make(op.out, width, rounds=done)
     yield done
 
 
@@ -398,82 +437,73 @@ def _product(p: Program, op: d.Product, w: Weights) -> Iterator[_Op]:
             p.needs_rounded(x, width, done)
         ops.append(done)
         column += piece.out_features
-    out = p.make(op.out, total)
+    out = p.make(op.out, total, apart=[x])
     for done in ops:
         done.out = out
         yield done
 
 
 def _heads(p: Program, op: d.Heads, w: Weights) -> Iterator[_Op]:
-    room = padded(op.head_dim)
-    cache = _cache(p, op, w)
     done = _Op(
-        x=p.buffer(op.x), add=-1, heads=op.num_heads, kv_heads=op.num_kv_heads, head_dim=op.head_dim, padded_dim=room,
-        rotary=op.rotary, rope=op.rope, eps=op.norm_eps, norm_rows=op.norm == "row", **cache,
+        x=p.buffer(op.x), add=-1, heads=op.num_heads, kv_heads=op.num_kv_heads, head_dim=op.head_dim,
+        padded_dim=padded(op.head_dim), rotary=op.rotary, rope=op.rope, eps=op.norm_eps, norm_rows=op.norm == "row",
     )  # fmt: skip
+    _use_cache(p, done, w.cache)
     if op.norm != "no":
         done.q_norm, done.k_norm = (p.floats(w.vectors[name][0], op.norm_offset) for name in ("q_norm", "k_norm"))
-    if room != op.head_dim:
-        done.out = p.make(op.q, (op.num_heads + 2 * op.num_kv_heads) * room)
-    for name in (op.q, op.k, op.v):
-        p.name(name, done.out if room != op.head_dim else done.x)
+    p.make_heads(op, done)
     yield done
 
 
-def _cache(p: Program, op: d.Heads, w: Weights) -> dict[str, Any]:
-    assert w.cache is not None
-    k = w.cache.k
-    if k.dtype not in CACHE_FORMATS:
-        raise UnsupportedError(f"a KV cache of {k.dtype}")
-    if tuple(k.shape[2:]) != (op.num_kv_heads, padded(op.head_dim)):
-        raise UnsupportedError(f"a KV cache of {tuple(k.shape[2:])} a token for heads of {op.head_dim}")
-    return {f: None if t is None else p.pointer(t) for f, t in zip(_CACHE_FIELDS, w.cache, strict=True)}
-
-
-_CACHE_FIELDS = ("k_cache", "v_cache", "k_scale", "v_scale")
+def _use_cache(p: Program, done: _Op, cache: LayerCache | None) -> None:
+    assert cache is not None
+    if cache.k.dtype not in CACHE_FORMATS:
+        raise UnsupportedError(f"a KV cache of {cache.k.dtype}")
+    if tuple(cache.k.shape[2:]) != (done.kv_heads, done.padded_dim):
+        raise UnsupportedError(f"a KV cache of {tuple(cache.k.shape[2:])} a token for heads of {done.head_dim}")
+    done.k_cache, done.v_cache, done.k_scale, done.v_scale = (None if t is None else p.pointer(t) for t in cache)
 
 
 def _attention(p: Program, op: d.Attention, w: Weights) -> Iterator[_Op]:
-    assert w.cache is not None
-    heads = p._ops[-1]  # Heads, which has the shapes
+    heads = p.heads(op)
     done = _Op(
         x=p.buffer(op.q), add=-1, scale=op.scale, cap=op.cap, window=op.window, heads=heads.heads,
         kv_heads=heads.kv_heads, head_dim=heads.head_dim, padded_dim=heads.padded_dim,
-        **{f: getattr(heads, f) for f in _CACHE_FIELDS},
     )  # fmt: skip
+    _use_cache(p, done, w.cache)
     done.slopes = p.floats(alibi_slopes(heads.heads)) if op.alibi else None
     done.sinks = p.floats(w.vectors[op.sinks][0]) if op.sinks else None
-    done.out = p.make(op.out, heads.heads * heads.head_dim)
+    done.out = p.make(op.out, heads.heads * heads.head_dim, apart=[done.x])
     yield done
 
 
 def _activation(p: Program, op: d.Activation, w: Weights) -> Iterator[_Op]:
     width = p.width(op.x) // (2 if op.gated else 1)
-    done = _Op(x=p.buffer(op.x), add=-1, width=width, kind=_kind(op.kind), gated=op.gated)
-    done.out = p.make(op.out, width, done)
+    done = _Op(x=p.buffer(op.x), add=-1, width=width, kind=_kind(op), gated=op.gated)
+    done.out = p.make(op.out, width, rounds=done)
     yield done
 
 
-def _kind(name: str) -> int:
-    if name not in ACTIVATIONS:
-        raise UnsupportedError(f"the activation {name}")
-    return ACTIVATIONS[name]
+def _kind(op: d.Activation | d.Experts) -> int:
+    if op.kind not in ACTIVATIONS or (op.kind == "clamped_swiglu" and not op.gated):
+        raise UnsupportedError(f"the activation {op.kind}{'' if op.gated else ' without a gate'}")
+    return ACTIVATIONS[op.kind]
 
 
 def _route(p: Program, op: d.Route, w: Weights) -> Iterator[_Op]:
     done = _Op(x=p.buffer(op.x), add=-1, top_k=op.top_k, renormalize=op.renormalize, num_experts=p.width(op.x))
-    done.out = p.make(op.out, 2 * op.top_k)
+    done.out = p.make(op.out, 2 * op.top_k, apart=[done.x])
     yield done
 
 
 def _experts(p: Program, op: d.Experts, w: Weights) -> Iterator[_Op]:
     up, down = w.matrices[op.up], w.matrices[op.down]
     done = _Op(
-        x=p.buffer(op.x), add=p.buffer(op.add), width=p.width(op.x), routes=p.buffer(op.routes), kind=_kind(op.kind),
+        x=p.buffer(op.x), add=p.buffer(op.add), width=p.width(op.x), routes=p.buffer(op.routes), kind=_kind(op),
         gated=op.gated, scale=op.scale, top_k=p.width(op.routes) // 2, num_experts=len(up), up=p.linears(up),
         down=p.linears(down),
     )  # fmt: skip
-    done.out = p.make(op.out, down[0].out_features)
+    done.out = p.make(op.out, down[0].out_features, apart=[done.routes])
     yield done
 
 

@@ -1,14 +1,13 @@
-"""Triton kernels for decoding on a GPU, and a decoder made of them.
+"""Triton kernels for steps of few tokens on a GPU, and programs made of them.
 
 Nothing here is imported by the rest of the package unless a model runs on CUDA: Triton may be absent.
 
     linear.py     products of up to 16 rows with dense, int8, int4, fp8 weights; norm, bias, SwiGLU, residual fused
     attention.py  attention over the paged cache: split over the length for decoding, by blocks of queries for prompts
-    fused.py      embedding; q and k norm, rotation and cache write; norm; gate
-    decoder.py    GpuDecoder: whole steps of a model of up to 16 new tokens
-    graphs.py     CapturedDecoder: the same replayed from CUDA graphs
-    step.py       GpuStep: what takes the place of Transformer.step
-    *_kernel.py   the Triton code; reference.py and gpt_fast/model/attention.py hold the plain twins
+    fused.py      embedding; what a norm needs; q and k norm, rotation and cache write
+    program.py    GpuProgram: whole steps of up to 16 new tokens, made from a model's description
+    graphs.py     CapturedProgram: the same replayed from CUDA graphs
+    *_kernel.py   the Triton code. Its plain twins: gpt_fast/model (transformer.py, attention.py, rope.py)
 
 Under TRITON_INTERPRET=1, set before Triton is imported, everything runs on a CPU, slowly: for tests.
 """

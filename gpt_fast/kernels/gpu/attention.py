@@ -1,6 +1,6 @@
 """Attention over the paged cache on a GPU: decoding, verifying and prefilling by one kernel.
 
-The new tokens of a step stand in one flat row, see ``StepLayout`` in model/attention.py. A step of few tokens
+The new tokens of a step stand in one flat row, see ``StepLayout``. A step of few tokens
 is split over each sequence's length (flash-decoding: Dao et al. 2023, "Flash-Decoding for long-context inference"),
 with the running softmax of FlashAttention (arXiv 2205.14135) inside a part. The number of parts depends on the heads
 alone and their bounds on the token alone, so a row's result is the same bits in any batch. A longer step takes 16
@@ -99,39 +99,18 @@ def attend(
         "slots_pad": launching.power_of_two(num_slots),
     }
     attend_kernel[(programs, kv_heads, splits)](
-        q.contiguous(),
-        cache.k,
-        cache.v,
-        cache.k_scale,
-        cache.v_scale,
-        query_start,
-        context_len,
-        page_table,
-        out,
+        q.contiguous(), *cache, query_start, context_len, page_table, out,
         *(room if few and room is not None else (None, None, None)),
-        num_slots,
-        page_table.shape[1],
-        _LOG2E.value * scale,
-        window,
-        page_size=page_size,
-        compute=launching.compute_dtype(q.dtype),
-        one_launch=one_launch,
-        **constants,
+        num_slots, page_table.shape[1], _LOG2E.value * scale, window,
+        page_size=page_size, compute=launching.compute_dtype(q.dtype), one_launch=one_launch, **constants,
         **launching.options(num_warps=4 if rows * width <= 64 * 128 else 8, num_stages=3 if width <= 128 else 2),
-    )
+    )  # fmt: skip
     if few and not one_launch:
         assert room is not None
         combine_kernel[(num_tokens, kv_heads)](
-            query_start,
-            context_len,
-            out,
-            room.partial,
-            room.stats,
-            num_slots,
-            window,
-            **constants,
+            query_start, context_len, out, room.partial, room.stats, num_slots, window, **constants,
             **launching.options(num_warps=4),
-        )
+        )  # fmt: skip
     return out
 
 

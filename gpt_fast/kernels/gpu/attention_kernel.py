@@ -67,6 +67,47 @@ def _store(out, value, token, head, count, heads, dim, group: tl.constexpr, rows
 
 
 @triton.jit
+def _attend_part(
+    own, own_position, k_cache, v_cache, k_scale, v_scale, pages, head, start, stop, scale, window,
+    page_size: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, compute: tl.constexpr, rows: tl.constexpr,
+    width: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Queries ``own`` [rows, width] against positions start..stop-1: the greatest score, the sum of weights [rows], and
+    the weighted sum of values [rows, width]."""
+    t = tl.arange(0, block)
+    d = tl.arange(0, width)
+    in_dim = d < dim
+    most = tl.full((rows,), float("-inf"), tl.float32)
+    total = tl.zeros((rows,), tl.float32)
+    acc = tl.zeros((rows, width), tl.float32)
+    for first in range(start, stop, block):
+        key = first + t
+        valid = key < stop
+        page = tl.load(pages + key // page_size, mask=valid, other=0)
+        row = (page.to(tl.int64) * page_size + key % page_size) * kv_heads + head
+        inside = valid[:, None] & in_dim[None, :]
+        keys = tl.load(k_cache + row[:, None] * dim + d[None, :], mask=inside, other=0).to(compute)
+        values = tl.load(v_cache + row[:, None] * dim + d[None, :], mask=inside, other=0).to(compute)
+        scores = tl.dot(own, tl.trans(keys), input_precision="ieee") * scale
+        if k_scale is not None:
+            scores *= tl.load(k_scale + row, mask=valid, other=0.0)[None, :]
+        seen = valid[None, :] & (key[None, :] <= own_position[:, None])
+        if window > 0:
+            seen &= key[None, :] > own_position[:, None] - window
+        scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(most, tl.max(scores, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)  # a row may see nothing of this block
+        weights = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(most - base)
+        total = total * keep + tl.sum(weights, 1)
+        if v_scale is not None:
+            weights *= tl.load(v_scale + row, mask=valid, other=0.0)[None, :]
+        acc = acc * keep[:, None] + tl.dot(weights.to(compute), values, input_precision="ieee")
+        most = new
+    return most, total, acc
+
+
+@triton.jit
 def attend_kernel(
     q, k_cache, v_cache, k_scale, v_scale, query_start, context_len, page_table, out, partial, stats, arrivals,
     num_slots, pages_per_slot, scale, window,
@@ -102,39 +143,14 @@ def attend_kernel(
 
     r = tl.arange(0, rows)
     d = tl.arange(0, width)
-    t = tl.arange(0, block)
-    in_dim = d < dim
     q_at = ((token + r // group) * heads + head * group + r % group).to(tl.int64) * dim
-    own = tl.load(q + q_at[:, None] + d[None, :], mask=(r < count * group)[:, None] & in_dim[None, :], other=0.0)
+    own = tl.load(q + q_at[:, None] + d[None, :], mask=(r < count * group)[:, None] & (d < dim)[None, :], other=0.0)
     own = own.to(compute)
     own_position = position + r // group
-    most = tl.full((rows,), float("-inf"), tl.float32)
-    total = tl.zeros((rows,), tl.float32)
-    acc = tl.zeros((rows, width), tl.float32)
-    for first in range(start, stop, block):
-        key = first + t
-        valid = key < stop
-        page = tl.load(page_table + slot * pages_per_slot + key // page_size, mask=valid, other=0)
-        row = (page.to(tl.int64) * page_size + key % page_size) * kv_heads + head
-        inside = valid[:, None] & in_dim[None, :]
-        keys = tl.load(k_cache + row[:, None] * dim + d[None, :], mask=inside, other=0).to(compute)
-        values = tl.load(v_cache + row[:, None] * dim + d[None, :], mask=inside, other=0).to(compute)
-        scores = tl.dot(own, tl.trans(keys), input_precision="ieee") * scale
-        if k_scale is not None:
-            scores *= tl.load(k_scale + row, mask=valid, other=0.0)[None, :]
-        seen = valid[None, :] & (key[None, :] <= own_position[:, None])
-        if window > 0:
-            seen &= key[None, :] > own_position[:, None] - window
-        scores = tl.where(seen, scores, float("-inf"))
-        new = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # a row may see nothing of this block
-        weights = tl.exp2(scores - base[:, None])
-        keep = tl.exp2(most - base)
-        total = total * keep + tl.sum(weights, 1)
-        if v_scale is not None:
-            weights *= tl.load(v_scale + row, mask=valid, other=0.0)[None, :]
-        acc = acc * keep[:, None] + tl.dot(weights.to(compute), values, input_precision="ieee")
-        most = new
+    most, total, acc = _attend_part(
+        own, own_position, k_cache, v_cache, k_scale, v_scale, page_table + slot * pages_per_slot, head, start, stop,
+        scale, window, page_size, kv_heads, dim, compute, rows, width, block,
+    )  # fmt: skip
 
     at = program * kv_heads + head
     if splits == 1:

@@ -1,41 +1,25 @@
-"""CUDA graphs of a decoder's steps, one for each of a few numbers of tokens; a step replays the next larger one.
+"""CUDA graphs of a program's steps, one for each of a few numbers of tokens; a step replays the next larger one.
 
 A step of 8B weights in int4 takes a millisecond and some two hundred launches: launched one by one from Python they
 would take several times that. A graph is recorded once, with fixed buffers; a step copies its inputs there and replays.
 
-The decoder's plain call is the twin of a replay. ``capture`` may be anything that turns a function into one that does
+The program's plain call is the twin of a replay. ``capture`` may be anything that turns a function into one that does
 the same again: ``cuda_capture``, or on a machine without CUDA the function itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gpt_fast.kernels.gpu.program import GpuProgram
+
 BUCKETS = (1, 2, 4, 8, 16)
 
 Run = Callable[[], Tensor]
-
-
-class Decoder(Protocol):
-    """What is recorded: decoder.py's ``GpuDecoder``."""
-
-    device: torch.device
-
-    def step(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        lengths: Tensor,
-        query_start: Tensor,
-        context_len: Tensor,
-        page_table: Tensor,
-        write_slots: Tensor,
-    ) -> Tensor:
-        """Logits [N, V] of all new tokens."""
 
 
 class _Rows(NamedTuple):
@@ -49,23 +33,23 @@ class _Rows(NamedTuple):
         return self.all.unbind(0)
 
 
-class CapturedDecoder:
+class CapturedProgram:
     """Steps of at most ``buckets[-1]`` new tokens over the sequences of ``page_table`` [S, P] int32.
 
-    The table lies on the decoder's device and is read by every replay: its owner changes entries in place.
+    The table lies on the program's device and is read by every replay: its owner changes entries in place.
     ``warm_up`` records every bucket and must be called before ``step``. Not for several threads at once.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        program: GpuProgram,
         page_table: Tensor,
         buckets: Sequence[int] = BUCKETS,
         capture: Callable[[Run], Run] | None = None,
     ) -> None:
-        self.decoder, self.buckets = decoder, tuple(sorted(buckets))
+        self.program, self.buckets = program, tuple(sorted(buckets))
         self._capture = capture or CudaCapture()
-        device = decoder.device
+        device = program.device
         self._page_table = page_table
         num_slots = page_table.shape[0]
         self._slots = torch.zeros(2 * num_slots + 1, dtype=torch.int32, device=device)
@@ -130,7 +114,7 @@ class CapturedDecoder:
     def _run(self, bucket: int) -> Tensor:
         tokens, positions, lengths, write_slots = self._rows[bucket].parts
         start, context_len = self._views
-        return self.decoder.step(tokens, positions, lengths, start, context_len, self._page_table, write_slots)
+        return self.program.step(tokens, positions, lengths, start, context_len, self._page_table, write_slots)
 
 
 class CudaCapture:
@@ -138,7 +122,7 @@ class CudaCapture:
 
     def __init__(self, warm_up_runs: int = 2) -> None:
         self.warm_up_runs = warm_up_runs
-        self._pool: Any = None
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
         """``run`` recorded, after some plain runs on a stream of their own that compile and allocate."""
@@ -152,7 +136,6 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             out = run()
-        self._pool = self._pool or graph.pool()
 
         def replay() -> Tensor:
             graph.replay()

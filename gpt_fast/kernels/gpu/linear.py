@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.gpu import launching
 from gpt_fast.kernels.gpu.linear_kernel import linear_kernel
 
@@ -34,7 +35,7 @@ class Weights(NamedTuple):
     data: Tensor  # dense, int8, fp8 (its bytes): [N, K]; int4: [N, P / 2] bytes in the order of quantize/scheme.py
     out_features: int
     in_features: int
-    scale: Tensor | None = None  # all but dense: float32 [N], for the outputs
+    scale: Tensor | None = None  # float32 [N], for the outputs; dense weights have one by scaled() alone
     group_size: int = 0  # int4
     bias: Tensor | None = None  # [N]
     pairs: Tensor | None = None  # int4: int32 [P / group_size, N], two 16-bit floats each
@@ -77,8 +78,8 @@ def prepare(
     """Weights in the format of quantize/scheme.py (``dense``: a float matrix [N, K]) for activations of ``dtype``.
 
     ``scale`` [N] is for the outputs: int4's ``row_scale``, beside the scales and zeros of its groups, ``grid``, and
-    ``in_features`` is K where its rows are padded. ``data`` is kept as it is, not copied. Raises ValueError for a kind
-    or a group size that is not known.
+    ``in_features`` is K where its rows are padded. ``data`` is kept as it is, not copied. Raises UnsupportedError
+    for a group size that the kernels do not take, ValueError for a kind that is not known.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: {kind!r} is not one of {', '.join(KINDS)}")
@@ -93,7 +94,7 @@ def prepare(
     assert grid is not None
     group_size = 2 * width // grid[0].shape[1]
     if group_size not in (32, 64, 128):
-        raise ValueError(f"group_size: {group_size} is not one of 32, 64, 128")
+        raise UnsupportedError(f"int4 weights with group_size {group_size}, which is not one of 32, 64, 128")
     return Weights(kind, data, n, in_features or 2 * width, scale, group_size, bias, _pairs(*grid, dtype))
 
 
@@ -106,6 +107,14 @@ def _pairs(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
     half = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
     both = torch.stack((scale.to(half), (8 - zero / 8).to(half)), dim=-1).transpose(0, 1).contiguous()
     return both.view(torch.int32).squeeze(-1)
+
+
+def scaled(w: Weights, factor: float) -> Weights:
+    """Weights whose products, biases included, are ``factor`` times those of ``w``."""
+    if factor == 1.0:
+        return w
+    scale = torch.ones(w.out_features, device=w.data.device) if w.scale is None else w.scale
+    return w._replace(scale=scale * factor, bias=None if w.bias is None else w.bias.float() * factor)
 
 
 def tiling(w: Weights, gated: bool = False) -> Tiling:
@@ -154,12 +163,13 @@ def linear_residual(
 
 
 def product(x: Tensor, w: Weights) -> Tensor:
-    """x [..., K] of any number of rows -> [..., N] of x's dtype: a prompt's products, and a step's outside a decoder.
+    """x [..., K] of any number of rows -> [..., N] of x's dtype: a prompt's products, and a step's outside a program.
 
-    More than 16 rows meet dequantized weights in torch's product, which is bound by arithmetic by then.
+    Torch multiplies with dequantized weights for more than 16 rows, and inside torch.compile, whose code cannot be
+    relied on to launch the kernel.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] <= MAX_ROWS:
+    if rows.shape[0] <= MAX_ROWS and not torch.compiler.is_compiling():
         return linear(rows.contiguous(), w).view(*x.shape[:-1], w.out_features)
     out = F.linear(rows, dequantized(w, x.dtype))
     if w.scale is not None:
@@ -207,37 +217,17 @@ def launch(
     num_squares = 0 if squares is None else squares.shape[1]
     outputs = t.tile // 2 if gated else t.tile
     linear_kernel[(-(-num_out // outputs),)](
-        rows,
-        squares,
-        w.data,
-        w.scale,
-        w.pairs,
-        w.bias,
-        residual,
-        out,
-        next_norm,
+        rows, squares, w.data, w.scale, w.pairs, w.bias, residual, out, next_norm,
         None if row is None else row.weighted,
         None if row is None else row.squares,
-        rows.shape[0],
-        num_out,
-        out.stride(0),
-        w.in_features,
-        num_groups,
-        num_squares,
-        eps,
+        rows.shape[0], num_out, out.stride(0), w.in_features, num_groups, num_squares, eps,
         kind=w.kind,
         half_dtype=launching.half_dtype(rows.dtype),
         compute=launching.compute_dtype(rows.dtype),
-        group_size=w.group_size,
-        gated=gated,
-        tile=t.tile,
-        columns=MAX_ROWS,
-        warps=t.warps,
-        chunk=t.chunk,
-        unroll=t.unroll,
-        even=even,
+        group_size=w.group_size, gated=gated, tile=t.tile, columns=MAX_ROWS, warps=t.warps, chunk=t.chunk,
+        unroll=t.unroll, even=even,
         squares_pad=launching.power_of_two(num_squares),
         assembly=not launching.INTERPRETED,
         # float32 activations take twice the shared memory
         **launching.options(num_warps=t.warps, num_stages=2 if rows.dtype == torch.float32 else t.stages),
-    )
+    )  # fmt: skip

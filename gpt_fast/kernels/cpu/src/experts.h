@@ -41,11 +41,15 @@ struct ExpertsJob {
 
     int64_t hidden() const { return gated ? up[0].n / 2 : up[0].n; }
 
+    bool rounds_x() const { return up[0].format >= kInt8; }
+    bool rounds_hidden() const { return down[0].format >= kInt8; }
+
     // Of the places below, for n tokens.
     int64_t num_bytes(int64_t n) const {
         const int64_t pairs = n * top_k;
-        return 8 * (pairs + 2 * num_experts + 2) + 4 * pairs * (dim + up[0].n + hidden() + down[0].n) +
-               QuantizedRows::num_bytes(pairs, dim) + QuantizedRows::num_bytes(pairs, hidden()) + 8 * 64;
+        return 8 * (pairs + 2 * num_experts + 2) + 4 * pairs * (std::max(dim, down[0].n) + up[0].n) +
+               (rounds_hidden() ? 0 : 4 * pairs * hidden()) + (rounds_x() ? QuantizedRows::num_bytes(pairs, dim) : 0) +
+               (rounds_hidden() ? QuantizedRows::num_bytes(pairs, hidden()) : 0) + 8 * 64;
     }
 };
 
@@ -66,12 +70,14 @@ public:
         place = reinterpret_cast<int64_t*>(take(8 * pairs));
         start = reinterpret_cast<int64_t*>(take(8 * (j.num_experts + 1)));
         active = reinterpret_cast<int64_t*>(take(8 * (j.num_experts + 1)));
-        given = reinterpret_cast<float*>(take(4 * pairs * j.dim));
+        parts = reinterpret_cast<float*>(take(4 * pairs * std::max(j.dim, j.down[0].n)));
+        given = parts;  // which are made when these are no longer needed
         inner = reinterpret_cast<float*>(take(4 * pairs * j.up[0].n));
-        hidden = reinterpret_cast<float*>(take(4 * pairs * j.hidden()));
-        parts = reinterpret_cast<float*>(take(4 * pairs * j.down[0].n));
-        q_given = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.dim)), pairs, j.dim);
-        q_hidden = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.hidden())), pairs, j.hidden());
+        if (j.rounds_x()) q_given = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.dim)), pairs, j.dim);
+        if (j.rounds_hidden())
+            q_hidden = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.hidden())), pairs, j.hidden());
+        else
+            hidden = reinterpret_cast<float*>(take(4 * pairs * j.hidden()));
     }
 
     // Where each pair's row stands: pairs of an expert side by side, its first at start[expert].
@@ -95,7 +101,10 @@ public:
     void products(Team& team, const Linear* w, const float* in, int64_t k, const QuantizedRows& q, float* out) const {
         const int64_t tiles = ceil_div(w[0].n, tile_size(w[0].format)), step = std::max<int64_t>(1, 64 / tile_size(w[0].format));
         const int64_t pieces = ceil_div(tiles, step);
-        team.share(active[0] * pieces, 1, [&](int64_t index, int64_t) {
+        // No count that stands in memory: a helper that comes late would read what later operations wrote there.
+        const int64_t most = std::min(j.num_experts, pairs);
+        team.share(most * pieces, 1, [&](int64_t index, int64_t) {
+            if (index >= active[0] * pieces) return;
             const int64_t e = active[1 + index / pieces], tile = index % pieces * step, first = start[e];
             product_tiles(in + first * k, start[e + 1] - first, w[e], rows_from(q, first), out + first * w[0].n, tile,
                           std::min(tile + step, tiles));
@@ -106,8 +115,8 @@ public:
     const ExpertsJob& j;
     int64_t pairs;
     int64_t *place, *start, *active;
-    float *given, *inner, *hidden, *parts;
-    QuantizedRows q_given, q_hidden;
+    float *given, *inner, *hidden = nullptr, *parts;
+    QuantizedRows q_given{}, q_hidden{};
 };
 
 // out = add + scale * weighted sum of each row's experts; x [n, dim], routes [n, 2 top_k]. Ends with a barrier.
@@ -115,12 +124,11 @@ inline void run_experts(Team& team, const ExpertsJob& job, const float* x, const
                         const float* add, float* out, uint8_t* memory) {
     ExpertsRun r(job, n, memory);
     const int64_t dim = job.dim, width = job.hidden(), k = job.top_k;
-    const bool round_x = job.up[0].format >= kInt8, round_hidden = job.down[0].format >= kInt8;
     team.share(1, 1, [&](int64_t, int64_t) { r.sort(routes, 2 * k); });
     team.barrier();
     team.share(r.pairs, 1, [&](int64_t pair, int64_t) {
         const float* from = x + pair / k * dim;
-        if (round_x)
+        if (job.rounds_x())
             quantize_row(from, dim, r.q_given, r.place[pair]);
         else
             std::memcpy(r.given + r.place[pair] * dim, from, static_cast<size_t>(dim) * sizeof(float));
@@ -128,9 +136,10 @@ inline void run_experts(Team& team, const ExpertsJob& job, const float* x, const
     team.barrier();
     r.products(team, job.up, r.given, dim, r.q_given, r.inner);
     team.share(r.pairs, 1, [&](int64_t i, int64_t) {
-        const float* inner = r.inner + i * job.up[0].n;
-        activate(job.kind, inner, job.gated ? inner + width : nullptr, width, r.hidden + i * width);
-        if (round_hidden) quantize_row(r.hidden + i * width, width, r.q_hidden, i);
+        float* inner = r.inner + i * job.up[0].n;
+        float* made = job.rounds_hidden() ? inner : r.hidden + i * width;  // in place where only the rounded is read
+        activate(job.kind, inner, job.gated ? inner + width : nullptr, width, made);
+        if (job.rounds_hidden()) quantize_row(made, width, r.q_hidden, i);
     });
     team.barrier();
     r.products(team, job.down, r.hidden, width, r.q_hidden, r.parts);

@@ -237,6 +237,7 @@ private:
             team.share(n - past, 1, [&](int64_t i, int64_t) {
                 std::memset(row(op.out, past + i), 0, static_cast<size_t>(width) * sizeof(float));
             });
+            team.barrier();
         }
         const Paged<Cached> paged{buffers[op.x],
                                   p.widths[op.x],

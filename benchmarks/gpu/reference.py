@@ -1,7 +1,6 @@
-"""Plain-torch twins: products with all that is fused to them; decoding and rotation in float32 for benchmarks/gpu.
+"""Plain twins for checks of single kernels: a product with all that is fused to it, and decoding, in float32.
 
-Elsewhere: quantized weights in quantize/reference.py, attention of any step and the int8 cache in
-gpt_fast/model/attention.py, norm and rotation in gpt_fast/model/transformer.py.
+The twins of whole steps, of attention in any step and of rotation are in gpt_fast/model.
 """
 
 from __future__ import annotations
@@ -37,10 +36,3 @@ def decode(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, length: int, window: 
     low = max(0, length - window) if window else 0
     keys, values = (t[pages.long()].flatten(0, 1)[low:length].float().transpose(0, 1) for t in (k, v))  # [K, T, D]
     return F.scaled_dot_product_attention(q.float()[:, None], keys, values, enable_gqa=True)[:, 0]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, H, D] by the angles [N, D / 2], first half of a head against the second, in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

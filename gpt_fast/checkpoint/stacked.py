@@ -1,0 +1,80 @@
+"""Experts that a checkpoint stores in one tensor, as tensors of each expert (gpt-oss).
+
+``X.3.weight``, the weights of expert 3, are found in ``X`` [experts, inputs, outputs], or in ``X_blocks`` uint8
+[experts, outputs, inputs / 32, 16] and ``X_scales`` uint8 [experts, outputs, inputs / 32]; ``X.3.bias`` in ``X_bias``
+[experts, outputs]. Blocks and scales are MXFP4 (OCP Microscaling Formats 1.0): a byte holds two numbers of 4 bits, the
+first in its low half, and 32 numbers share a power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.errors import ConfigError
+
+_GROUP = 32
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cpu")
+_VALUES = torch.cat((_FP4, -_FP4))
+_BIAS = 127  # of the exponents
+
+
+class Mxfp4Tensor(StoredTensor):
+    """``blocks`` [rows, columns / 2] and ``scales`` [rows, columns / 32] read as bfloat16, which holds them exactly."""
+
+    def __init__(self, blocks: Tensor, scales: Tensor, mapped: bool, order: Tensor | None = None) -> None:
+        order = torch.arange(len(blocks)) if order is None else order
+        super().__init__(blocks, mapped=mapped, order=order)
+        self.dtype, self.scales = torch.bfloat16, scales
+        self.shape = (len(order), 2 * blocks.shape[1])
+
+    def _view(self, data: Tensor, order: Tensor | None, shape: tuple[int, ...]) -> StoredTensor:
+        return Mxfp4Tensor(data, self.scales, self.mapped, order)
+
+    def columns(self, start: int, num_columns: int) -> StoredTensor:
+        """As of any tensor; whole groups. Raises ConfigError."""
+        if start % _GROUP or num_columns % _GROUP:
+            raise ConfigError(f"shard: {num_columns} inputs a rank are no whole groups of MXFP4")
+        blocks = self.data.narrow(1, start // 2, num_columns // 2)
+        return Mxfp4Tensor(
+            blocks, self.scales.narrow(1, start // _GROUP, num_columns // _GROUP), self.mapped, self.order
+        )
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), bfloat16."""
+        assert self.order is not None
+        chosen = self.order[begin:end]
+        blocks, exponents = self.data[chosen], self.scales[chosen].int() - _BIAS
+        values = _VALUES[torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1).int()]
+        return torch.ldexp(values.unflatten(1, (-1, _GROUP)), exponents[..., None]).flatten(1).bfloat16()
+
+
+def unstacked(tensors: Mapping[str, StoredTensor], wanted: Iterable[str]) -> dict[str, StoredTensor]:
+    """``tensors``, of which stacked ones are replaced by each expert's, as far as ``wanted`` names those."""
+    out, stacks = dict(tensors), dict[tuple[str, str], list[str]]()
+    for name in wanted:
+        stem, _, kind = name.rpartition(".")
+        base, _, expert = stem.rpartition(".")
+        if expert.isdigit() and name not in tensors:
+            stacks.setdefault((base, kind), []).append(name)
+    for (base, kind), names in stacks.items():
+        stack = base + ("_bias" if kind == "bias" else "" if base in tensors else "_blocks")
+        stored, scales = tensors.get(stack), tensors.get(base + "_scales")
+        if stored is None or len(stored.shape) < 2 or len(stored.shape) > 4 or stored.shape[0] != len(names):
+            continue  # check_tensors tells what is missing
+        if len(stored.shape) < 4:
+            out |= {
+                name: StoredTensor(stored.rows(i, i + 1)[0].t(), mapped=stored.mapped) for i, name in enumerate(names)
+            }
+        elif scales is not None and scales.shape == stored.shape[:-1] and stored.shape[-1] == _GROUP // 2:
+            for i, name in enumerate(names):
+                blocks = stored.rows(i, i + 1)[0].flatten(1)
+                out[name] = Mxfp4Tensor(blocks, scales.rows(i, i + 1)[0], stored.mapped)
+            del out[base + "_scales"]
+        else:
+            continue
+        del out[stack]
+    return out

@@ -1,0 +1,47 @@
+"""A ``Transformer`` as a program of the Triton kernels, which shares its weights. Imported on a GPU alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gpt_fast.errors import UnsupportedError
+from gpt_fast.kernels.cache import LayerCache, check_cache
+from gpt_fast.kernels.gpu.linear import Weights, prepare
+from gpt_fast.kernels.gpu.program import BlockWeights, GpuProgram
+from gpt_fast.model.transformer import Block, KVCache, Transformer
+from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
+
+
+def gpu_program(model: Transformer, cache: KVCache, one_launch: bool = True) -> GpuProgram:
+    """The steps of ``model`` over ``cache``. Raises UnsupportedError for what the kernels do not run."""
+    check_cache(cache, len(model.layers))
+    modules: Sequence[Block] = (model.embed, *model.layers, model.head)
+    caches: Sequence[LayerCache | None] = (None, *cache, None)
+    weights = [_block_weights(module, c, model.dtype) for module, c in zip(modules, caches, strict=True)]
+    return GpuProgram(model.description, weights, list(model.ropes), model.dtype, one_launch)
+
+
+def _block_weights(module: Block, cache: LayerCache | None, dtype: torch.dtype) -> BlockWeights:
+    def parameter(name: str) -> torch.Tensor:
+        return module.get_parameter(f"{name}.weight").detach()
+
+    block = module.block
+    return BlockWeights(
+        {m.name: _pieces(module.get_submodule(m.name), block.prefix + m.name, dtype) for m in block.matrices},
+        {v.name: parameter(v.name) for v in block.vectors},
+        {t.name: parameter(t.name) for t in block.tables},
+        cache,
+    )
+
+
+def _pieces(module: nn.Module, name: str, dtype: torch.dtype) -> list[Weights]:
+    if isinstance(module, SplitLinear):
+        return [piece.gpu_weights(dtype) for piece in module.pieces()]
+    if isinstance(module, QuantizedLinear):
+        return [module.gpu_weights(dtype)]
+    if isinstance(module, nn.Linear):
+        return [prepare("dense", module.weight, bias=module.bias)]
+    raise UnsupportedError(f"{type(module).__name__} ({name})")
