@@ -86,7 +86,8 @@ def step_seconds(max_seq_len: int, num_sequences: int, num_steps: int, device: t
             found.append(seconds)
 
     scheduler = Scheduler(PageAllocator(num_pages, PAGE_SIZE), num_sequences, CHUNK)
-    engine = Engine(runner, scheduler, threads=1, on_step=watch)
+    engine = Engine(runner, scheduler, threads=1)
+    engine.on_step = watch
     engine.start(runner.warm_up)
     # While the later prompts are computed the first sequences decode already: there is room for those tokens, too.
     waiting = num_sequences * -(-max_seq_len // (CHUNK // 4))

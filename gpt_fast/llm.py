@@ -80,7 +80,6 @@ class LLM:
         model: Transformer | Served,
         *,
         tokenizer: Tokenizer | None = None,
-        defaults: GenerationDefaults | None = None,
         **options: Any,
     ) -> LLM:
         """Serve ``model`` as it is, on its device and in its dtype: random weights, or a model built in memory.
@@ -96,7 +95,7 @@ class LLM:
         self = cls.__new__(cls)
         self.engine_config = from_mapping(EngineConfig, options, "LLM()")
         self.config, self.tokenizer = model.config, tokenizer
-        self.defaults = defaults or GenerationDefaults((), None, SamplingParams())
+        self.defaults = GenerationDefaults((), None, SamplingParams())
         self.device, self.dtype, self._loaded = model.device, model.dtype, model
         if self.engine_config.quantize is not None:
             if not isinstance(model, Transformer):

@@ -1,11 +1,9 @@
 """How much memory is free, and how large the KV cache may be.
 
-The cache is allocated once, while loading. It takes at most a share of what is free then (``memory_share`` of
-EngineConfig), and never more than ``max_batch`` sequences of ``max_seq_len`` tokens can fill. What somebody asked for
-and does not fit is refused before anything is allocated; what nobody asked for shrinks.
-
-On a CPU "free" is what the kernel says is available, and no more than the control groups of this process leave: a
-container has a limit that the machine's own numbers do not show.
+The cache is allocated once, while loading: at most a share of what is free then (``memory_share``), and never more than
+``max_batch`` sequences of ``max_seq_len`` tokens can fill. What somebody asked for and does not fit is refused before
+anything is allocated; what nobody asked for shrinks. On a CPU "free" is what the kernel says is available, and no more
+than the control groups of this process (containers) leave.
 """
 
 from __future__ import annotations

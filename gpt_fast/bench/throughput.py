@@ -48,11 +48,9 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Which rows to measure: every batch size with every prompt length. Raises ConfigError.
-
-    ``prompt_tokens`` are also the context that decoding starts from. ``repeats``: runs of each row, of which the
-    median of each number is reported; one run before them does not count.
-    """
+    """Which rows to measure: every batch size with every prompt length. Raises ConfigError. ``prompt_tokens`` are also
+    the context that decoding starts from. ``repeats``: runs of each row, of which the median of each number is
+    reported; one run before them does not count."""
 
     batch_sizes: tuple[int, ...] = (1,)
     prompt_tokens: tuple[int, ...] = (128,)
@@ -214,9 +212,8 @@ def _slack(batch_size: int, prompt_tokens: int, prefill_chunk: int) -> int:
 def _room(config: ModelConfig, bench: BenchOptions, prefill_chunk: int) -> int:
     longest = max(bench.prompt_tokens) + bench.new_tokens
     if longest > config.max_seq_len:
-        raise ConfigError(
-            f"prompt_tokens + new_tokens ({longest}) exceed the context of {config.max_seq_len} of this model"
-        )
+        most = f"the context of {config.max_seq_len} of this model"
+        raise ConfigError(f"prompt_tokens + new_tokens ({longest}) exceed {most}")
     return longest + max(_slack(b, p, prefill_chunk) for b in bench.batch_sizes for p in bench.prompt_tokens)
 
 

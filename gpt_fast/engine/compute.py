@@ -67,11 +67,9 @@ def execute(runner: Runner, parts: Sequence[Scheduled]) -> list[Computed]:
 
 
 def sample_tokens(parts: Sequence[Computed]) -> list[Outcome | Exception]:
-    """The next tokens of each part, or the fault that is its own (a grammar, logits that are not finite).
-
-    The token behind each draft is sampled as if the draft were right; the tokens up to the first wrong draft are those
-    that sampling one token in each step gives. Raises what the work for all parts together raises.
-    """
+    """The next tokens of each part, or the fault that is its own (a grammar, logits that are not finite). The token
+    behind each draft is sampled as if the draft were right; the tokens up to the first wrong draft are those that
+    sampling one token in each step gives. Raises what the work for all parts together raises."""
     rows = attempt(lambda some: [_rows(part) for part in some], parts)
     logits: list[Tensor] = []
     sampling: list[SamplingRow] = []
@@ -173,11 +171,9 @@ def _no_token(logits: Tensor) -> RequestError:
 def attempt(
     work: Callable[[Sequence[Item]], Sequence[Result | Exception]], items: Sequence[Item | Exception]
 ) -> list[Result | Exception]:
-    """The result of ``work`` for each item; an item that is an exception already is its own result.
-
-    Where ``work`` raises, it is done for each half by itself, down to single items. An item that fails alone has its
-    exception for a result, so that one bad item costs the others some repeated work and nothing else.
-    """
+    """The result of ``work`` for each item; an item that is an exception already is its own result. Where ``work``
+    raises, it is done for each half by itself, down to single items. An item that fails alone has its exception for a
+    result, so that one bad item costs the others some repeated work and nothing else."""
     sound = [item for item in items if not isinstance(item, Exception)]
     try:
         results = iter(work(sound) if sound else [])

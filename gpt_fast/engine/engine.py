@@ -38,11 +38,9 @@ class _Piece(NamedTuple):
 
 
 class Engine:
-    """Runs requests on ``runner`` as ``scheduler`` decides, in a thread from :meth:`start` to :meth:`close`.
-
-    At most ``max_waiting`` requests wait; one more is refused. ``on_finish`` hears of every request that ends,
-    ``on_step`` of every step's plan and seconds; both run in the engine's thread and must be quick.
-    """
+    """Runs requests on ``runner`` as ``scheduler`` decides, in a thread from :meth:`start` to :meth:`close`. At most
+    ``max_waiting`` requests wait; one more is refused. ``on_finish`` hears of every request that ends, ``on_step`` of
+    every step's plan and seconds; both run in the engine's thread and must be quick."""
 
     def __init__(
         self,
@@ -51,15 +49,14 @@ class Engine:
         *,
         max_waiting: int | None = None,
         threads: int | None = None,
-        on_finish: Callable[[Request], None] = lambda request: None,
-        on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
     ) -> None:
         self.runner, self.scheduler, self.max_waiting = runner, scheduler, max_waiting
         lock = threading.RLock()  # guards the inbox and every handle
         self.changed = threading.Condition(lock)  # notified whenever a request has something new
         self.begun_or_ended = threading.Condition(lock)  # first tokens and endings, for those who let tokens gather
         self.num_steps = 0
-        self.on_finish, self.on_step = on_finish, on_step
+        self.on_finish: Callable[[Request], None] = lambda request: None
+        self.on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None
         self._threads = threads
         self._inbox: deque[Request] = deque()
         self._cancelled: set[str] = set()
@@ -85,11 +82,9 @@ class Engine:
             raise self._fatal
 
     def add_all(self, requests: Sequence[Request], max_uncollected: int | None = None) -> list[Handle]:
-        """Queue all of ``requests``, or raise and queue none; the handles give their texts.
-
-        A request pauses while ``max_uncollected`` of its tokens wait to be fetched. Raises RequestError (503,
-        ``queue_full``) when ``max_waiting`` are waiting, EngineError when the engine has stopped.
-        """
+        """Queue all of ``requests``, or raise and queue none; the handles give their texts. A request pauses while
+        ``max_uncollected`` of its tokens wait to be fetched. Raises RequestError (503, ``queue_full``) when
+        ``max_waiting`` are waiting, EngineError when the engine has stopped."""
         handles = [Handle(request, self, max_uncollected) for request in requests]
         with self.changed:
             if self._fatal is not None or self._closing:

@@ -46,11 +46,9 @@ class GrammarCompiler:
         self.live_chars = 0
 
     def compile(self, params: SamplingParams) -> CompiledGrammar | None:
-        """The grammar that ``params`` asks for, or None.
-
-        Raises RequestError naming the field: 400 for a grammar that is wrong, too large or matches nothing, 503 when
-        those of other requests take all the memory there is for grammars.
-        """
+        """The grammar that ``params`` asks for, or None. Raises RequestError naming the field: 400 for a grammar that
+        is wrong, too large or matches nothing, 503 when those of other requests take all the memory there is for
+        grammars."""
         if (field := params.grammar) is None:
             return None
         try:

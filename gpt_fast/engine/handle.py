@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """``completion`` is there once the request has ended, ``error`` when it failed.
-
-    With ``max_uncollected`` the request pauses while that many tokens have not been fetched, and is given up if nobody
-    comes for them, so that the engine never runs ahead of a caller that is gone.
-    """
+    """``completion`` is there once the request has ended, ``error`` when it failed. With ``max_uncollected`` the
+    request pauses while that many tokens have not been fetched, and is given up if nobody comes for them, so that the
+    engine never runs ahead of a caller that is gone."""
 
     def __init__(self, request: Request, engine: Engine, max_uncollected: int | None = None) -> None:
         self.id = request.id

@@ -27,10 +27,8 @@ class Step(Protocol):
     def path(self) -> str: ...
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         """New tokens [N] at ``positions`` [N] -> logits [R, vocab_size] of the tokens in ``rows`` [R]; int64 all.
-
-        ``lengths`` [N]: tokens of the sequence when this one was computed, its prompt at least. The cache receives
-        the new tokens where ``layout`` says.
-        """
+        ``lengths`` [N]: tokens of the sequence when this one was computed, its prompt at least. The cache receives the
+        new tokens where ``layout`` says."""
 
     def reads_host(self, num_tokens: int) -> bool:
         """Whether a step of ``num_tokens`` new tokens takes its tensors from the host: all but the page table and

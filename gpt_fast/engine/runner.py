@@ -23,11 +23,9 @@ _HOST = torch.device("cpu")
 
 
 class Runner:
-    """Executes plans of at most ``max_batch`` sequences, each of at most ``max_seq_len`` tokens.
-
-    The cache of ``num_pages`` pages of ``page_size`` tokens is allocated here, once, in ``cache_dtype``: None is the
-    dtype of the model.
-    """
+    """Executes plans of at most ``max_batch`` sequences, each of at most ``max_seq_len`` tokens. The cache of
+    ``num_pages`` pages of ``page_size`` tokens is allocated here, once, in ``cache_dtype``: None is the dtype of the
+    model."""
 
     def __init__(
         self,

@@ -27,12 +27,9 @@ _CANDIDATES = 1024  # tokens looked at before a whole row is sorted for top_p
 
 
 class SamplingRow(NamedTuple):
-    """What one row of logits is sampled with.
-
-    ``position``: the new token's index in its sequence. ``token_ids``: the sequence so far, the first ``num_prompt``
-    of them the prompt; only penalties read them. ``end_ids``: what ``min_tokens`` forbids. ``allowed``: [V] bool on the
-    host, what a grammar allows.
-    """
+    """What one row of logits is sampled with. ``position``: the new token's index in its sequence. ``token_ids``: the
+    sequence so far, the first ``num_prompt`` of them the prompt; only penalties read them. ``end_ids``: what
+    ``min_tokens`` forbids. ``allowed``: [V] bool on the host, what a grammar allows."""
 
     params: SamplingParams  # resolved
     seed: int

@@ -8,11 +8,9 @@ from gpt_fast.tokenizer import IncrementalDetokenizer
 
 
 class TextStream:
-    """Emits a request's text piece by piece, ends it at the first stop string.
-
-    ``text`` is all text so far, ``stopped`` says that a stop string was met. Text is withheld while it is the
-    beginning of a stop string, so a stop string is never emitted, not even in part.
-    """
+    """Emits a request's text piece by piece, ends it at the first stop string. ``text`` is all text so far, ``stopped``
+    says that a stop string was met. Text is withheld while it is the beginning of a stop string, so a stop string is
+    never emitted, not even in part."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer

@@ -1,8 +1,7 @@
 """Perplexity of a text, and the scores of windows of tokens that it is made of.
 
-It uses the model's plain ``forward`` over whole windows, not the engine: no cache, no pages, no batching that
-could hide or add an error. Every token of a text is scored once, given at least ``context - stride`` tokens before it
-or all there are; BOS is context and never scored.
+It uses the model's plain ``forward`` over whole windows, not the engine. Every token of a text is scored once, given at
+least ``context - stride`` tokens before it or all there are; BOS is context and never scored.
 """
 
 from __future__ import annotations
@@ -78,11 +77,9 @@ def perplexity(
     max_tokens: int | None = None,
     separator: str = SEPARATOR,
 ) -> Perplexity:
-    """Perplexity of ``text``, document by document, each after BOS where the tokenizer has one.
-
-    ``context``: tokens of a window, at most and by default the model's own. ``stride``: tokens by which windows move
-    on; by default half the context. ``max_tokens``: stop after so many scored tokens. Raises ConfigError.
-    """
+    """Perplexity of ``text``, document by document, each after BOS where the tokenizer has one. ``context``: tokens of
+    a window, at most and by default the model's own. ``stride``: tokens by which windows move on; by default half the
+    context. ``max_tokens``: stop after so many scored tokens. Raises ConfigError."""
     context = context or model.config.max_seq_len
     stride = stride or max(1, context // 2)
     if not 2 <= context <= model.config.max_seq_len:

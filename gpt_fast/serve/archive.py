@@ -2,9 +2,8 @@
 
     gpt-fast archive --checkpoint DIR [--by-reference] [--format no-archive] [--output model_store]
 
-torch-model-archiver does the packing. This module gives it what it cannot do itself: the package gpt_fast in a
-separate folder (--extra-files unpacks folders), a working place that is not ``/tmp/<model name>`` (which the
-archiver deletes first), and a checkpoint that is copied once, not three times, when nothing is compressed.
+torch-model-archiver does the packing, but for: the package gpt_fast in a separate folder (--extra-files unpacks folders),
+a working place that is not ``/tmp/<model name>`` (which it deletes first), and a checkpoint that is copied only once.
 """
 
 from __future__ import annotations

@@ -124,11 +124,9 @@ class Histogram:
 
 
 class Metrics:
-    """Counts what one engine does. Any thread may call any method; the engine's calls take microseconds.
-
-    ``model_name`` and ``engine`` become labels of every series; two engines must differ in one of them.
-    ``clock`` is what :class:`Request` takes its times from.
-    """
+    """Counts what one engine does. Any thread may call any method; the engine's calls take microseconds. ``model_name``
+    and ``engine`` become labels of every series; two engines must differ in one of them. ``clock`` is what
+    :class:`Request` takes its times from."""
 
     def __init__(self, model_name: str, engine: str = "0", clock: Callable[[], float] = time.monotonic) -> None:
         self._labels = (("model_name", model_name), ("engine", engine))

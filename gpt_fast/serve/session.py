@@ -1,11 +1,8 @@
 """One HTTP request between a wire protocol and the engine, whatever server carries it. No torch, no TorchServe here.
 
-A :class:`Session` has its request parsed, gives its sequences to the engine, and makes pieces of the answer out of what
-the engine generates. A request that fails before its first piece is answered with an HTTP status that says so. After
-the first piece the status has been sent, and the failure can only be written into the body.
-
-Whatever may take long (a large body, a grammar, a long answer in one piece) is done in other threads (lanes.py):
-the thread that talks to the server serves everybody, and must not wait for one request.
+A request that fails before its first piece is answered with an HTTP status that says so. After the first piece the
+status has been sent, and the failure can only be written into the body. Whatever may take long is done in other threads
+(lanes.py): the thread that talks to the server serves everybody.
 """
 
 from __future__ import annotations
@@ -252,11 +249,9 @@ def as_request_error(error: Exception) -> RequestError:
 def wait_for_news(
     engine: Engine, sessions: Collection[Session], timeout_s: float, pause_s: float, since: float
 ) -> None:
-    """Sleep until a session has something to say, or ``timeout_s`` is over.
-
-    A piece of a stream that already runs waits until ``pause_s`` after ``since`` (monotonic), so that a fast engine
-    does not drown in exchanges; a first piece or an ending does not wait.
-    """
+    """Sleep until a session has something to say, or ``timeout_s`` is over. A piece of a stream that already runs waits
+    until ``pause_s`` after ``since`` (monotonic), so that a fast engine does not drown in exchanges; a first piece or
+    an ending does not wait."""
     deadline = time.monotonic() + timeout_s
     with engine.changed:
         while (now := time.monotonic()) < deadline:

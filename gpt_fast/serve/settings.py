@@ -1,7 +1,6 @@
 """The ``handler:`` block of model_config.yaml: what TorchServe passes on to the handler, checked key by key.
 
-Every field of :class:`~gpt_fast.config.EngineConfig` is a key, beside those of :class:`HandlerSettings`. The keys of
-TorchServe's own gpt_fast example are understood as well, so that its users can keep their files.
+The keys are the fields of EngineConfig, those of HandlerSettings, and those of TorchServe's own gpt_fast example.
 """
 
 from __future__ import annotations

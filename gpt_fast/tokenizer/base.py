@@ -41,11 +41,9 @@ class Tokenizer:
         self._text = [b"" if id in special else piece for id, piece in enumerate(pieces)]
 
     def encode(self, text: str, bos: bool = True, allow_special: bool = False) -> list[int]:
-        """The text's token ids.
-
-        ``bos`` puts BOS in front if the checkpoint wants one; EOS is never appended. Strings that look like special
-        tokens are plain text unless ``allow_special``, so that a user cannot forge a turn of a chat.
-        """
+        """The text's token ids. ``bos`` puts BOS in front if the checkpoint wants one; EOS is never appended. Strings
+        that look like special tokens are plain text unless ``allow_special``, so that a user cannot forge a turn of a
+        chat."""
         ids = self._encode(_without_surrogates(text), allow_special) if text else []
         return [*self._prefix_ids, *ids] if bos else ids
 

@@ -36,11 +36,9 @@ class ChatTemplate:
             raise ValueError(f"the chat template in {where} does not parse: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any) -> str:
-        """The prompt for ``messages`` (role and content each), special tokens written out.
-
-        Encode it without adding BOS and with special tokens allowed. Raises RequestError when the template refuses
-        the messages (a role out of turn, say).
-        """
+        """The prompt for ``messages`` (role and content each), special tokens written out. Encode it without adding BOS
+        and with special tokens allowed. Raises RequestError when the template refuses the messages (a role out of turn,
+        say)."""
         variables = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(**variables, **self._special, **extra)

@@ -41,11 +41,9 @@ class SpecialNames:
         return self._pattern.split(text) if self._pattern else [text]
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """``text`` in pieces, each with whether it could be read as (part of) a special token in a prompt.
-
-        A part counts where other text may complete it: the beginning of a name at the end of the text, the end of one
-        at its start, a piece of one as the whole text; white space around, which templates trim, is no obstacle.
-        """
+        """``text`` in pieces, each with whether it could be read as (part of) a special token in a prompt. A part
+        counts where other text may complete it: the beginning of a name at the end of the text, the end of one at its
+        start, a piece of one as the whole text; white space around, which templates trim, is no obstacle."""
         stripped = text.strip()
         if stripped and len(stripped) < self._longest and any(stripped in name for name in self._names):
             return [(text, True)]
@@ -82,11 +80,9 @@ def encode_chat(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The prompt's token ids. ``variables``: more of what the template may refer to.
-
-    Without a template the messages become lines "role: content", the last one "assistant:".
-    Raises RequestError when the template refuses the messages.
-    """
+    """The prompt's token ids. ``variables``: more of what the template may refer to. Without a template the messages
+    become lines "role: content", the last one "assistant:". Raises RequestError when the template refuses the
+    messages."""
     if template is None:
         return tokenizer.encode(_plain(messages, add_generation_prompt))
     hidden: dict[str, str] = {}  # dangerous string: the character in its place
@@ -170,7 +166,5 @@ def _alternatives(names: Sequence[str]) -> str:
         if name:
             by_first.setdefault(name[0], []).append(name)
     branches = [re.escape(first) + _alternatives([n[1:] for n in group]) for first, group in by_first.items()]
-    if not branches:
-        return ""
     choice = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
     return f"(?:{choice})?" if "" in names else choice

@@ -164,11 +164,9 @@ def _fallback_byte(piece: str) -> bytes | None:
 
 
 def _merge_added_tokens(spec: dict[str, Any], settings: Settings, source: str) -> dict[int, AddedToken]:
-    """The added tokens of the file and of the settings by id; ``spec`` then holds them all.
-
-    Special ones are matched before normalization: Llama 2's file asks for the opposite, and so its dummy prefix
-    hides every ``<s>`` that does not follow a space.
-    """
+    """The added tokens of the file and of the settings by id; ``spec`` then holds them all. Special ones are matched
+    before normalization: Llama 2's file asks for the opposite, and so its dummy prefix hides every ``<s>`` that does
+    not follow a space."""
     tokens = read_added_tokens(spec, source)
     try:
         vocab = spec["model"]["vocab"]

@@ -1,8 +1,7 @@
 """Byte-pair encodings as tiktoken's rank files: Llama 3 and Qwen.
 
-A rank file has a line ``base64(token bytes) rank`` for each token, and nothing else: the regular expression that
-splits text before merging and the special tokens are in the code that comes with a model. ``VOCABULARIES`` is that
-code as data. https://github.com/openai/tiktoken.
+A rank file has a line ``base64(token bytes) rank`` for each token, and nothing else. ``VOCABULARIES`` has the rest: the
+regular expression that splits text before merging, and the special tokens. https://github.com/openai/tiktoken.
 """
 
 from __future__ import annotations

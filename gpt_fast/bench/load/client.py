@@ -31,11 +31,9 @@ _SPARE_FILES = 64  # open files of the process itself
 
 @dataclass
 class Record:
-    """One request. Times are of time.perf_counter(), ``start`` from before the connection was opened.
-
-    ``times``: when each piece of text was read from the socket. ``num_output``: tokens by the server's usage, else,
-    where the length was fixed, ``fixed_output``; None where neither is known.
-    """
+    """One request. Times are of time.perf_counter(), ``start`` from before the connection was opened. ``times``: when
+    each piece of text was read from the socket. ``num_output``: tokens by the server's usage, else, where the length
+    was fixed, ``fixed_output``; None where neither is known."""
 
     prompt: Prompt
     start: float = 0.0
@@ -76,11 +74,9 @@ class Level:
 
 
 async def warm_up(options: LoadOptions, prompt: Prompt) -> None:
-    """One request before any that counts: finds a wrong address or a refusal early, and wakes the server.
-
-    With the native protocol and ``ignore_eos`` it asks for an answer with usage, and checks that the tokens that
-    were asked for come: the streamed requests, which have no usage, are counted by that. Raises LoadError.
-    """
+    """One request before any that counts: finds a wrong address or a refusal early, and wakes the server. With the
+    native protocol and ``ignore_eos`` it asks for an answer with usage, and checks that the tokens that were asked for
+    come: the streamed requests, which have no usage, are counted by that. Raises LoadError."""
     fixed = options.protocol == "native" and options.ignore_eos
     record = Record(prompt)
     asked = prompt.max_new_tokens or options.max_new_tokens
@@ -92,10 +88,8 @@ async def warm_up(options: LoadOptions, prompt: Prompt) -> None:
     if fixed and record.usage is None:
         raise LoadError(f"{options.url}: the answer to a request without streaming has no usage to count tokens by")
     if fixed and record.num_output != asked:
-        raise LoadError(
-            f"{options.url}: {asked} tokens were asked for and {record.num_output} came; "
-            "prompt and answer together must fit the server's context"
-        )
+        came = f"{asked} tokens were asked for and {record.num_output} came"
+        raise LoadError(f"{options.url}: {came}; prompt and answer together must fit the server's context")
 
 
 async def run_level(level: Level, prompts: Iterator[Prompt]) -> None:

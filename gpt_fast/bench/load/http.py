@@ -11,11 +11,9 @@ except ImportError:
 
 
 class ResponseParser:
-    """One response: ``feed`` what arrives, ``eof`` when nothing more will; ``complete`` turns True at its end.
-
-    A chunk comes out of ``feed`` once it is whole, so a piece is what the server wrote at once; a body that is not
-    chunked comes out as it arrives. ``reusable``: the connection may carry another request after this response.
-    """
+    """One response: ``feed`` what arrives, ``eof`` when nothing more will; ``complete`` turns True at its end. A chunk
+    comes out of ``feed`` once it is whole, so a piece is what the server wrote at once; a body that is not chunked
+    comes out as it arrives. ``reusable``: the connection may carry another request after this response."""
 
     def __init__(self) -> None:
         self.status = 0

@@ -41,14 +41,11 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
             raise ValueError(f"protocol {self.protocol!r} is not one of {', '.join(PROTOCOLS)}")
-        for name in ("num_prompts", "max_new_tokens", "max_concurrency"):
+        whole = ("num_prompts", "max_new_tokens", "max_concurrency")
+        for name in (*whole, "request_rate", "burstiness", "timeout_s", "duration_s"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("request_rate", "burstiness", "timeout_s", "duration_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be more than 0, not {value}")
+            if value is not None and (value < 1 if name in whole else not value > 0):
+                raise ValueError(f"{name} must be {'at least 1' if name in whole else 'more than 0'}, not {value}")
         if not 0 <= self.abort_fraction <= 1:
             raise ValueError(f"abort_fraction must be between 0 and 1, not {self.abort_fraction}")
         if self.abort_fraction and not self.stream:

@@ -50,10 +50,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 def synthetic_prompts(input_len: int, vocab_size: int, seed: int, as_text: bool = False) -> Iterator[Prompt]:
     """Prompts without end, of ``input_len`` token ids drawn from 3 to ``vocab_size`` - 1; the same for the same seed.
-
     Ids below 3 are special tokens almost everywhere. ``as_text``: ``input_len`` common words instead, for protocols
-    without token ids; how many tokens that makes is up to the server. Raises ValueError.
-    """
+    without token ids; how many tokens that makes is up to the server. Raises ValueError."""
     if input_len < 1 or vocab_size < 4:
         raise ValueError("synthetic prompts need at least one token and a vocabulary of at least 4")
     rng = random.Random(seed)

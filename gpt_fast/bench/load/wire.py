@@ -24,11 +24,9 @@ class Usage:
 
 
 class Reader:
-    """Reads one answer: the pieces of its body as they arrive. ``text``: the completion, once it is finished.
-
-    A piece of text is a chunk of the native plain-text stream, or a server-sent event of the OpenAI protocols that
-    holds text.
-    """
+    """Reads one answer: the pieces of its body as they arrive. ``text``: the completion, once it is finished. A piece
+    of text is a chunk of the native plain-text stream, or a server-sent event of the OpenAI protocols that holds
+    text."""
 
     def __init__(self) -> None:
         self.usage: Usage | None = None

@@ -29,13 +29,9 @@ MAX_INT_DIGITS = 40  # more than any field allows; longer ones would cost quadra
 
 
 def read_body(entry: Mapping[str, Any], max_bytes: int, content_length: int | None = None) -> dict[str, Any]:
-    """The JSON object in ``entry``, one element of the ``data`` TorchServe gives to ``handle``.
-
-    ``content_length`` is the request's header of that name: the size when TorchServe has already parsed the body,
-    and the proof that a form was put together again as it had been sent.
-
-    Raises RequestError: 413 above ``max_bytes``, otherwise 400.
-    """
+    """The JSON object in ``entry``, one element of the ``data`` TorchServe gives to ``handle``. ``content_length`` is
+    the request's header of that name: the size when TorchServe has already parsed the body, and the proof that a form
+    was put together again as it had been sent. Raises RequestError: 413 above ``max_bytes``, otherwise 400."""
     if content_length is not None:
         _check_size(content_length, max_bytes)
     for name in ("body", "data"):
@@ -114,11 +110,9 @@ def _integer(digits: str) -> int:
 
 
 def _from_form(entry: Mapping[str, Any], content_length: int | None) -> bytes:
-    """The text that ``curl -d '{...}'`` sent and TorchServe took apart at "&" and "=" as if it were a form.
-
-    What follows the last "&" is lost unless it has a "=" as well, percent escapes are decoded, and of a name that
-    comes twice one stays: all of these show in the length. Only a "+" that became a blank does not.
-    """
+    """The text that ``curl -d '{...}'`` sent and TorchServe took apart at "&" and "=" as if it were a form. What
+    follows the last "&" is lost unless it has a "=" as well, percent escapes are decoded, and of a name that comes
+    twice one stays: all of these show in the length. Only a "+" that became a blank does not."""
     if not next(iter(entry)).lstrip().startswith(("{", "[")):
         names = ", ".join(_quote(name) for name in list(entry)[:5])
         _refuse(f"the body is a form with the fields {names}; send a JSON object such as {EXAMPLE}", "form")

@@ -75,11 +75,9 @@ def _model(name: str, context: OpenAIContext) -> dict[str, Any]:
 
 
 class OpenAIRequest:
-    """A :class:`~gpt_fast.serve.protocol.request.WireRequest`; the two kinds fill in how a choice looks.
-
-    ``given``: the fields as the client wrote them. ``prompts``: token ids. Choices are numbered as the sequences: the
-    samples of the first prompt, those of the second, and so on.
-    """
+    """A :class:`~gpt_fast.serve.protocol.request.WireRequest`; the two kinds fill in how a choice looks. ``given``: the
+    fields as the client wrote them. ``prompts``: token ids. Choices are numbered as the sequences: the samples of the
+    first prompt, those of the second, and so on."""
 
     _prefix: str  # of the id
     _object: str

@@ -42,11 +42,9 @@ class SequenceRequest:
 
 
 class WireRequest(Protocol):
-    """One HTTP request that is understood: what to generate, and how its answer is written.
-
-    ``sequences``: what to generate; ``params.n`` > 1 stands for that many sequences in a row. ``stream``: the answer
-    goes out piece by piece. ``content_type``: of the answer, streamed or not.
-    """
+    """One HTTP request that is understood: what to generate, and how its answer is written. ``sequences``: what to
+    generate; ``params.n`` > 1 stands for that many sequences in a row. ``stream``: the answer goes out piece by piece.
+    ``content_type``: of the answer, streamed or not."""
 
     @property
     def sequences(self) -> tuple[SequenceRequest, ...]: ...
@@ -84,11 +82,9 @@ def read_fields(body: Mapping[str, Any], kinds: Mapping[str, Kind], code: str, h
 
 
 def read_sampling(given: Mapping[str, Any], default_max_tokens: int | None, **values: Any) -> SamplingParams:
-    """Sampling as the fields ``given`` ask for it; ``values`` are those that the protocol spells in its own way.
-
-    Where ``max_tokens`` is None, ``default_max_tokens`` applies, raised to the request's ``min_tokens``.
-    Raises RequestError, naming the field as the client wrote it.
-    """
+    """Sampling as the fields ``given`` ask for it; ``values`` are those that the protocol spells in its own way. Where
+    ``max_tokens`` is None, ``default_max_tokens`` applies, raised to the request's ``min_tokens``. Raises RequestError,
+    naming the field as the client wrote it."""
     values = {name: given[name] for name in SAMPLING if name in given} | values
     if values.get("max_tokens") is None and default_max_tokens is not None:
         values["max_tokens"] = max(default_max_tokens, SAMPLING["min_tokens"](given.get("min_tokens", 0), "min_tokens"))
