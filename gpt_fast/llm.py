@@ -52,8 +52,7 @@ class LLM:
     Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`. ``progress`` shows bars on a terminal.
     Raises ConfigError, CheckpointError or TokenizerError (all ValueError).
 
-    ``generate`` and ``stream`` may be called from several threads: all requests share one batch.
-    """
+    ``generate`` and ``stream`` may be called from several threads: all requests share one batch."""
 
     def __init__(self, checkpoint: str | Path | Checkpoint, *, progress: bool = False, **options: Any) -> None:
         self.engine_config = from_mapping(EngineConfig, options, "LLM()")
@@ -87,8 +86,7 @@ class LLM:
         Without a ``tokenizer`` prompts are token ids and completions have no text. ``options`` are the fields of
         EngineConfig, except ``device`` and ``dtype``. ``quantize`` changes ``model`` itself, and so do ``kernels``: its
         linear layers are packed, and it is for inference from then on. Raises ConfigError. There is no
-        ``checkpoint`` attribute.
-        """
+        ``checkpoint`` attribute."""
         for name in ("device", "dtype"):
             if name in options:
                 raise ConfigError(f"{name} is the model's own here; leave it out")
@@ -176,8 +174,7 @@ class LLM:
         ``params``: for all prompts, or a list with one entry for each prompt. With ``n`` > 1 a prompt has that many
         completions, one after the other.
 
-        Raises RequestError for a prompt or parameters that cannot be served, before anything runs.
-        """
+        Raises RequestError for a prompt or parameters that cannot be served, before anything runs."""
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
         params = SamplingParams() if params is None else params

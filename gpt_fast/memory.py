@@ -164,8 +164,7 @@ def plan_cache(
 
     ``options.num_pages`` decides if it is given. Else there is room for ``max_batch`` sequences of ``max_seq_len``
     tokens, or for what fits. Raises ConfigError, naming keys, when what was asked for does not fit; where
-    ``max_seq_len`` is open, ``SHORT`` tokens of each sequence are enough.
-    """
+    ``max_seq_len`` is open, ``SHORT`` tokens of each sequence are enough."""
     share, free = options.memory_share or SHARES[device_type], max(0, free)
     longest = options.max_seq_len or config.max_seq_len
     if config.learned_positions is not None and longest > config.max_seq_len:

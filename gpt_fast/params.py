@@ -119,8 +119,7 @@ class SamplingParams:
     model's distribution, before anything above. ``prompt_logprobs``: the same of the prompt's tokens.
     ``json_schema`` (an object), ``regex``, ``choice`` (strings): the completion must match. MAX_CHOICES,
     MAX_SCHEMA_VALUES and MAX_GRAMMAR_CHARS limit them.
-    ``timeout_s``: seconds after which the request is aborted.
-    """
+    ``timeout_s``: seconds after which the request is aborted."""
 
     max_tokens: Annotated[int | None, Whole(1, 2**31, or_float=True)] = 128
     temperature: Annotated[float | None, Real(0, 100)] = None

@@ -23,8 +23,7 @@ class SequencePlan(NamedTuple):
     The last of the tokens may be drafts, which the request does not have yet. Of the slot's pages the first
     ``num_placed`` are known from earlier steps; ``new_pages`` follow them and replace what followed. Logits are wanted
     of the last ``num_logits`` tokens: none in a prefill that goes on, one to sample the next token, k + 1 to verify k
-    drafts. ``rope_len``: tokens that rotary scaling takes the sequence to have at least (model/rope.py).
-    """
+    drafts. ``rope_len``: tokens that rotary scaling takes the sequence to have at least (model/rope.py)."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -63,8 +62,7 @@ class Scheduler:
     A request keeps one of ``max_batch`` slots while it runs. ``prefill_chunk``: prompt tokens computed per step, over
     all sequences; a quarter of it while others decode, since they wait for the step. ``salt_by_length``: of longer
     prompts the cached contents depend on their length (dynamic rotary scaling), so prefixes are shared between equal
-    lengths only. ``computed_anew``: what has grown beyond that length is computed again (longrope).
-    """
+    lengths only. ``computed_anew``: what has grown beyond that length is computed again (longrope)."""
 
     def __init__(
         self,

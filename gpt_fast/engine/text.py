@@ -34,18 +34,14 @@ class TextStream:
         return self._release(may_stop=True, final=True)
 
     def _release(self, may_stop: bool, final: bool) -> str:
-        withheld, keep = self._withheld, 0
+        text, keep = self._withheld, 0
         if self._stop and may_stop:
-            found = [i for i in (withheld.find(s) for s in self._stop) if i >= 0]
+            found = [i for i in map(text.find, self._stop) if i >= 0]
             if found:
-                self.stopped = True
-                return self._emit(withheld[: min(found)], "")
-            keep = 0 if final else max(_overlap(withheld, s) for s in self._stop)
-        cut = len(withheld) - keep
-        return self._emit(withheld[:cut], withheld[cut:])
-
-    def _emit(self, text: str, withheld: str) -> str:
-        self._withheld = withheld
+                self.stopped, text = True, text[: min(found)]
+            elif not final:
+                keep = max(_overlap(text, s) for s in self._stop)
+        text, self._withheld = text[: len(text) - keep], text[len(text) - keep :]
         if text:
             self._parts.append(text)
         return text

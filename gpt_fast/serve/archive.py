@@ -2,8 +2,8 @@
 
     gpt-fast archive --checkpoint DIR [--by-reference] [--format no-archive] [--output model_store]
 
-torch-model-archiver does the packing, but for: the package gpt_fast in a separate folder (--extra-files unpacks folders),
-a working place that is not ``/tmp/<model name>`` (which it deletes first), and a checkpoint that is copied only once.
+torch-model-archiver does the packing, except: the package gpt_fast in a separate folder (--extra-files unpacks them), a
+working place that is not ``/tmp/<model name>`` (which it deletes first), and a checkpoint that is copied only once.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def build_archive(
     the better one for weights) or "tgz". ``config`` and ``handler``: None means the repository's. ``follow_links``:
     copy files of the checkpoint that are links out of its folder, too. ``say`` is told what was left out.
 
-    Raises ConfigError for what cannot be packed, for a wrong configuration (with file and line) and for a full disk.
-    """
+    Raises ConfigError for what cannot be packed, for a wrong configuration (with file and line) and for a full disk."""
     if archive_format not in SUFFIXES:
         raise ConfigError(f"format: {archive_format!r} is not one of {', '.join(SUFFIXES)}")
     if not _NAME.fullmatch(name):

@@ -56,8 +56,7 @@ class Session:
     ``announce``: give out an empty first piece of a stream as soon as the first token is there, even if that token has
     no whole character yet. Some servers notice a client that has gone only when they send something: they notice early.
     ``one_piece_s``: the time limit of requests for one whole answer that give no ``timeout_s``. While such an answer is
-    made, the server cannot notice that its client has gone; the limit bounds what is computed for nobody.
-    """
+    made, the server cannot notice that its client has gone; the limit bounds what is computed for nobody."""
 
     def __init__(
         self,

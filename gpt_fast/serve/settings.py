@@ -120,8 +120,7 @@ def find_checkpoint(named: Path, model_dir: Path) -> Path:
     None or "auto": inside the archive, its folder ``checkpoint`` or, as torch-model-archiver leaves the contents of
     a folder given as --extra-files, its root. A relative path starts at the archive. That is also the worker's
     working directory, so the place where ``torchserve --start`` was typed is known only by the shell's $PWD, which
-    is tried last. Raises ConfigError with every place that was tried.
-    """
+    is tried last. Raises ConfigError with every place that was tried."""
     if str(named) == "auto":
         for place in (model_dir / "checkpoint", model_dir):
             if place.is_dir() and any(next(place.glob(pattern), None) for pattern in _WEIGHTS):

@@ -17,8 +17,7 @@ class Tokenizer:
     ``pieces[id]``: the bytes of token ``id``. ``special``: names of the control tokens, whose bytes are ignored.
     ``bos_token_id``: also where ``encode`` does not add it (GPT-2, Phi-3). ``eos_token_ids``: the tokenizer's own;
     generation_config.json may name more. ``prefix_ids``: what ``encode(bos=True)`` puts in front.
-    ``leading_spaces_dropped``: how many spaces ``decode`` drops at most at the start of a text (SentencePiece).
-    """
+    ``leading_spaces_dropped``: how many spaces ``decode`` drops at most at the start of a text (SentencePiece)."""
 
     bytewise = True  # ``decode`` concatenates ``token_bytes``; if not, a stream decodes a small window of tokens
 

@@ -24,8 +24,7 @@ class IncrementalDetokenizer:
     does not grow with the text.
 
     Ids past the tokenizer's vocabulary have no text: models pad their vocabulary, and a broken one may choose such a
-    token. Without a tokenizer no id has text.
-    """
+    token. Without a tokenizer no id has text."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int] = ()) -> None:
         self._stream: _ByteStream | _WindowStream | None = None

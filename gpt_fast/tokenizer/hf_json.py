@@ -36,8 +36,7 @@ class HfJsonTokenizer(Tokenizer):
 
     BOS follows the file's post-processor, unless ``add_bos_token`` says otherwise. Truncation and padding that a file
     may carry are switched off: a prompt must not be cut in silence. Added tokens that the checkpoint itself declares
-    to be text (``special: false``) are matched in any text, as the library does.
-    """
+    to be text (``special: false``) are matched in any text, as the library does."""
 
     def __init__(self, spec: dict[str, Any], settings: Settings, *, source: str) -> None:
         """Raises TokenizerError, naming ``source``, if the library cannot read it or its ids contradict each other."""

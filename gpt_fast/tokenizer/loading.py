@@ -28,8 +28,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     for where text gets the dummy prefix, since chat templates are written against it.
 
     If the library of one is not installed, the next is tried. Nothing is downloaded, unpickled or executed.
-    Raises TokenizerMissing if there is none, TokenizerError if the file is corrupt: naming it, and what to do.
-    """
+    Raises TokenizerMissing if there is none, TokenizerError if the file is corrupt: naming it, and what to do."""
     path = Path(path)
     if path.is_file():
         return _load_file({path: path.read_bytes()}, path, read_settings(path.parent))

@@ -24,8 +24,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     Control and unknown pieces are special. ``prefix_every_segment`` says whether text that follows an added token
     gets the dummy-prefix space as the start of a text does. Meta's and Mistral's own code encode every message
-    separately, so there it does; transformers' ``legacy: false`` says it does not.
-    """
+    separately, so there it does; transformers' ``legacy: false`` says it does not."""
 
     def __init__(self, model: bytes, settings: Settings, *, source: str, prefix_every_segment: bool = True) -> None:
         """Raises TokenizerError, naming ``source``, if ``model`` is not a serialized SentencePiece model."""

@@ -63,8 +63,7 @@ def summarize(
 
     ``duration`` is in seconds, from the start to the end of the last answer; throughputs are per second of it.
     ``goodput``: limits in milliseconds, a request is good when it keeps all of them. ``count_tokens``: a tokenizer's
-    count, for prompts and answers whose length is not known otherwise.
-    """
+    count, for prompts and answers whose length is not known otherwise."""
     done = [r for r in level.records if r.outcome == "completed"]
     outputs, source = _output_lengths(done, count_tokens)
     inputs = [

@@ -17,8 +17,7 @@ class LoadOptions:
     under way are waited for. ``burstiness``: shape of the gamma distribution of the gaps between arrivals; 1 is
     Poisson, below it they come in bursts, above it they are more regular. ``abort_fraction``: share of requests that
     hang up after the first piece of text. ``seed`` fixes arrivals and hang-ups, and request i samples with ``seed`` +
-    i. ``timeout_s``: for one whole request.
-    """
+    i. ``timeout_s``: for one whole request."""
 
     url: str
     protocol: str = "native"

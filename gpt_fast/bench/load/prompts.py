@@ -24,8 +24,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
     ``.txt``: one a paragraph where there are empty lines, else one a line. ``.jsonl``: an object a line; ``.json``: a
     list of them. An object has ``prompt`` (text or token ids), or ``turns`` as in MT-bench, or ``conversations`` as in
-    ShareGPT; of those the first turn counts. ``max_new_tokens`` beside it, if there, overrides the general one.
-    """
+    ShareGPT; of those the first turn counts. ``max_new_tokens`` beside it, if there, overrides the general one."""
     path = Path(path)
     text = path.read_text(encoding="utf-8")
     entries: list[tuple[str, Any]]

@@ -82,13 +82,16 @@ def parse_chat(body: Mapping[str, Any], context: OpenAIContext) -> ChatRequest:
     if "max_tokens" in given and "max_completion_tokens" in given:
         message = "max_completion_tokens and max_tokens are the same field; give one of them"
         raise RequestError(message, "max_completion_tokens")
+    wanted, num_top = given.get("logprobs", False), given.get("top_logprobs", 0)
+    if num_top and not wanted:
+        raise RequestError('top_logprobs needs "logprobs": true', "top_logprobs")
     asked_as = "max_tokens" if "max_tokens" in given else "max_completion_tokens"
     params = read_params(
         given,
         None,
         context.default_temperature,
         max_tokens=given.get(asked_as),
-        logprobs=_num_logprobs(given),
+        logprobs=num_top if wanted else None,
         **({"stop": _fallback_stops(given)} if context.template is None else {}),
     )
     variables = _variables(given, context)
@@ -105,14 +108,6 @@ def _chunk(
     index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _num_logprobs(given: Mapping[str, Any]) -> int | None:
-    wanted = given.get("logprobs", False)
-    num_top = given.get("top_logprobs", 0)
-    if num_top and not wanted:
-        raise RequestError('top_logprobs needs "logprobs": true', "top_logprobs")
-    return num_top if wanted else None
 
 
 def _fallback_stops(given: Mapping[str, Any]) -> Any:
@@ -135,12 +130,7 @@ def _variables(given: Mapping[str, Any], context: OpenAIContext) -> Mapping[str,
         path = f"{field}.{name[:100]}"
         if name in _OF_TEMPLATE or not name.isidentifier():
             raise RequestError(f"{path} is not a variable that may be set", path)
-        if context.tokenizer is not None and _holds_special(value, context):
+        texts = (text for item in values_in(value) for text in texts_of(item))
+        if context.tokenizer is not None and any(len(special_names(context.tokenizer).split(t)) > 1 for t in texts):
             raise RequestError(f"{path} holds the name of a special token", path)
     return variables
-
-
-def _holds_special(value: Any, context: OpenAIContext) -> bool:
-    assert context.tokenizer is not None
-    names = special_names(context.tokenizer)
-    return any(len(names.split(text)) > 1 for item in values_in(value) for text in texts_of(item))

@@ -35,8 +35,7 @@ class OpenAIContext:
 
     ``models``: the names that requests may use. ``max_model_len``: tokens of prompt and answer together.
     ``default_temperature``: of generation_config.json; None: the file has none. ``max_sequences``: prompts times ``n``
-    of one request. ``created``: the models' date, unix seconds.
-    """
+    of one request. ``created``: the models' date, unix seconds."""
 
     models: tuple[str, ...]
     max_model_len: int
