@@ -38,13 +38,11 @@ class Whole:
 
     def __call__(self, value: Any, name: str) -> int:
         number = int(value) if self.or_float and isinstance(value, float) and value.is_integer() else value
-        if isinstance(number, bool) or not isinstance(number, int):
-            refuse(name, self.takes, value, "invalid_type")
-        return number if self.least <= number <= self.most else refuse(name, self.takes, value)
-
-    @property
-    def takes(self) -> str:
-        return f"a whole number from {self.least} to {self.most}"
+        is_whole = isinstance(number, int) and not isinstance(number, bool)
+        if is_whole and self.least <= number <= self.most:
+            return int(number)
+        takes = f"a whole number from {self.least} to {self.most}"
+        refuse(name, takes, value, "invalid_value" if is_whole else "invalid_type")
 
 
 @dataclass(frozen=True)
@@ -56,15 +54,13 @@ class Real:
     above: bool = False
 
     def __call__(self, value: Any, name: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            refuse(name, self.takes, value, "invalid_type")
-        if not self.least <= value <= self.most or (self.above and value == self.least):  # NaN is not between anything
-            refuse(name, self.takes, value)
-        return float(value)
-
-    @property
-    def takes(self) -> str:
-        return f"a number {f'above {self.least:g} and up' if self.above else f'from {self.least:g}'} to {self.most:g}"
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # NaN is not between anything.
+        if is_number and self.least <= value <= self.most and not (self.above and value == self.least):
+            return float(value)
+        least = f"above {self.least:g} and up" if self.above else f"from {self.least:g}"
+        takes = f"a number {least} to {self.most:g}"
+        refuse(name, takes, value, "invalid_value" if is_number else "invalid_type")
 
 
 def flag(value: Any, name: str) -> bool:

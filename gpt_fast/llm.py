@@ -74,13 +74,7 @@ class LLM:
         self._start()
 
     @classmethod
-    def from_model(
-        cls,
-        model: Transformer | Served,
-        *,
-        tokenizer: Tokenizer | None = None,
-        **options: Any,
-    ) -> LLM:
+    def from_model(cls, model: Transformer | Served, *, tokenizer: Tokenizer | None = None, **options: Any) -> LLM:
         """Serve ``model`` as it is, on its device and in its dtype: random weights, or a model built in memory.
 
         Without a ``tokenizer`` prompts are token ids and completions have no text. ``options`` are the fields of
@@ -165,9 +159,7 @@ class LLM:
     ) -> Completion | list[Completion]: ...
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Completion | list[Completion]:
         """Complete one prompt (a string or token ids) or a list of them; returns one completion or a list in order.
 

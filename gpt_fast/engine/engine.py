@@ -43,12 +43,7 @@ class Engine:
     every step's plan and seconds; both run in the engine's thread and must be quick."""
 
     def __init__(
-        self,
-        runner: Runner,
-        scheduler: Scheduler,
-        *,
-        max_waiting: int | None = None,
-        threads: int | None = None,
+        self, runner: Runner, scheduler: Scheduler, *, max_waiting: int | None = None, threads: int | None = None
     ) -> None:
         self.runner, self.scheduler, self.max_waiting = runner, scheduler, max_waiting
         lock = threading.RLock()  # guards the inbox and every handle

@@ -37,9 +37,7 @@ class GrammarCompiler:
     number of threads may call :meth:`compile`."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._compiled: Any = None  # llguidance's view of the vocabulary, built at first use
         self._building = threading.Lock()
         self._counting = threading.RLock()  # a grammar may be collected, and counted off, while another is counted
@@ -106,9 +104,7 @@ class CompiledGrammar:
     """The state of one completion against its grammar, which the request's ``field`` asked for."""
 
     def __init__(self, matcher: Any, vocab_size: int, field: str) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._field = field
+        self._matcher, self._vocab_size, self._field = matcher, vocab_size, field
         self._allowed: Tensor | None = None  # of the present state
 
     def allowed(self) -> Tensor:

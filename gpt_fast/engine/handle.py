@@ -20,13 +20,11 @@ class Handle:
     engine never runs ahead of a caller that is gone."""
 
     def __init__(self, request: Request, engine: Engine, max_uncollected: int | None = None) -> None:
-        self.id = request.id
-        self.request = request
+        self.id, self.request = request.id, request
         self.completion: Completion | None = None
         self.error: Exception | None = None
         self.paused_since = float("inf")  # monotonic seconds
-        self._engine = engine
-        self._changed = engine.changed
+        self._engine, self._changed = engine, engine.changed
         self._max_uncollected = max_uncollected or float("inf")
         self._text: list[str] = []
         self._tokens: list[int] = []

@@ -88,8 +88,7 @@ class Request:
         ``finish_reason`` at the end. Tokens behind it are dropped."""
         text = ""
         for token in tokens:
-            self.first_token = self.first_token or now
-            self.last_token = now
+            self.first_token, self.last_token = self.first_token or now, now
             text += self._take(token)
             if self.finish_reason is not None:
                 break
@@ -116,15 +115,11 @@ class Request:
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
+        logprobs = None if self.params.logprobs is None else tuple(self.logprobs)
+        of_prompt = None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs)
+        tokens, times = tuple(self.token_ids[self.num_prompt :]), self.timings(time.monotonic())
         return Completion(
-            text=self.text.text,
-            token_ids=tuple(self.token_ids[self.num_prompt :]),
-            finish_reason=self.finish_reason,
-            num_prompt_tokens=self.num_prompt,
-            num_cached_tokens=self.num_cached,
-            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
-            prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
-            timings=self.timings(time.monotonic()),
+            self.text.text, tokens, self.finish_reason, logprobs, of_prompt, self.num_prompt, self.num_cached, times
         )
 
     def timings(self, now: float) -> Timings:
@@ -132,10 +127,5 @@ class Request:
         scheduled = now if self.first_scheduled is None else self.first_scheduled
         first = now if self.first_token is None else self.first_token
         last = first if self.last_token is None else self.last_token
-        return Timings(
-            queue_s=scheduled - self.arrival,
-            prefill_s=first - scheduled,
-            first_token_s=first - self.arrival,
-            total_s=now - self.arrival,
-            decode_s=last - first,
-        )
+        start = self.arrival
+        return Timings(scheduled - start, first - scheduled, first - start, now - start, last - first)

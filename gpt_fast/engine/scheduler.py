@@ -72,11 +72,8 @@ class Scheduler:
         salt_by_length: int = 0,
         computed_anew: bool = False,
     ) -> None:
-        self.pages = pages
-        self.max_batch = max_batch
-        self.prefill_chunk = prefill_chunk
-        self._salt_by_length = salt_by_length
-        self._computed_anew = computed_anew
+        self.pages, self.max_batch, self.prefill_chunk = pages, max_batch, prefill_chunk
+        self._salt_by_length, self._computed_anew = salt_by_length, computed_anew
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
         self._free_slots = list(range(max_batch))  # a heap: the lowest first

@@ -36,9 +36,7 @@ class Routes:
     """What one model answers under its routes. ``names``: what requests may call it in OpenAI's ``model``."""
 
     def __init__(self, llm: LLM, settings: HandlerSettings, names: tuple[str, ...], metrics: Metrics) -> None:
-        self._llm = llm
-        self._settings = settings
-        self._metrics = metrics
+        self._llm, self._settings, self._metrics = llm, settings, metrics
         checkpoint = getattr(llm, "checkpoint", None)
         max_waiting = llm.engine.max_waiting
         self._openai = OpenAIContext(

@@ -71,10 +71,7 @@ class Session:
         self.num_bytes = num_bytes
         self.started = False  # a piece has been given out
         self.failure: Exception | None = None  # what went wrong after that
-        self._llm = llm
-        self._lanes = lanes
-        self._announce = announce
-        self._one_piece_s = one_piece_s
+        self._llm, self._lanes, self._announce, self._one_piece_s = llm, lanes, announce, one_piece_s
         self._cancelled = False
         self._request: WireRequest
         self._sequences: list[Handle] = []

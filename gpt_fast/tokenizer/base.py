@@ -32,10 +32,8 @@ class Tokenizer:
         leading_spaces_dropped: int = 0,
     ) -> None:
         self.vocab_size = len(pieces)  # a model's embedding may have more rows; those ids mean nothing
-        self.bos_token_id = bos_token_id
-        self.eos_token_ids = eos_token_ids
+        self.bos_token_id, self.eos_token_ids, self._prefix_ids = bos_token_id, eos_token_ids, prefix_ids
         self.leading_spaces_dropped = leading_spaces_dropped
-        self._prefix_ids = prefix_ids
         self._special = {id: name.encode() for id, name in special.items()}
         self._text = [b"" if id in special else piece for id, piece in enumerate(pieces)]
 

@@ -107,12 +107,8 @@ class Endpoint:
         self._keep_alive = keep_alive
         self._idle: list[Connection] = []
         path = urllib.parse.quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
-        given = {
-            "Host": parts.netloc.rpartition("@")[2],
-            "Content-Type": "application/json",
-            "Connection": "keep-alive" if keep_alive else "close",
-            **headers,
-        }
+        given = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json"}
+        given |= {"Connection": "keep-alive" if keep_alive else "close", **headers}
         for name, value in given.items():
             if any(c in name + value for c in "\r\n"):
                 raise ValueError(f"header {name!r} must be one line")

@@ -28,6 +28,8 @@ class Reader:
     of text is a chunk of the native plain-text stream, or a server-sent event of the OpenAI protocols that holds
     text."""
 
+    _num_texts = 0  # in a piece
+
     def __init__(self) -> None:
         self.usage: Usage | None = None
         self.text = ""
@@ -36,7 +38,7 @@ class Reader:
     def feed(self, piece: bytes) -> int:
         """Take a piece of the body; returns how many pieces of text it held."""
         self._pieces.append(piece)
-        return 0
+        return self._num_texts
 
     def finish(self) -> None:
         """The body is complete. Raises AnswerError when it tells of a failure."""
@@ -46,9 +48,7 @@ class Reader:
 class NativeReader(Reader):
     """Plain text, as the native protocol and most plain TorchServe handlers stream it. It has no place for usage."""
 
-    def feed(self, piece: bytes) -> int:
-        self._pieces.append(piece)
-        return 1
+    _num_texts = 1
 
     def finish(self) -> None:
         """Status and headers have long been sent when a stream breaks: the error is then the body's last line."""

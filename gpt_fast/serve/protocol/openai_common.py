@@ -85,10 +85,7 @@ class OpenAIRequest:
     def __init__(
         self, given: Mapping[str, Any], prompts: Sequence[list[int]], params: SamplingParams, context: OpenAIContext
     ) -> None:
-        self.given = given
-        self.prompts = prompts
-        self.params = params
-        self.context = context
+        self.given, self.prompts, self.params, self.context = given, prompts, params, context
         self.stream: bool = given.get("stream", False)
         self.content_type = EVENT_TYPE if self.stream else JSON_TYPE
         self.sequences = tuple(SequenceRequest(prompt, params) for prompt in prompts)

@@ -30,8 +30,7 @@ class CompletionRequest(OpenAIRequest):
 
     def __init__(self, *facts: Any, echoes: Sequence[str] | None, scores_only: bool) -> None:
         super().__init__(*facts)
-        self._echoes = echoes
-        self._scores_only = scores_only
+        self._echoes, self._scores_only = echoes, scores_only
         self._streamed: dict[int, _Offsets | None] = {}  # the sequences that have begun
 
     def write_delta(self, index: int, delta: Delta) -> str:
