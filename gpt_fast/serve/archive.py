@@ -55,10 +55,7 @@ def build_archive(
     copy files of the checkpoint that are links out of its folder, too. ``say`` is told what was left out.
 
     Raises ConfigError for what cannot be packed, for a wrong configuration (with file and line) and for a full disk."""
-    if archive_format not in SUFFIXES:
-        raise ConfigError(f"format: {archive_format!r} is not one of {', '.join(SUFFIXES)}")
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"name: {name!r} must be letters, digits, '_', '-' and '.', not starting with a sign")
+    _check_names(name, archive_format)
     _check_shipped({"config": config, "handler": handler})
     source, config, handler = _absolute(checkpoint), Path(config or CONFIG), Path(handler or HANDLER)
     for what, path in (("checkpoint", source), ("config", config), ("handler", handler)):
@@ -93,6 +90,13 @@ def build_archive(
             raise ConfigError(f"{target} cannot be written: {reason}") from error
         raise
     return target
+
+
+def _check_names(name: str, archive_format: str) -> None:
+    if archive_format not in SUFFIXES:
+        raise ConfigError(f"format: {archive_format!r} is not one of {', '.join(SUFFIXES)}")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name: {name!r} must be letters, digits, '_', '-' and '.', not starting with a sign")
 
 
 def set_checkpoint(yaml_text: str, value: str) -> str:

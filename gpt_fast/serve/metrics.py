@@ -162,7 +162,6 @@ class Metrics:
 
     def finished(self, request: Request) -> None:
         now = self._clock()
-        log.info("%s", log_line(request, now))
         times, found = request.timings(now), self._histograms
         with self._lock:
             self._follow(request)  # one that ends is no longer running when its last step is reported
@@ -172,13 +171,13 @@ class Metrics:
             found["request_queue_time_seconds"].observe(times.queue_s)
             found["request_prompt_tokens"].observe(request.num_prompt)
             found["request_generation_tokens"].observe(request.num_output)
-            if seen is None:
-                return  # it never got a token: there was no prefill to time, and no decode
-            found["request_prefill_time_seconds"].observe(times.prefill_s)
-            found["request_decode_time_seconds"].observe(times.decode_s)
-            found["request_inference_time_seconds"].observe(times.prefill_s + times.decode_s)
+            if seen is not None:  # else it never got a token: there was no prefill to time, and no decode
+                found["request_prefill_time_seconds"].observe(times.prefill_s)
+                found["request_decode_time_seconds"].observe(times.decode_s)
+                found["request_inference_time_seconds"].observe(times.prefill_s + times.decode_s)
             if request.num_output > 1:
                 found["request_time_per_output_token_seconds"].observe(times.decode_s / (request.num_output - 1))
+        log.info("%s", log_line(request, now))
 
     def _follow(self, request: Request) -> None:
         """Count the tokens that ``request`` got since the last look, and the time they took to come."""

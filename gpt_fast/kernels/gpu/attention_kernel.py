@@ -145,11 +145,10 @@ def attend_kernel(
     d = tl.arange(0, width)
     q_at = ((token + r // group) * heads + head * group + r % group).to(tl.int64) * dim
     own = tl.load(q + q_at[:, None] + d[None, :], mask=(r < count * group)[:, None] & (d < dim)[None, :], other=0.0)
-    own = own.to(compute)
-    own_position = position + r // group
     most, total, acc = _attend_part(
-        own, own_position, k_cache, v_cache, k_scale, v_scale, page_table + slot * pages_per_slot, head, start, stop,
-        scale, window, page_size, kv_heads, dim, compute, rows, width, block,
+        own.to(compute), position + r // group, k_cache, v_cache, k_scale, v_scale,
+        page_table + slot * pages_per_slot, head, start, stop, scale, window, page_size, kv_heads, dim, compute, rows,
+        width, block,
     )  # fmt: skip
 
     at = program * kv_heads + head
