@@ -37,3 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"gpt-fast {arguments.command}: {error}", file=sys.stderr)
         return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
