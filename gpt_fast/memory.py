@@ -114,10 +114,9 @@ def check_weights(num_bytes: int, device: torch.device) -> None:
     """Raise ConfigError when weights of ``num_bytes`` certainly do not fit on ``device``. Nothing is allocated."""
     free = free_bytes(device)
     if num_bytes > free + (host_memory().spare if device.type == "cpu" else 0):
-        raise ConfigError(
-            f"the weights need {gigabytes(num_bytes)}, and {gigabytes(free)} are free on {device}; set quantize: int8 "
-            "or int4, or dtype: bfloat16, or take a machine with more memory"
-        )
+        todo = "set quantize: int8 or int4, or dtype: bfloat16, or take a machine with more memory"
+        need = f"the weights need {gigabytes(num_bytes)}, and {gigabytes(free)} are free on {device}"
+        raise ConfigError(f"{need}; {todo}")
 
 
 class CachePlan(NamedTuple):

@@ -48,14 +48,12 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Which rows to measure: every batch size with every prompt length. Raises ConfigError. ``prompt_tokens`` are also
-    the context that decoding starts from. ``repeats``: runs of each row, of which the median of each number is
-    reported; one run before them does not count."""
+    """Which rows to measure: every batch size with every prompt length. Raises ConfigError."""
 
     batch_sizes: tuple[int, ...] = (1,)
-    prompt_tokens: tuple[int, ...] = (128,)
+    prompt_tokens: tuple[int, ...] = (128,)  # also the context that decoding starts from
     new_tokens: int = 64
-    repeats: int = 3
+    repeats: int = 3  # runs of each row, of which the medians are reported; one run before them does not count
     seed: int = 0
 
     def __post_init__(self) -> None:

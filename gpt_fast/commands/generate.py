@@ -102,10 +102,8 @@ def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> C
 
 def end_line(text: str, own_line: bool) -> None:
     """After ``text`` on stdout: let what follows begin a line. On stderr unless stdout may hold more than the text."""
-    if own_line:
-        sys.stdout.write("\n")
-    elif not text.endswith("\n"):
-        sys.stderr.write("\n")
+    if own_line or not text.endswith("\n"):
+        (sys.stdout if own_line else sys.stderr).write("\n")
     sys.stdout.flush()
 
 

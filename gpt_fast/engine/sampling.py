@@ -27,17 +27,15 @@ _CANDIDATES = 1024  # tokens looked at before a whole row is sorted for top_p
 
 
 class SamplingRow(NamedTuple):
-    """What one row of logits is sampled with. ``position``: the new token's index in its sequence. ``token_ids``: the
-    sequence so far, the first ``num_prompt`` of them the prompt; only penalties read them. ``end_ids``: what
-    ``min_tokens`` forbids. ``allowed``: [V] bool on the host, what a grammar allows."""
+    """What one row of logits is sampled with."""
 
     params: SamplingParams  # resolved
     seed: int
-    position: int
-    token_ids: Sequence[int] = ()
-    num_prompt: int = 0
-    end_ids: frozenset[int] = frozenset()
-    allowed: Tensor | None = None
+    position: int  # the new token's index in its sequence
+    token_ids: Sequence[int] = ()  # the sequence so far; only penalties read it
+    num_prompt: int = 0  # how many of them are the prompt
+    end_ids: frozenset[int] = frozenset()  # what min_tokens forbids
+    allowed: Tensor | None = None  # [V] bool on the host, what a grammar allows
 
 
 def uniform(seed: int, position: int) -> float:

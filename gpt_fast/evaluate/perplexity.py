@@ -129,14 +129,9 @@ def score(model: Transformer | Served, pieces: Iterable[Window]) -> Iterator[tup
             tokens[row, : len(pieces[index].tokens)] = torch.tensor(pieces[index].tokens)
         logits = model.forward(tokens.to(device))
         for row, index in enumerate(batch):
-            yield index, _scores(logits[row], pieces[index])
+            end, start = len(pieces[index].tokens), len(pieces[index].tokens) - pieces[index].num_scored
+            rows = logits[row, start - 1 : end - 1].float()
+            targets = torch.tensor(pieces[index].tokens[start:], device=device)
+            log_probs = -F.cross_entropy(rows, targets, reduction="none")
+            yield index, Scores(log_probs.cpu(), (rows.argmax(-1) == targets).cpu())
         at += len(batch)
-
-
-def _scores(logits: Tensor, window: Window) -> Scores:
-    """Of one row of a batch, [longest, vocab_size]."""
-    end, count = len(window.tokens), window.num_scored
-    rows = logits[end - count - 1 : end - 1].float()
-    targets = torch.tensor(window.tokens[end - count :], device=rows.device)
-    log_probs = -F.cross_entropy(rows, targets, reduction="none")
-    return Scores(log_probs.cpu(), (rows.argmax(-1) == targets).cpu())

@@ -130,11 +130,9 @@ def _check_shipped(given: Mapping[str, object]) -> None:
     shipped = {"config": CONFIG, "handler": HANDLER}
     missing = [what for what, value in given.items() if value is None and not shipped[what].is_file()]
     if missing:
-        names, flags = (" and ".join(f.format(w, shipped[w].name) for w in missing) for f in ("{1}", "--{0} FILE"))
-        raise ConfigError(
-            f"the installed package comes without {names}. Give {flags}, "
-            "or run scripts/archive.sh in a checkout of the repository, which has them"
-        )
+        names, flags = " and ".join(shipped[w].name for w in missing), " and ".join(f"--{w} FILE" for w in missing)
+        otherwise = "or run scripts/archive.sh in a checkout of the repository, which has them"
+        raise ConfigError(f"the installed package comes without {names}. Give {flags}, {otherwise}")
 
 
 def _config_with(config: Path, checkpoint: str) -> str:

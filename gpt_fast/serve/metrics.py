@@ -47,16 +47,15 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class Family:
-    """A metric as it is declared. ``former``: the name vLLM had for it, which older dashboards ask for. ``label`` and
-    ``label_values``: the one label that it has beside those of every metric."""
+    """A metric as it is declared."""
 
     name: str  # without vLLM's prefix
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     unit: str = "Count"
     buckets: tuple[float, ...] = ()
-    former: str | None = None
-    label: str | None = None
+    former: str | None = None  # the name vLLM had for it, which older dashboards ask for
+    label: str | None = None  # the one that it has beside those of every metric
     label_values: tuple[str, ...] = ("",)
 
 

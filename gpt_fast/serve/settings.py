@@ -125,10 +125,8 @@ def find_checkpoint(named: Path, model_dir: Path) -> Path:
         for place in (model_dir / "checkpoint", model_dir):
             if place.is_dir() and any(next(place.glob(pattern), None) for pattern in _WEIGHTS):
                 return place
-        raise ConfigError(
-            f"the archive at {model_dir} holds no checkpoint: build it with scripts/archive.sh --checkpoint DIR, "
-            f"or name one as checkpoint in {BLOCK}"
-        )
+        todo = f"build it with scripts/archive.sh --checkpoint DIR, or name one as checkpoint in {BLOCK}"
+        raise ConfigError(f"the archive at {model_dir} holds no checkpoint: {todo}")
     path = named.expanduser()
     started_in = os.environ.get("PWD")
     places = [model_dir / path, Path.cwd() / path] + ([Path(started_in) / path] if started_in else [])

@@ -84,7 +84,8 @@ def encode_chat(
     become lines "role: content", the last one "assistant:". Raises RequestError when the template refuses the
     messages."""
     if template is None:
-        return tokenizer.encode(_plain(messages, add_generation_prompt))
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return tokenizer.encode("\n".join([*lines, "assistant:"] if add_generation_prompt else lines))
     hidden: dict[str, str] = {}  # dangerous string: the character in its place
     names = special_names(tokenizer)
     safe = _hide(messages, names, hidden)
@@ -93,11 +94,6 @@ def encode_chat(
     if not hidden:
         return tokenizer.encode(rendered, bos=False, allow_special=True)
     return _encode_parts(tokenizer, names.split(rendered), {ord(char): text for text, char in hidden.items()})
-
-
-def _plain(messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-    lines = [f"{message['role']}: {message['content']}" for message in messages]
-    return "\n".join([*lines, "assistant:"] if add_generation_prompt else lines)
 
 
 def _hide(messages: Sequence[Mapping[str, str]], names: SpecialNames, hidden: dict[str, str]) -> list[dict[str, str]]:

@@ -88,10 +88,8 @@ def gpt2_spec(vocab: Mapping[str, int], merges: str, settings: Settings, source:
         split = {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False}
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
     elif name != "GPT2Tokenizer":
-        raise TokenizerError(
-            f"{source}: how {name} splits text is not known from vocab.json and merges.txt; save its tokenizer.json "
-            "(transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
-        )
+        todo = "save its tokenizer.json (transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        raise TokenizerError(f"{source}: how {name} splits text is not known from vocab.json and merges.txt; {todo}")
     lines = [line for line in merges.split("\n") if line.strip(" \r") and not line.startswith("#version")]
     model = {"type": "BPE", "vocab": dict(vocab), "merges": [line.rstrip("\r") for line in lines]}
     spec = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": byte_level, "model": model}

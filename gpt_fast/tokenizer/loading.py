@@ -42,10 +42,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             missing = error
     if missing is not None:
         raise TokenizerError(f"the tokenizer in {path} needs a package: pip install {missing.name}") from missing
-    raise TokenizerMissing(
-        f"{path} has no tokenizer: none of tokenizer.model, tokenizer.json, *.tiktoken, or vocab.json with merges.txt "
-        "is there; copy the model's tokenizer files into it"
-    )
+    what = "none of tokenizer.model, tokenizer.json, *.tiktoken, or vocab.json with merges.txt is there"
+    raise TokenizerMissing(f"{path} has no tokenizer: {what}; copy the model's tokenizer files into it")
 
 
 def sniff(data: bytes, source: str) -> Format:
@@ -64,10 +62,8 @@ def sniff(data: bytes, source: str) -> Format:
         return "tiktoken"
     if start.startswith(b"\n"):  # the key of a SentencePiece model's first field, its pieces
         return "sentencepiece"
-    raise TokenizerError(
-        f"{source} is neither a SentencePiece model, nor tiktoken ranks, nor a tokenizer.json; it starts with "
-        f"{start[:16]!r}; fetch the file again"
-    )
+    why = "is neither a SentencePiece model, nor tiktoken ranks, nor a tokenizer.json"
+    raise TokenizerError(f"{source} {why}; it starts with {start[:16]!r}; fetch the file again")
 
 
 def _candidates(directory: Path) -> list[Callable[[], Tokenizer]]:

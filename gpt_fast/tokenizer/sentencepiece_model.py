@@ -104,10 +104,8 @@ def _added_tokens(
     tokens = {id: AddedToken(id, name, special=True) for id, name in enumerate(names) if _is_control(sp, id)}
     for token in settings.added:
         if by_name.get(token.content, token.id) != token.id:
-            raise TokenizerError(
-                f"{source}: the added token {token.content!r} has id {token.id} in the JSON files beside it, but "
-                f"{by_name[token.content]} in the model; they do not belong together"
-            )
+            ids = f"id {token.id} in the JSON files beside it, but {by_name[token.content]} in the model"
+            raise TokenizerError(f"{source}: the added token {token.content!r} has {ids}; they do not belong together")
         special = token.special or token.id in tokens or token.content in settings.special_names
         tokens[token.id] = AddedToken(token.id, token.content, special, token.lstrip, token.rstrip, token.single_word)
     for name in settings.special_names & by_name.keys():

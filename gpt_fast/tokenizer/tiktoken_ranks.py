@@ -87,10 +87,8 @@ class TiktokenTokenizer(Tokenizer):
         row = VOCABULARIES.get(len(ranks))
         if row is None:
             known = ", ".join(f"{row.name} ({size})" for size, row in VOCABULARIES.items())
-            raise TokenizerError(
-                f"{source} has {len(ranks)} ranks, which is no vocabulary known here ({known}): either it is "
-                "incomplete, or its split pattern is unknown; use the model's tokenizer.json instead"
-            )
+            why = "either it is incomplete, or its split pattern is unknown; use the model's tokenizer.json instead"
+            raise TokenizerError(f"{source} has {len(ranks)} ranks, which is no vocabulary known here ({known}): {why}")
         special = {len(ranks) + i: name for i, name in enumerate(row.special_tokens)}
         special |= {token.id: token.content for token in settings.added if token.id >= len(ranks)}
         ids = {name: id for id, name in special.items()}

@@ -11,13 +11,7 @@ PROTOCOLS = ("native", "openai-completions", "openai-chat")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """One load level against one endpoint. Raises ValueError naming the option that is wrong.
-
-    ``num_prompts`` requests are sent, or with ``duration_s`` as many as start within that many seconds; then those
-    under way are waited for. ``burstiness``: shape of the gamma distribution of the gaps between arrivals; 1 is
-    Poisson, below it they come in bursts, above it they are more regular. ``abort_fraction``: share of requests that
-    hang up after the first piece of text. ``seed`` fixes arrivals and hang-ups, and request i samples with ``seed`` +
-    i. ``timeout_s``: for one whole request."""
+    """One load level against one endpoint. Raises ValueError naming the option that is wrong."""
 
     url: str
     protocol: str = "native"
@@ -26,14 +20,14 @@ class LoadOptions:
     temperature: float | None = 0.0
     ignore_eos: bool = False
     stream: bool = True
-    num_prompts: int = 100
-    duration_s: float | None = None
+    num_prompts: int = 100  # requests to send
+    duration_s: float | None = None  # instead: send for this many seconds, then wait for those under way
     request_rate: float = math.inf  # requests per second; inf: all at once
-    burstiness: float = 1.0
+    burstiness: float = 1.0  # shape of the gamma distribution of the gaps; 1: Poisson, less: bursts, more: regular
     max_concurrency: int | None = None
-    abort_fraction: float = 0.0
-    seed: int = 0
-    timeout_s: float = 600.0
+    abort_fraction: float = 0.0  # share of requests that hang up after the first piece of text
+    seed: int = 0  # of arrivals and hang-ups; request i samples with seed + i
+    timeout_s: float = 600.0  # for one whole request
     keep_alive: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
 

@@ -31,19 +31,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenAIContext:
-    """What the protocol needs to know about the server. Made once, when the model is loaded.
+    """What the protocol needs to know about the server. Made once, when the model is loaded."""
 
-    ``models``: the names that requests may use. ``max_model_len``: tokens of prompt and answer together.
-    ``default_temperature``: of generation_config.json; None: the file has none. ``max_sequences``: prompts times ``n``
-    of one request. ``created``: the models' date, unix seconds."""
-
-    models: tuple[str, ...]
-    max_model_len: int
+    models: tuple[str, ...]  # the names that requests may use
+    max_model_len: int  # tokens of prompt and answer together
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
-    default_temperature: float | None = None
-    max_sequences: int = 256
-    created: int = field(default_factory=lambda: int(time.time()))
+    default_temperature: float | None = None  # of generation_config.json; None: the file has none
+    max_sequences: int = 256  # prompts times n of one request
+    created: int = field(default_factory=lambda: int(time.time()))  # the models' date, unix seconds
     clock: Callable[[], float] = time.time
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex
 

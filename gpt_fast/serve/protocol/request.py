@@ -42,16 +42,14 @@ class SequenceRequest:
 
 
 class WireRequest(Protocol):
-    """One HTTP request that is understood: what to generate, and how its answer is written. ``sequences``: what to
-    generate; ``params.n`` > 1 stands for that many sequences in a row. ``stream``: the answer goes out piece by piece.
-    ``content_type``: of the answer, streamed or not."""
+    """One HTTP request that is understood: what to generate, and how its answer is written."""
 
     @property
-    def sequences(self) -> tuple[SequenceRequest, ...]: ...
+    def sequences(self) -> tuple[SequenceRequest, ...]: ...  # params.n > 1 stands for that many in a row
     @property
-    def stream(self) -> bool: ...
+    def stream(self) -> bool: ...  # the answer goes out piece by piece
     @property
-    def content_type(self) -> str: ...
+    def content_type(self) -> str: ...  # of the answer, streamed or not
 
     def as_written(self, error: RequestError) -> RequestError:
         """``error`` of the engine about a sequence, its field named as the client wrote it."""
