@@ -1,4 +1,4 @@
-"""Sends one shot over a connection of its own and tells what came back. The sockets are gpt_fast.bench.load's."""
+"""Opens a connection, sends one shot over it and tells what came back. gpt_fast.bench.load makes the sockets."""
 
 from __future__ import annotations
 

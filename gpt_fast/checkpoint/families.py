@@ -308,7 +308,7 @@ def _windows(row: Family, get: _Reader, num_layers: int) -> tuple[int, ...]:
         if any(sliding) and not window:
             raise CheckpointError(f"{get.where}: layer_types has sliding_attention, but no sliding_window is in use")
     elif row.windows == "listed":
-        every = get.size("sliding_window_pattern")  # the last of so many layers sees everything
+        every = get.size("sliding_window_pattern")  # every such layer sees everything
         last = get("max_window_layers", int) if "max_window_layers" in row.defaults else num_layers
         sliding = [(i + 1) % every > 0 and i < last for i in range(num_layers)]
     else:

@@ -55,7 +55,7 @@ class Request:
     first_token: float | None = None
     last_token: float | None = None
     finish_reason: FinishReason | None = None
-    paused: bool = False  # its caller has not fetched enough of what it was given
+    paused: bool = False  # its caller must fetch tokens before more are made
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
