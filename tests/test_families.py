@@ -18,7 +18,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from gpt_fast import LLM
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import (
-    FAMILIES,
     GenerationDefaults,
     parse_config,
     read_config,
@@ -26,6 +25,7 @@ from gpt_fast.checkpoint.families import (
     read_json,
     to_hf_config,
 )
+from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from gpt_fast import LLM
-from gpt_fast.checkpoint.families import FAMILIES
 from gpt_fast.checkpoint.family import Family
+from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.cli import COMMANDS, main
 from gpt_fast.config import EngineConfig
 from gpt_fast.serve import metrics, model_yaml

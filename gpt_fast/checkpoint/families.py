@@ -43,19 +43,6 @@ _KINDS = {f.name: str(f.type) for kind in (ExpertsConfig, ModelConfig) for f in 
 
 QUANT_METHODS = ("gpt_fast", "gptq", "awq", "mxfp4")  # that quantize/ reads, and checkpoint/stacked.py
 
-__all__ = [
-    "FAMILIES",
-    "QUANT_METHODS",
-    "CheckpointError",
-    "Family",
-    "GenerationDefaults",
-    "parse_config",
-    "read_config",
-    "read_generation_defaults",
-    "read_json",
-    "to_hf_config",
-]
-
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in ``path``. Raises CheckpointError when it is missing, not JSON, or not an object."""
