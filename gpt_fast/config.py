@@ -244,4 +244,4 @@ def read_keys(kinds: Mapping[str, Kind], values: Mapping[Any, Any], where: str) 
 def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Build the dataclass ``cls`` from ``values``, as :func:`read_keys` reads them by the kinds of its fields. Ints are
     accepted for floats, nothing else is converted."""
-    return cls(**read_keys(kinds_of(cls), values, where))
+    return cls(**read_keys(kinds_of(cls), values, where))  # type: ignore[arg-type]
