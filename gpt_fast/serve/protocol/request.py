@@ -83,9 +83,10 @@ def read_sampling(given: Mapping[str, Any], default_max_tokens: int | None, **va
     if len(names) > 1:
         raise RequestError(f"{names[1]} and {names[0]} are the same field; give one of them", names[1])
     values = {name: given[name] for name in SAMPLING if name in given} | values
-    least = SAMPLING["min_tokens"](given.get("min_tokens", 0), "min_tokens")
-    default = None if default_max_tokens is None else max(default_max_tokens, least)
-    values["max_tokens"] = given[names[0]] if names else default
+    most = given[names[0]] if names else default_max_tokens
+    if not names and most is not None:
+        most = max(most, SAMPLING["min_tokens"](given.get("min_tokens", 0), "min_tokens"))
+    values["max_tokens"] = most
     if given.get("response_format") is not None:
         if other := next((name for name in GRAMMARS if name in given), None):
             raise RequestError(f"response_format and {other} exclude each other", other)
