@@ -25,7 +25,6 @@ from gpt_fast.tokenizer.chat import load_template
 if TYPE_CHECKING:
     from gpt_fast.llm import LLM
 
-MAX_SEQUENCES = 256  # of one request, where any number may wait
 ROUTES = ("v1/chat/completions", "v1/completions", "v1/models", "health", "metrics")
 
 
@@ -44,7 +43,7 @@ class Routes:
             template=load_template(checkpoint) if checkpoint is not None else None,
             default_temperature=1.0 if temperature is None else temperature,
             # Half of the queue, so that one request never fills it for the others.
-            max_sequences=MAX_SEQUENCES if max_waiting is None else max(1, max_waiting // 2),
+            max_sequences=OpenAIContext.max_sequences if max_waiting is None else max(1, max_waiting // 2),
         )
 
     def open(self, route: str, entry: Mapping[str, Any], content_length: int | None) -> WireRequest | Piece:

@@ -36,7 +36,7 @@ class OpenAIContext:
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     default_temperature: float = 1.0  # as OpenAI documents it; a checkpoint's generation_config.json knows better
-    max_sequences: int = 256  # prompts times n of one request
+    max_sequences: int = 256  # prompts times n of one request; the default: where any number may wait
     created: int = field(default_factory=lambda: int(time.time()))  # the models' date, unix seconds
     clock: Callable[[], float] = time.time
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex
