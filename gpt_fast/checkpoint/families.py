@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,18 +75,16 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     if values.get("quantization_config"):
         method = values.inner("quantization_config").get("quant_method", "an unnamed method")
         if method not in QUANT_METHODS:
-            known = ", ".join(QUANT_METHODS)
-            raise values.wrong(
-                f"quantization_config ({method}) is not supported, only {known}; use the unquantized checkpoint"
-            )
+            known = ", ".join(QUANT_METHODS) + "; use the unquantized checkpoint"
+            raise values.wrong(f"quantization_config ({method}) is not supported, only {known}")
     for key, served in row.refused.items():
         values.choice(key, dict.fromkeys(served))
     fields = dict(row.fields)
     fields |= {name: values.choice(*choice) for name, choice in _choices(row).items()}
-    fields |= {name: values.power(*power) for name, power in row.powers.items()}
     for name, key in _keys(row).items():
         if values.get(key) is not None or name not in _MAY_BE_NULL:
             fields[name] = values.field(name, key)
+    fields |= {name: values.power(*power) for name, power in row.powers.items()}
     if row.experts:
         fields["experts"] = ExpertsConfig(**{name: values.field(name, key) for name, key in row.experts.items()})
     fields["num_kv_heads"] = fields.get("num_kv_heads") or fields["num_heads"]
@@ -100,10 +98,6 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
         return ModelConfig(family=row.name, **fields)
     except ConfigError as e:
         raise values.wrong(str(e)) from None
-
-
-def _listed(values: Sequence[object]) -> str:
-    return ", ".join(map(repr, values))
 
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
@@ -122,19 +116,19 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
 
 
 def _choices(row: Family) -> dict[str, tuple[str, Mapping[Any, Any]]]:
-    """Fields of the row's models that a key chooses, with the activation, for which most families have no choice."""
+    """Fields that the value of a key chooses: the row's own, and the activation."""
     usual = {"activation": (row.keys.get("activation", KEYS["activation"]), ACTIVATIONS)}
     return {name: choice for name, choice in {**usual, **row.choices}.items() if name not in row.fields}
 
 
 def _keys(row: Family) -> dict[str, str]:
-    """The other fields that a key of the row's ``config.json`` gives."""
+    """The other fields of ModelConfig and the keys that give them."""
     said = {*row.fields, *row.powers, *_choices(row)}
     return {n: key for n, key in {**KEYS, **row.keys}.items() if n not in said and key in row.defaults}
 
 
 class _Values(dict[str, Any]):
-    """An object of a ``config.json``. What is wrong in it is told behind ``at``: the file, and the object's own key."""
+    """An object of a ``config.json``. ``at``: the beginning of messages about it, file and key."""
 
     def __init__(self, values: Mapping[str, Any], at: str) -> None:
         super().__init__(values)
@@ -184,7 +178,7 @@ class _Values(dict[str, Any]):
         for value, meaning in values.items():
             if value == given and isinstance(value, bool) == isinstance(given, bool):
                 return meaning
-        raise self.wrong(f"{key} {_shown(given)} is not supported, only {_listed(list(values))}")
+        raise self.wrong(f"{key} {_shown(given)} is not supported, only {', '.join(map(repr, values))}")
 
     def field(self, name: str, key: str) -> Any:
         """The value of ``key``, of the type of the field ``name``."""
@@ -311,9 +305,7 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     raw |= {key: values[0] for key, values in row.when.items()}
     for name, (key, exponent) in row.powers.items():
         value = round((getattr(config, name) or 1.0) ** (1 / exponent), 9)
-        raw[key] = (
-            int(value) if value.is_integer() else value
-        )  # transformers insists on int where it has such a default
+        raw[key] = int(value) if value.is_integer() else value  # of Gemma transformers takes int alone
     for name, key in _keys(row).items():
         value = getattr(config, name)
         raw[key] = None if name in _MAY_BE_NULL and not value else value
@@ -332,8 +324,7 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         kinds = ("full_attention", "sliding_attention")
         raw["layer_types"] = [kinds[config.window(i) > 0] for i in range(config.num_layers)]
     raw |= row.written(config)
-    aliases = {key: alias for alias, key in row.aliases.items()}
-    raw = {aliases.get(key, key): value for key, value in raw.items()}
+    raw |= {alias: raw[key] for alias, key in row.aliases.items() if key in raw}
     if parse_config(raw) != config:
         raise CheckpointError(f"family {row.name} cannot express this model: {config}")
     return raw
@@ -346,12 +337,14 @@ def _rope_keys(config: ModelConfig, row: Family) -> dict[str, Any]:
     if config.rotary_dim is not None or "partial_rotary_factor" in row.defaults:
         raw["partial_rotary_factor"] = config.rotary / config.head_dim
     if scaling is None:
-        return raw | ({"rope_scaling": {"rope_type": "default"}} if "rope_parameters" in row.defaults else {})
+        if "rope_parameters" in row.defaults:  # which have a scaling
+            raw["rope_scaling"] = {"rope_type": "default"}
+        return raw
     others = {key: getattr(scaling, _SCALING_FIELDS.get(key, key)) for key in _SCALING_KEYS[scaling.type]}
     raw["rope_scaling"] = {"rope_type": scaling.type, "factor": scaling.factor} | others
     if _ORIGINAL in row.defaults:
         raw[_ORIGINAL] = scaling.original_max_seq_len
-    if scaling.type in ("linear", "dynamic"):
+    if scaling.type == "dynamic":
         raw["max_position_embeddings"] = scaling.original_max_seq_len
     return raw
 
