@@ -305,6 +305,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["BambooForCausalLM"]},
         r"BambooForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM",
     ),
+    "no list": ({"architectures": 5}, "architecture 5 is not supported"),
     "model_type": ({"architectures": None, "model_type": "bamboo"}, "bamboo"),
     "activation": ({"hidden_act": "softplus"}, "hidden_act 'softplus'"),
     "rope type": ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope_scaling.rope_type 'ntk'"),
@@ -338,6 +339,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]},
         },
         "short_factor has 1 numbers for 48 rotary pairs",
+    ),
+    "longrope's one position": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "original_max_position_embeddings": 1,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+        },
+        "attention_factor is missing",
     ),
     "gpt2 scales": ({"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by"),
     "gpt2 width": ({"architectures": ["GPT2LMHeadModel"], "n_embd": 2**30}, "n_embd must be between 1 and 262144"),

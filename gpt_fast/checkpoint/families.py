@@ -102,8 +102,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
     """The row for ``architectures``, or for ``model_type`` where a checkpoint names no architecture."""
-    names = raw.get("architectures") or []
-    model_type = raw.get("model_type")
+    names, model_type = raw.get("architectures") or [], raw.get("model_type")
+    names = names if isinstance(names, list) else [names]
     for row in FAMILIES.values():
         meant = all(raw.get(key, row.defaults.get(key)) in values for key, values in row.when.items())
         if meant and (any(n in row.architectures for n in names) or (not names and model_type == row.model_type)):
@@ -259,6 +259,8 @@ def _scaling(values: _Values, rope: _Values, positions: int) -> RopeScaling | No
         truncate = bool(rope.get("truncate", True))
         return RopeScaling("yarn", factor, original, 1.0, 4.0, fast, slow, truncate, attention)
     if attention is None:
+        if original == 1:
+            raise rope.wrong(f"attention_factor is missing, and does not follow from {_ORIGINAL} 1")
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     short, long = rope.factors("short_factor"), rope.factors("long_factor")
     return RopeScaling("longrope", factor, original, attention_factor=attention, short=short, long=long)
