@@ -1,6 +1,7 @@
 // The functions that Python calls (through ctypes): plain C signatures around the kernels of the headers here.
 #include "program.h"
 #include "pack.h"
+#include "race.h"
 
 using namespace gpt_fast;
 
@@ -40,6 +41,12 @@ void gpt_fast_run(const Program* program, Step* step, int threads) {
     const Run sizes(*program, *step, threads, nullptr);
     uint8_t* memory = shared_scratch().get<uint8_t>(sizes.num_bytes());
     run_team(threads, Run::phases(*program), [&](Team& team) { Run(*program, *step, threads, memory).run(team); });
+}
+
+// A token for each row of logits (race.h).
+void gpt_fast_race(const float* logits, const int32_t* keys, int64_t* tokens, int64_t rows, int64_t vocab,
+                   int threads) {
+    run_team(rows > 1 ? threads : 1, kPhases, [&](Team& team) { race(team, logits, keys, tokens, rows, vocab); });
 }
 
 // Reads all of [data, data + num_bytes), a multiple of 128 kB, and nothing else: what memory allows (roofline.py).

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__AVX2__) && defined(__FMA__)
 #include "simd_avx2.h"

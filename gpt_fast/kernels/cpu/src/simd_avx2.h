@@ -86,6 +86,12 @@ template <int N>
 inline I8 shift_left(I8 v) {
     return _mm256_slli_epi32(v, N);
 }
+template <int N>
+inline I8 shift_right(I8 v) {  // zeros come in
+    return _mm256_srli_epi32(v, N);
+}
+inline I8 exclusive_or(I8 a, I8 b) { return _mm256_xor_si256(a, b); }
+inline I8 multiply(I8 a, I8 b) { return _mm256_mullo_epi32(a, b); }  // the lower 32 bits
 inline bool any(I8 v) { return !_mm256_testz_si256(v, v); }
 
 inline int32_t lane_sum(I8 v) {

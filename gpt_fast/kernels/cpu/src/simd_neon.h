@@ -104,6 +104,13 @@ template <int N>
 inline I8 shift_left(I8 v) {
     return {vshlq_n_s32(v.a, N), vshlq_n_s32(v.b, N)};
 }
+template <int N>
+inline I8 shift_right(I8 v) {  // zeros come in
+    return {vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v.a), N)),
+            vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v.b), N))};
+}
+inline I8 exclusive_or(I8 x, I8 y) { return {veorq_s32(x.a, y.a), veorq_s32(x.b, y.b)}; }
+inline I8 multiply(I8 x, I8 y) { return {vmulq_s32(x.a, y.a), vmulq_s32(x.b, y.b)}; }  // the lower 32 bits
 inline bool any(I8 v) { return vmaxvq_u32(vreinterpretq_u32_s32(vorrq_s32(v.a, v.b))) != 0; }
 inline int32_t lane_sum(I8 v) { return vaddvq_s32(vaddq_s32(v.a, v.b)); }
 inline int32_t lane_max(I8 v) { return vmaxvq_s32(vmaxq_s32(v.a, v.b)); }
