@@ -1,8 +1,6 @@
-"""Perplexity of a text, and the log-likelihoods of windows of tokens that it is made of.
-
-It uses the model's plain ``forward`` over whole windows, not the engine. Every token of a text is scored once, given at
-least ``context - stride`` tokens before it or all there are; BOS is context and never scored.
-"""
+"""Perplexity of a text, and the log-likelihoods of the windows of tokens that it is made of, by the model's plain
+``forward``, not the engine. Every token of a text is scored once, given at least ``context - stride`` tokens before it
+or all there are; BOS is context and never scored."""
 
 from __future__ import annotations
 

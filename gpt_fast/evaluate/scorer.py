@@ -1,9 +1,6 @@
-"""Log-likelihoods of texts and continuations, and completions, in batches: what evaluation tasks are made of.
-
-``Scorer`` has the three questions of EleutherAI's lm-evaluation-harness under their names there
-(https://github.com/EleutherAI/lm-evaluation-harness), and answers files of examples by itself: jsonl, in the forms of
-MosaicML's llm-foundry.
-"""
+"""Log-likelihoods of texts and continuations, and completions, in batches: what evaluation tasks are made of. There are
+the three questions of EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness) under
+their names there, and files of examples: jsonl, in the forms of MosaicML's llm-foundry."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What every tokenizer offers. Decoding is the concatenation of each token's bytes, read as UTF-8.
-
-So a token may hold half a character, and streamed text cannot differ from text that is decoded at once.
-"""
+"""What every tokenizer offers. Decoding is the concatenation of each token's bytes, read as UTF-8, so a token may hold
+half a character, and streamed text cannot differ from text that is decoded at once."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ class Tokenizer:
         self.vocab_size = len(ids)  # a model's embedding may have more rows; those ids mean nothing
         self.bos_token_id, self.eos_token_ids, self._prefix_ids = bos_token_id, eos_token_ids, prefix_ids
         self.leading_spaces_dropped = leading_spaces_dropped
-        self._special = {id: special.get(id, "").encode() for id in ids if id in special or id not in pieces}
-        self._text = [b"" if id in self._special else pieces[id] for id in ids]
+        self.special = {id: special.get(id, "").encode() for id in ids if id in special or id not in pieces}
+        self._text = [b"" if id in self.special else pieces[id] for id in ids]
 
     def encode(self, text: str, bos: bool = True, allow_special: bool = False) -> list[int]:
         """The text's token ids. ``bos`` puts BOS in front if the checkpoint wants one; EOS is never appended. Strings
@@ -59,12 +57,12 @@ class Tokenizer:
     def token_bytes(self, id: int, skip_special: bool = True) -> bytes:
         """The bytes a token adds to the text; of a special token none, or its name when not ``skip_special``."""
         self._check(id)
-        return self._text[id] if skip_special else self._special.get(int(id), self._text[id])
+        return self._text[id] if skip_special else self.special.get(int(id), self._text[id])
 
     def is_special(self, id: int) -> bool:
         """Whether the id is a control token (BOS, end of turn, padding, unknown ...), not text."""
         self._check(id)
-        return int(id) in self._special
+        return int(id) in self.special
 
     def _check(self, id: int) -> None:
         if not 0 <= id < self.vocab_size:

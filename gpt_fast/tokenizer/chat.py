@@ -1,7 +1,5 @@
-"""Chat templates: messages to the prompt a checkpoint was tuned on, by the Jinja template that it carries.
-
-Templates come from strangers: they run in Jinja's immutable sandbox, without access to Python objects.
-"""
+"""Chat templates: messages to the prompt a checkpoint was tuned on, by the Jinja template that it carries. Templates
+come from strangers: they run in Jinja's immutable sandbox, without access to Python objects."""
 
 from __future__ import annotations
 

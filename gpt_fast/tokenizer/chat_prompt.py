@@ -61,9 +61,8 @@ class SpecialNames:
 
 @lru_cache(maxsize=8)
 def special_names(tokenizer: Tokenizer) -> SpecialNames:
-    """Of ``tokenizer``. Looks at every token the first time: a tenth of a second for a large vocabulary."""
-    special = [id for id in range(tokenizer.vocab_size) if tokenizer.is_special(id)]
-    return SpecialNames(tokenizer.token_bytes(id, skip_special=False).decode(errors="replace") for id in special)
+    """Of ``tokenizer``; compiled once."""
+    return SpecialNames(name.decode(errors="replace") for name in tokenizer.special.values())
 
 
 def encode_chat(

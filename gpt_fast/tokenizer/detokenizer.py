@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """The rest at the end of the stream: an unfinished character as U+FFFD, else nothing."""
-        return self._window.flush() if self._window else self._decoder.decode(b"", final=True)
+        return self._window.new_text(final=True) if self._window else self._decoder.decode(b"", final=True)
 
 
 class _Window:
@@ -74,12 +74,9 @@ class _Window:
         if self._tokenizer.is_special(id):
             return ""
         self._pending.append(id)
-        return self._new_text(len(self._pending) >= _MAX_PENDING_TOKENS)
+        return self.new_text(final=len(self._pending) >= _MAX_PENDING_TOKENS)
 
-    def flush(self) -> str:
-        return self._new_text(final=True)
-
-    def _new_text(self, final: bool) -> str:
+    def new_text(self, final: bool) -> str:
         before = self._tokenizer.decode(self._context)
         text = self._tokenizer.decode(self._context + self._pending)[len(before) :]
         if text.endswith("\N{REPLACEMENT CHARACTER}") and not final:

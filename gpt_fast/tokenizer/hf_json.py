@@ -1,8 +1,6 @@
-"""Hugging Face's tokenizer.json, and GPT-2's vocab.json with merges.txt, by the tokenizers library.
-
-https://github.com/huggingface/tokenizers; the file's pipeline (normalizer, pre-tokenizer, model) encodes. Decoding is
-ours: the file's decoder steps are turned into one table of bytes, so that text can be streamed byte by byte.
-"""
+"""Hugging Face's tokenizer.json, and GPT-2's vocab.json with merges.txt, by the tokenizers library
+(https://github.com/huggingface/tokenizers): the file's normalizer, pre-tokenizer and model encode. Decoding is ours:
+the decoder's steps are turned into one table of bytes, so that text can be streamed byte by byte."""
 
 from __future__ import annotations
 
@@ -89,8 +87,8 @@ def gpt2_spec(vocab: Mapping[str, int], merges: str, settings: Settings, source:
         raise TokenizerError(f"{source}: how {name} splits text is not known from vocab.json and merges.txt; {todo}")
     lines = [line for line in merges.split("\n") if line.strip(" \r") and not line.startswith("#version")]
     model = {"type": "BPE", "vocab": dict(vocab), "merges": [line.rstrip("\r") for line in lines]}
-    rest = {"version": "1.0", "added_tokens": [], "post_processor": None, "decoder": byte_level, "model": model}
-    return rest | splitting[name]
+    spec = splitting[name] | {"decoder": byte_level, "model": model}
+    return {"version": "1.0", "added_tokens": [], "post_processor": None} | spec
 
 
 def bytes_decoder(decoder: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], int] | None:

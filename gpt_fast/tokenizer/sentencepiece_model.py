@@ -1,7 +1,5 @@
-"""SentencePiece vocabularies: Llama 1 and 2, CodeLlama, Mistral, OpenLLaMA, llama2.c.
-
-Kudo and Richardson 2018 (https://arxiv.org/abs/1808.06226); https://github.com/google/sentencepiece.
-"""
+"""SentencePiece vocabularies: Llama 1 and 2, CodeLlama, Mistral, OpenLLaMA, llama2.c. Kudo and Richardson 2018
+(https://arxiv.org/abs/1808.06226); https://github.com/google/sentencepiece."""
 
 from __future__ import annotations
 

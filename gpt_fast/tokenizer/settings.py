@@ -1,7 +1,5 @@
-"""What tokenizer_config.json, special_tokens_map.json and added_tokens.json say about the vocabulary beside them.
-
-The formats are those of Hugging Face's transformers. ``auto_map`` and anything else that names code is ignored.
-"""
+"""What tokenizer_config.json, special_tokens_map.json and added_tokens.json (of Hugging Face's transformers) say about
+the vocabulary beside them. ``auto_map`` and anything else that names code is ignored."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Byte-pair encodings as tiktoken's rank files: Llama 3 and Qwen.
-
-A rank file has a line ``base64(token bytes) rank`` for each token, and nothing else. ``VOCABULARIES`` has the rest: the
-regular expression that splits text before merging, and the special tokens. https://github.com/openai/tiktoken.
-"""
+"""Byte-pair encodings as tiktoken's rank files (https://github.com/openai/tiktoken): Llama 3 and Qwen. A file has a
+line ``base64(token bytes) rank`` for each token, and nothing else. ``VOCABULARIES`` has the rest: the regular
+expression that splits text before merging, and the special tokens."""
 
 from __future__ import annotations
 
