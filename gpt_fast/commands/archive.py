@@ -32,6 +32,5 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Build it; prints its path on stdout."""
-    chosen = options.given(arguments, arguments.names)
-    print(build_archive(**chosen, say=lambda line: print(line, file=sys.stderr)))
+    print(build_archive(**options.given(arguments, arguments.names), say=lambda line: print(line, file=sys.stderr)))
     return 0
