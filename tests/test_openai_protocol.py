@@ -23,7 +23,7 @@ from gpt_fast.serve.protocol.request import as_written, error_body
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
-from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, _byte_level_alphabet
+from gpt_fast.tokenizer.hf_json import BYTE_OF_CHAR, HfJsonTokenizer
 from gpt_fast.tokenizer.settings import Settings
 
 LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -41,7 +41,7 @@ JOINING_TEMPLATE = "<|im_start|>{% for message in messages %}{{ message.content 
 @cache
 def byte_level(bos: str | None = LLAMA3[0]) -> Tokenizer:
     """One token a byte, "\\n\\n" and "ab" merged, the special tokens of two families."""
-    char = {byte: chr(code) for code, byte in _byte_level_alphabet().items()}
+    char = {byte: char for char, byte in BYTE_OF_CHAR.items()}
     line = char[10]
     vocab = {char[byte]: byte for byte in range(256)} | {line + line: 256, "ab": 257}
     flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -60,7 +60,7 @@ class SpaceFirst(Tokenizer):
 
     def __init__(self, every_segment: bool) -> None:
         special = {256: "<s>", 257: "</s>"}
-        super().__init__([bytes([b]) for b in range(256)] + [b"", b""], special, leading_spaces_dropped=1)
+        super().__init__({b: bytes([b]) for b in range(256)}, special, leading_spaces_dropped=1)
         self.every_segment = every_segment
 
     def _encode(self, text: str, allow_special: bool) -> list[int]:

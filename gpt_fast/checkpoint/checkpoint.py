@@ -156,7 +156,7 @@ class Checkpoint:
             scheme = form.scheme(module, self.config)
             return scheme._replace(num_queries=config.q_dim) if isinstance(scheme, Split) else scheme
 
-        plan = [_read_by(part, self.config, shard, scheme_of) for part in parts(self.config)]
+        plan = [_read_by(part, shard, scheme_of) for part in parts(self.config)]
         model = empty_model(config, dtype, device, column_major, lambda m: swap_layers(m, scheme_of, device))
         targets, layers = dict(model.named_parameters()), dict(model.named_modules())
         total = sum(tensor.num_bytes for tensor in self.tensors.values()) // (shard.num_ranks if shard else 1)
@@ -173,11 +173,9 @@ class Checkpoint:
         return model
 
 
-def _read_by(
-    part: Part, config: ModelConfig, shard: Shard | None, scheme_of: SchemeOf
-) -> tuple[Part, Cut, Scheme | None]:
+def _read_by(part: Part, shard: Shard | None, scheme_of: SchemeOf) -> tuple[Part, Cut, Scheme | None]:
     """``part`` as the model that is built holds it, what is read for it, and its scheme. Raises ConfigError."""
-    cut, part = shard.cut(part, config) if shard else (Cut(), part)
+    cut, part = shard.cut(part) if shard else (Cut(), part)
     part, scheme = quantized_part(part, scheme_of)
     if scheme is not None and cut.num_columns > 1 and scheme.padded(part.shape[1]) != part.shape[1]:
         raise ConfigError(f"shard: {part.target} has {part.shape[1]} inputs a rank, no whole groups of {scheme}")
