@@ -162,7 +162,8 @@ def library() -> ctypes.CDLL:
         raise UnavailableError(f"{path} cannot be loaded: {error}") from error
     lib.gpt_fast_run.argtypes = [_P, _P, ctypes.c_int]
     lib.gpt_fast_pack.argtypes = [_I, _P, _P, _I, _I, _I, _I, ctypes.c_int]
-    lib.gpt_fast_run.restype = lib.gpt_fast_pack.restype = None
+    lib.gpt_fast_race.argtypes = [_P, _P, _P, _I, _I, ctypes.c_int]
+    lib.gpt_fast_run.restype = lib.gpt_fast_pack.restype = lib.gpt_fast_race.restype = None
     lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
     return lib

@@ -1,0 +1,70 @@
+"""The race that draws tokens: of each row the token whose exponentially distributed time is over first.
+
+Token i takes ``E / e^(logit - greatest logit)``, where E is noise of mean 1: a hash of the row's key and of i. The token
+that comes first is distributed as the softmax of the logits (Efraimidis & Spirakis 2006; its logarithm is the
+Gumbel-max trick). Two models whose distributions are near each other draw the same token from the same key most of the
+time: at least (1 - d) / (1 + d) of it, where d is their total variation distance (Daliri et al. 2025).
+
+u of the noise ``-ln(1 - u)`` has 31 bits: what is less likely than about 1e-9 is not drawn as often as it should be.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpt_fast.kernels.cpu.library import available, library
+
+_MASK = 2**64 - 1
+
+
+def race_key(seed: int, position: int) -> tuple[int, int]:
+    """The key of a draw, two signed integers of 32 bits: splitmix64 (Steele et al. 2014) over a counter."""
+    z = 0
+    for word in (seed, position + 1):
+        z = (z + word * 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        z ^= z >> 31
+    return (z & 0xFFFFFFFF) - 2**31, (z >> 32) - 2**31
+
+
+def race(logits: Tensor, keys: Tensor) -> Tensor:
+    """Draw one token per row: logits [R, V] float32, keys [R, 2] int32 -> [R] int64. A row draws by its own key alone.
+
+    -1 for a row with NaN, or whose greatest logit is not finite. On a CPU by C++, on a GPU by Triton, elsewhere by
+    :func:`plain_race`; they agree but where two times differ by rounding alone.
+    """
+    if logits.device.type == "cuda":
+        from gpt_fast.kernels.gpu.race import race as gpu_race
+
+        return gpu_race(logits, keys)
+    if not available():
+        return plain_race(logits, keys)
+    logits, keys = logits.contiguous(), keys.contiguous()
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    where = (logits.data_ptr(), keys.data_ptr(), tokens.data_ptr())
+    library().gpt_fast_race(*where, *logits.shape, torch.get_num_threads())
+    return tokens
+
+
+def plain_race(logits: Tensor, keys: Tensor) -> Tensor:
+    """The twin of the kernels in plain torch."""
+    greatest = logits.amax(dim=-1, keepdim=True)  # NaN where the row has one
+    token = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    times = exponential(token, keys[:, :1], keys[:, 1:]) / (logits - greatest).exp()
+    return times.argmin(dim=-1).where(greatest[:, 0].isfinite(), -1)
+
+
+def exponential(token: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Noise of mean 1, float32, for int32 ``token`` under the key ``low``, ``high``."""
+    hashed = _mix(_mix(token ^ low) ^ high)
+    u = ((hashed >> 1) & 0x7FFFFFFF).float().add(0.5).mul(2.0**-31).clamp(max=1 - 2.0**-24)
+    return -torch.log1p(-u)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """One round of lowbias32 (Wellons 2018) on int32, which stands for 32 bits: products wrap, shifts bring zeros in."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ (x >> 16 & 0xFFFF)
