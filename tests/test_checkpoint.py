@@ -21,10 +21,10 @@ import torch
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import read_config, to_hf_config
-from gpt_fast.checkpoint.safetensors_file import read_safetensors, write_safetensors
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.checkpoint.weight_files import read_safetensors, write_safetensors
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.llm import LLM

@@ -341,7 +341,7 @@ def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("gpt_fast.checkpoint.convert.write_safetensors", full)
+        patch.setattr("gpt_fast.checkpoint.saving.write_safetensors", full)
         with pytest.raises(CheckpointError, match=r"out cannot be written: No space left.*GB"):
             convert(source, out)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
