@@ -182,7 +182,7 @@ def _config_from_facts(facts: Mapping[str, Any], state: Mapping[str, StoredTenso
     vocab_size, dim = state["tok_embeddings.weight"].shape
     if facts.get("dim", dim) != dim or dim % num_heads:
         raise CheckpointError(
-            f"{where}: dim {facts.get('dim')} and n_heads {num_heads} do not fit the tensors, {dim} wide"
+            f"{where}: dim {facts.get('dim', dim)} and n_heads {num_heads} do not fit the tensors, {dim} wide"
         )
     fused, keys = (state.get(f"layers.0.attention.{name}.weight") for name in ("wqkv", "wk"))
     kv_rows = (fused.num_rows - dim) // 2 if fused else keys.num_rows if keys else dim

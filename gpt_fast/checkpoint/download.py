@@ -5,16 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, errors, snapshot_download
 
 from gpt_fast.checkpoint.files import COMPANIONS, is_one
 from gpt_fast.errors import DownloadError
@@ -40,21 +31,20 @@ def download(
         info = HfApi(endpoint=endpoint, token=token).model_info(repo, revision=revision)
         files = choose([sibling.rfilename for sibling in info.siblings or []], repo)
         # The commit instead of the branch, so that the files are those of the listing.
-        directory = snapshot_download(
+        found = snapshot_download(
             repo, revision=info.sha, local_dir=out_dir, token=token, endpoint=endpoint, allow_patterns=files
         )
     except Exception as e:  # the library's, the system's, and its transport's, which has changed its name before
         if words := _explain(e, repo, revision, out_dir):
             raise DownloadError(words) from e
         raise
-    found = Path(directory)
-    missing = [name for name in files if not (found / name).is_file()]
+    missing = [name for name in files if not Path(found, name).is_file()]
     if missing:
         # With the Hub gone half-way the library is content with whatever the directory held before.
         raise DownloadError(
             f"{repo}: {len(missing)} files did not arrive, such as {missing[0]}; run the same command again"
         )
-    return found
+    return Path(found)
 
 
 def choose(names: list[str], repo: str) -> list[str]:
@@ -74,27 +64,27 @@ def _explain(error: Exception, repo: str, revision: str | None, out_dir: str | P
     """What went wrong and what to do; None for what nobody foresaw. The most particular kind first: they inherit."""
     # fmt: off
     known: dict[type[Exception], str] = {
-        GatedRepoError:
+        errors.GatedRepoError:
             f"{repo} is gated: accept its licence on the model's page of the Hub, then set HF_TOKEN to an access token "
             "of that account (or run `hf auth login`) and try again",
-        RevisionNotFoundError: f"{repo} has no revision {revision!r}; leave it out for the main branch",
-        RepositoryNotFoundError:
+        errors.RevisionNotFoundError: f"{repo} has no revision {revision!r}; leave it out for the main branch",
+        errors.RepositoryNotFoundError:
             f"{repo} does not exist on the Hub, or is private: check the spelling (owner/name), or set HF_TOKEN to a "
             "token that may read it",
-        HFValidationError: f"{repo!r} is not the name of a repository, which is owner/name: {error}",
-        OfflineModeIsEnabled: f"{repo} cannot be fetched: HF_HUB_OFFLINE is set",
+        errors.HFValidationError: f"{repo!r} is not the name of a repository, which is owner/name: {error}",
+        errors.OfflineModeIsEnabled: f"{repo} cannot be fetched: HF_HUB_OFFLINE is set",
     }
     # fmt: on
     for kind, words in known.items():
         if isinstance(error, kind):
             return words
-    if isinstance(error, HfHubHTTPError):
+    if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code if error.response is not None else "an error"
         if status == 401:
             return f"{repo}: the Hub refuses the access token (401); check HF_TOKEN, or unset it for public models"
         return f"{repo}: the Hub answered {status}; try again later. {_first_line(error)}"
     transport = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
-    if transport or isinstance(error, (LocalEntryNotFoundError, ConnectionError, TimeoutError)):
+    if transport or isinstance(error, (errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)):
         return (
             f"{repo}: the Hub cannot be reached ({_first_line(error)}); check the network, its proxy settings and "
             "HF_ENDPOINT, or copy the files by hand and give their directory"

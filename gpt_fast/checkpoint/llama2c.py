@@ -120,10 +120,10 @@ def read_bin(path: Path, h: Header) -> tuple[dict[str, StoredTensor], dict[str, 
             data, numel = raw[begin : begin + num_bytes], math.prod(shape)
             begin += num_bytes
             if h.version == 2 and len(shape) > 1:
-                scales = StoredTensor.of_bytes(data[numel:], torch.float32, (numel // h.group_size,), mapped=False)
+                scales = StoredTensor.of_bytes(data[numel:], torch.float32, (numel // h.group_size,))
                 quants = data[:numel].view(torch.int8).view(shape)
                 tensor: StoredTensor = Q80Tensor(quants, scales.rows(0, scales.num_rows), h.group_size)
             else:
-                tensor = StoredTensor.of_bytes(data, torch.float32, shape, mapped=True)
+                tensor = StoredTensor.of_bytes(data, torch.float32, shape)
             tensors[name.format(layer) + ".weight"] = tensor
     return tensors, {"n_heads": h.n_heads, "n_kv_heads": h.n_kv_heads, "max_seq_len": h.seq_len}

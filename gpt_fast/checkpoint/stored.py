@@ -52,12 +52,12 @@ class StoredTensor:
         self.data = data if data.dim() else data.view(1)
 
     @classmethod
-    def of_bytes(cls, raw: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, mapped: bool) -> StoredTensor:
-        """A tensor whose bytes are ``raw``, uint8 with one dimension."""
+    def of_bytes(cls, raw: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
+        """A tensor whose bytes are ``raw``, uint8 with one dimension, in a mapped file."""
         if raw.data_ptr() % dtype.itemsize == 0:
-            return cls(raw.view(dtype).view(shape), mapped=mapped)
+            return cls(raw.view(dtype).view(shape), mapped=True)
         # A header of odd length leaves every tensor behind it misaligned. Rows of bytes are copied when they are read.
-        out = cls(raw.view(math.prod(shape[:1]), -1), mapped=mapped)
+        out = cls(raw.view(math.prod(shape[:1]), -1), mapped=True)
         out.dtype, out.shape = dtype, shape
         return out
 
@@ -124,14 +124,14 @@ class StoredTensor:
             length = piece.data_ptr() + span * piece.element_size() - first
             _madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
-    def chunks(self) -> list[tuple[int, int]]:
-        """Row ranges of about ``_CHUNK`` bytes that cover the tensor."""
-        step = max(1, _CHUNK // max(1, self.row_bytes))
-        return [(a, min(a + step, self.num_rows)) for a in range(0, self.num_rows, step)]
+    def pieces(self, report: Report = None, step: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """All rows, in pieces with the index of their first row. A piece's pages are released behind it.
 
-    def pieces(self, report: Report = None) -> Iterator[tuple[int, Tensor]]:
-        """All rows, in pieces with the index of their first row. A piece's pages are released behind it."""
-        for begin, end in self.chunks():
+        A piece has ``step`` rows, or about ``_CHUNK`` bytes.
+        """
+        step = step or max(1, _CHUNK // max(1, self.row_bytes))
+        for begin in range(0, self.num_rows, step):
+            end = min(begin + step, self.num_rows)
             yield begin, self.rows(begin, end)
             self.release(begin, end)
             if report:

@@ -166,7 +166,7 @@ def _entry(path: Path, name: str, entry: object, data: Tensor) -> tuple[int, int
         )
     if math.prod(shape) * dtype.itemsize != end - begin:
         raise CheckpointError(f"{path}: tensor {name!r} of shape {shape} and dtype {code} has {end - begin} bytes")
-    return begin, end, StoredTensor.of_bytes(data[begin:end], dtype, tuple(shape), mapped=True)
+    return begin, end, StoredTensor.of_bytes(data[begin:end], dtype, tuple(shape))
 
 
 def _sizes(value: object) -> bool:

@@ -182,18 +182,12 @@ def write_part(source: Source, writer: CheckpointWriter, part: Part, report: Rep
     """Write one tensor of ``source``, rounded to nearest if it is to be quantized and as it is otherwise."""
     tensor, (_, scheme) = plain_weight(part, source.checkpoint.tensors), quantized_part(part, source.scheme_of)
     prefix = part.source.removesuffix("weight")
-    for first, last in tensor.chunks():
-        step = chunk_rows(tensor.shape[1]) if scheme else last - first
-        for begin in range(first, last, step):
-            rows = tensor.rows(begin, min(begin + step, last))
-            if scheme is None:
-                writer.write(part.source, begin, rows)
-            else:
-                for name, quantized in quantize_rows(rows, scheme).items():
-                    writer.write(prefix + name, begin, quantized)
-        tensor.release(first, last)
-        if report:
-            report((last - first) * tensor.row_bytes)
+    for begin, rows in tensor.pieces(report, chunk_rows(tensor.shape[1]) if scheme else None):
+        if scheme is None:
+            writer.write(part.source, begin, rows)
+        else:
+            for name, quantized in quantize_rows(rows, scheme).items():
+                writer.write(prefix + name, begin, quantized)
 
 
 def quantize_checkpoint(
