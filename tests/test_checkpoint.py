@@ -458,6 +458,12 @@ def test_pickles_do_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match="cannot be read"):
         Checkpoint.open(tmp_path).build(torch.float32)
+    torch.save({0: torch.zeros(1)}, path)
+    with pytest.raises(CheckpointError, match="0 is Tensor, not a tensor with a name"):
+        Checkpoint.open(tmp_path).build(torch.float32)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is no checkpoint known here"):
+        Checkpoint.open(tmp_path).build(torch.float32)
 
 
 def test_a_tensor_that_repeats_one_number_without_end_is_refused(tmp_path: Path) -> None:

@@ -98,8 +98,8 @@ def read_torch_file(path: Path) -> tuple[dict[str, StoredTensor], object]:
     if isinstance(values.get("model"), dict):
         values, facts = values["model"], values.get("model_args")  # the optimizer's state stays behind
     for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{path}: {name!r} is {type(value).__name__}, not a tensor")
+        if not isinstance(value, Tensor) or not isinstance(name, str):
+            raise CheckpointError(f"{path}: {name!r} is {type(value).__name__}, not a tensor with a name")
         # A tensor may repeat one number without end; such a one would take memory that the file does not have.
         if value.layout != torch.strided or value.nbytes > value.untyped_storage().nbytes():
             raise CheckpointError(f"{path}: {name!r} of shape {list(value.shape)} is not stored whole")
