@@ -119,13 +119,14 @@ def _read_source(source: Path, config: ModelConfig | str | Path | None) -> Impor
             raise CheckpointError(f"{source} is quantized ({opened.format.method}); convert the unquantized checkpoint")
         raw = {key: value for key, value in opened.raw.items() if key != "dtype"}  # torch_dtype, for transformers 5
         return opened.tensors, raw | {"tie_word_embeddings": opened.config.tie_embeddings}
-    if header := read_header(source):
-        state, facts = read_bin(source, header)
-        config = None  # the file says all
-    else:
+    header = read_header(source)
+    if header is None:
         values, facts = read_torch_file(source)
         state = {name.removeprefix("_orig_mod."): tensor for name, tensor in values.items()}
         _refuse_foreign(state, source)
+    else:
+        state, facts = read_bin(source, header)
+        config = None  # the file says all
     if isinstance(facts, dict) and config is None:
         found, ids = _config_from_facts(facts, state, str(source)), {"bos_token_id": 1, "eos_token_id": 2}
     else:
