@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gpt_fast.checkpoint.families import to_hf_config
+from gpt_fast.checkpoint.stacked import stacked
 from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
 from gpt_fast.checkpoint.weight_files import write_safetensors
 from gpt_fast.errors import CheckpointError
@@ -54,4 +55,4 @@ def save_checkpoint(
             stored = stored.picked(row_order(part.layout, part.shape[0]).argsort())
         tensors[part.source] = stored
     raw = to_hf_config(model.config, "") | dict(extra or {})
-    write_checkpoint(Path(directory), tensors, raw, dtype, bar=False)
+    write_checkpoint(Path(directory), stacked(tensors), raw, dtype, bar=False)
