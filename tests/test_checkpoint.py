@@ -21,10 +21,10 @@ import torch
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import parse_config, read_json, to_hf_config
-from gpt_fast.checkpoint.safetensors_file import read_safetensors, write_safetensors
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.checkpoint.weight_files import read_safetensors, write_safetensors
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.llm import LLM
@@ -457,6 +457,12 @@ def test_pickles_do_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         Checkpoint.open(tmp_path).build(torch.float32)
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match="cannot be read"):
+        Checkpoint.open(tmp_path).build(torch.float32)
+    torch.save({0: torch.zeros(1)}, path)
+    with pytest.raises(CheckpointError, match="0 is Tensor, not a tensor with a name"):
+        Checkpoint.open(tmp_path).build(torch.float32)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is no checkpoint known here"):
         Checkpoint.open(tmp_path).build(torch.float32)
 
 
