@@ -16,7 +16,7 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,19 @@ class StoredTensor:
         """Row ranges of about ``_CHUNK`` bytes that cover the tensor."""
         step = max(1, _CHUNK // max(1, self.row_bytes))
         return [(a, min(a + step, self.num_rows)) for a in range(0, self.num_rows, step)]
+
+    def pieces(self, report: Report = None, step: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """All rows, in pieces with the index of their first row. A piece's pages are released behind it.
+
+        A piece has ``step`` rows, or about ``_CHUNK`` bytes.
+        """
+        step = step or max(1, _CHUNK // max(1, self.row_bytes))
+        for begin in range(0, self.num_rows, step):
+            end = min(begin + step, self.num_rows)
+            yield begin, self.rows(begin, end)
+            self.release(begin, end)
+            if report:
+                report((end - begin) * self.row_bytes)
 
     def copy_to(self, target: Tensor, report: Report = None) -> None:
         """Copy into ``target`` of the same shape and of any dtype and device, converting piece by piece."""
