@@ -156,7 +156,7 @@ def _read_block(writer: CheckpointWriter, described: d.Block, form: Format, tens
 def _write_block(writer: CheckpointWriter, block: Block) -> None:
     prefix = block.block.prefix
     for part in writer.blocks[prefix]:
-        held, scheme = writer.held(part)
+        held, scheme = writer.form.held(part, writer.source.config)
         if scheme is None:
             writer.write_part(part)
         else:

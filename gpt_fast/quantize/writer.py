@@ -31,7 +31,7 @@ from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.description import Part, parts
 from gpt_fast.quantize.formats import OwnFormat, beside, plain_weight
 from gpt_fast.quantize.rtn import quantized_pieces
-from gpt_fast.quantize.scheme import QuantConfig, Scheme
+from gpt_fast.quantize.scheme import QuantConfig
 
 _PROGRESS = "progress.json"
 
@@ -79,7 +79,7 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"{directory} is quantized already ({form.method}); start from the unquantized checkpoint"
             )
-        schemes = [scheme for _, scheme in map(self.held, parts(self.source.config))]
+        schemes = [self.form.held(part, self.source.config)[1] for part in parts(self.source.config)]
         if wanted is not None and wanted not in schemes:
             raise ConfigError(
                 f"group_size: {wanted.group_size} fits no layer of {directory}; the inputs must fill whole groups"
@@ -98,10 +98,6 @@ class CheckpointWriter:
             )
         self.done = set(left["done"])
 
-    def held(self, part: Part) -> tuple[Part, Scheme | None]:
-        """``part`` as the quantized model holds it, and its scheme."""
-        return self.form.held(part, self.source.config)
-
     def num_bytes(self, block: str) -> int:
         """Bytes that ``block`` has in the source."""
         return sum(self.source.tensors[part.source].num_bytes for part in self.blocks[block])
@@ -116,7 +112,7 @@ class CheckpointWriter:
 
     def write_part(self, part: Part, report: Report = None) -> None:
         """Write one tensor of the source, rounded to nearest if it is to be quantized and as it is otherwise."""
-        stored, (_, scheme) = plain_weight(part, self.source.tensors), self.held(part)
+        stored, (_, scheme) = plain_weight(part, self.source.tensors), self.form.held(part, self.source.config)
         if scheme is None:
             for begin, rows in stored.pieces(report):
                 self.write(part.source, begin, rows)
