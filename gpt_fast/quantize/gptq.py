@@ -101,7 +101,7 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
     diagonal[diagonal == 0] = mean
     for attempt in range(6):
         damped = h + _DAMPING * 10.0**attempt * mean * torch.eye(len(h), dtype=h.dtype)
-        with contextlib.suppress(torch.linalg.LinAlgError):
+        with contextlib.suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
             factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
             return factor.float()
