@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantized import dequantized
 from torch import Tensor
 
 from gpt_fast.config import ModelConfig, RopeScaling
@@ -137,7 +138,7 @@ def weights(kind: str, n: int, k: int, dtype: torch.dtype, bias: bool = False, s
     scheme = Scheme(name, int(size or 0))  # type: ignore[arg-type]
     module = QuantizedLinear(k, n, scheme, None if b is None else torch.nn.Parameter(b), DEVICE)
     module.store(0, quantize_rows(w.cpu(), scheme))
-    return module.gpu_weights(dtype), module.dequantized()
+    return module.gpu_weights(dtype), dequantized(module)
 
 
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from quantized import dequantized
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -126,7 +127,7 @@ def test_the_search_beats_the_plain_range(group_size: int) -> None:
 def test_groups_on_one_side_of_zero_are_not_cut_off() -> None:
     weight = 5 + torch.rand(4, 64, generator=torch.Generator().manual_seed(0))
     for w in (weight, -weight):
-        found = layer(Scheme("int4", 32), w).dequantized()
+        found = dequantized(layer(Scheme("int4", 32), w))
         assert (found - w).abs().max() < 0.6 * 6 / 15  # 0 needs a code: the steps are those of 0 to 6
 
 
@@ -134,7 +135,7 @@ def test_groups_on_one_side_of_zero_are_not_cut_off() -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.37, 3e-7, 2e4])
 def test_constant_rows_survive(scheme: Scheme, value: float) -> None:
     weight = torch.full((3, 40), value)
-    made = layer(scheme, weight).dequantized()
+    made = dequantized(layer(scheme, weight))
     assert torch.allclose(made, weight, rtol=1e-3 if scheme.kind != "fp8" else 0.07, atol=1e-7)
 
 
@@ -166,7 +167,7 @@ def test_products_are_those_of_the_dequantized_weight(scheme: Scheme, k: int, dt
     out = made(x)
     assert out.dtype == dtype
     assert made.bias is not None
-    expected = F.linear(x.float(), made.dequantized()) + made.bias.float()
+    expected = F.linear(x.float(), dequantized(made)) + made.bias.float()
     tolerance = 1e-4 if dtype == torch.float32 else 0.02
     assert torch.allclose(out.float(), expected, rtol=tolerance, atol=tolerance)
 
@@ -177,8 +178,8 @@ def test_sorted_columns_meet_their_own_inputs() -> None:
     made = layer(Scheme("int4", 32), weight[:, order])
     made.order = order
     x = noise(5, 48, seed=1)
-    assert torch.allclose(made(x), F.linear(x, made.dequantized()), atol=1e-5)
-    assert (made.dequantized() - weight).abs().max() < 0.3
+    assert torch.allclose(made(x), F.linear(x, dequantized(made)), atol=1e-5)
+    assert (dequantized(made) - weight).abs().max() < 0.3
 
 
 # Models: what is quantized, and every way to get there
@@ -218,7 +219,7 @@ def test_queries_beside_keys_and_values_in_another_format_are_one_layer() -> Non
     split.keys_values.store(0, quantize_rows(weight[16:], Scheme("int8")))
     apart = [layer(Scheme("int4", 32), weight[:16], bias[:16]), layer(Scheme("int8"), weight[16:], bias[16:])]
     assert torch.equal(split(x), torch.cat([part(x) for part in apart], dim=-1))
-    assert torch.equal(split.dequantized(), torch.cat([part.dequantized() for part in apart]))
+    assert torch.equal(dequantized(split), torch.cat([dequantized(part) for part in apart]))
 
 
 def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from gpt_fast.quantize.scheme import Scheme, Split
 if TYPE_CHECKING:
     from gpt_fast.kernels.gpu.linear import Weights
 
-ALL = slice(None)  # rows
+_ALL = slice(None)  # rows
 
 
 class QuantizedLinear(nn.Module):
@@ -70,8 +70,8 @@ class QuantizedLinear(nn.Module):
         else:  # in plain torch, float32 until the product is whole
             multiply = rounded_product if self.rounded else exact_product
             ordered = x if self.order is None else x.index_select(-1, self.order)
-            out = multiply(ordered, self._columns(rows or ALL)).to(x.dtype)
-        return out if self.bias is None else out + self.bias[rows or ALL]
+            out = multiply(ordered, self._columns(rows or _ALL)).to(x.dtype)
+        return out if self.bias is None else out + self.bias[rows or _ALL]
 
     def _on_gpu(self, x: Tensor) -> bool:
         return self._kernels and x.device.type == "cuda" and self.order is None
@@ -82,11 +82,6 @@ class QuantizedLinear(nn.Module):
             return self.weight[rows].float() * self.scale[rows, None]
         stored = (self.weight[rows], self.scale[rows], self.zero[rows], self.row_scale[rows])
         return dequantize_int4(*stored)[:, : self.in_features]
-
-    def dequantized(self) -> Tensor:
-        """The weight that this layer multiplies with, float32 [N, K]."""
-        columns = self._columns(ALL)
-        return columns if self.order is None else columns[:, self.order.argsort()]
 
     def gpu_weights(self, dtype: torch.dtype) -> Weights:
         """As Triton's kernels take them for activations of ``dtype``. Raises UnsupportedError for what they do not."""
@@ -125,6 +120,3 @@ class SplitLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat((self.queries(x), self.keys_values(x)), dim=-1)
-
-    def dequantized(self) -> Tensor:
-        return torch.cat([piece.dequantized() for piece in self.pieces()])
