@@ -83,7 +83,7 @@ class QuantizedLinear(nn.Module):
     def _prepared(self, dtype: torch.dtype) -> Weights:
         from gpt_fast.kernels.gpu.linear import prepare
 
-        return prepare(self.scheme.kind, self.weight, scale=self.scale, bias=self.bias)
+        return prepare(self.weight, scale=self.scale, bias=self.bias)
 
     def _gpu_product(self, x: Tensor) -> Tensor:
         """:meth:`product` by Triton's kernels, for many rows by torch on weights widened for the moment."""
@@ -131,7 +131,7 @@ class Int4Linear(QuantizedLinear):
         if self.order is not None:
             raise UnsupportedError("int4 weights with sorted columns")
         return prepare(
-            "int4", self.weight, scale=self.row_scale, grid=(self.scale, self.zero), bias=self.bias,
+            self.weight, scale=self.row_scale, grid=(self.scale, self.zero), bias=self.bias,
             in_features=self.in_features, dtype=dtype,
         )  # fmt: skip
 
