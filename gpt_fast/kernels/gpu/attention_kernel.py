@@ -58,12 +58,14 @@ def _combine(partial, stats, at, active, used, rows: tl.constexpr, width: tl.con
 
 @triton.jit
 def _places(token, head, count, heads, dim, group: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
-    """Offsets in [N, H, D] of ``count`` queries from ``token`` on, row = query * group + head within the group, and
-    which of them exist: both [rows, width]."""
+    """Where ``count`` queries from ``token`` on begin in [N, H, D], and which of their numbers exist [rows, width].
+
+    row = query * group + head within the group
+    """
     r = tl.arange(0, rows)
     d = tl.arange(0, width)
     at = ((token + r // group) * heads + head * group + r % group).to(tl.int64) * dim
-    return at[:, None] + d[None, :], (r < count * group)[:, None] & (d < dim)[None, :]
+    return at[:, None], (r < count * group)[:, None] & (d < dim)[None, :]
 
 
 @triton.jit
@@ -120,12 +122,14 @@ def attend_kernel(
     """Attention of one block of queries of one sequence over one part of its tokens; the last part to end combines."""
     wait_for_previous(overlap)
     program, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    r = tl.arange(0, rows)
+    d = tl.arange(0, width)
     slot, first_query = _find_slot(program, query_start, num_slots, queries, slots_pad)
     if slot >= num_slots:
         # A token past the last sequence's (queries == 1 alone counts programs by tokens): zeros.
         if queries == 1 and part == 0:
             at, inside = _places(program, head, 1, heads, dim, group, rows, width)
-            tl.store(out + at, tl.zeros((rows, width), out.dtype.element_ty), mask=inside)
+            tl.store(out + at + d[None, :], tl.zeros((rows, width), out.dtype.element_ty), mask=inside)
         return
     begin, end = tl.load(query_start + slot), tl.load(query_start + slot + 1)
     token = begin + first_query
@@ -141,17 +145,16 @@ def attend_kernel(
     start = lowest + part * share
     stop = tl.minimum(start + share, length)
 
-    r = tl.arange(0, rows)
-    d = tl.arange(0, width)
     at, inside = _places(token, head, count, heads, dim, group, rows, width)
+    own = tl.load(q + at + d[None, :], mask=inside, other=0.0)
     most, total, acc = _attend_part(
-        tl.load(q + at, mask=inside, other=0.0).to(compute), position + r // group, k_cache, v_cache, k_scale, v_scale,
+        own.to(compute), position + r // group, k_cache, v_cache, k_scale, v_scale,
         page_table + slot * pages_per_slot, head, start, stop, scale, window, page_size, kv_heads, dim, compute, rows,
         width, block,
     )  # fmt: skip
 
     if splits == 1:
-        tl.store(out + at, acc / tl.where(total == 0.0, 1.0, total)[:, None], mask=inside)
+        tl.store(out + at + d[None, :], acc / tl.where(total == 0.0, 1.0, total)[:, None], mask=inside)
     else:
         cell = program * kv_heads + head
         place = cell * splits + part
@@ -162,5 +165,6 @@ def attend_kernel(
         tl.debug_barrier()  # all threads' stores come before the one thread's release
         before = tl.atomic_add(arrivals + cell, 1, sem="acq_rel")
         if before == active - 1:
-            tl.store(out + at, _combine(partial, stats, cell, active, used, rows, width, splits), mask=inside)
+            value = _combine(partial, stats, cell, active, used, rows, width, splits)
+            tl.store(out + at + d[None, :], value, mask=inside)
             tl.store(arrivals + cell, 0)  # ready for the next launch

@@ -18,18 +18,17 @@ def prepare_norm_kernel(
     row = tl.program_id(0)
     column = tl.arange(0, width)
     inside = column < dim
-    at = row * dim + column
     if table is None:
-        value = tl.load(x + at, mask=inside, other=0.0)
+        value = tl.load(x + row * dim + column, mask=inside, other=0.0)
     else:
         token = tl.load(tokens + row).to(tl.int64)
         value = tl.load(table + token * dim + column, mask=inside, other=0.0).to(x.dtype.element_ty)
         if scale is not None:
             value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
-        tl.store(x + at, value, mask=inside)
+        tl.store(x + row * dim + column, value, mask=inside)
     value = value.to(tl.float32)
     scaled = value * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(weighted + at, scaled.to(weighted.dtype.element_ty), mask=inside)
+    tl.store(weighted + row * dim + column, scaled.to(weighted.dtype.element_ty), mask=inside)
     tl.store(squares + row, tl.sum(value * value, 0))
 
 

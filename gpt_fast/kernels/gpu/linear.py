@@ -181,7 +181,7 @@ def dequantized(w: Weights, dtype: torch.dtype) -> Tensor:
     """[N, K] in ``dtype``, without the scale that goes to the outputs."""
     if w.pairs is None:
         return (w.data.view(torch.float8_e4m3fn) if w.kind == "fp8" else w.data).to(dtype)
-    halves = w.pairs.T.contiguous().view(launching.half(dtype)).to(dtype)  # [N, 2 * groups]
-    scale, centre = halves.view(w.out_features, -1, 1, 2).unbind(-1)
+    halves = w.pairs.view(launching.half(dtype)).view(*w.pairs.shape, 2).to(dtype)
+    scale, centre = halves.transpose(0, 1)[:, :, None].unbind(-1)  # [N, groups, 1]
     values = from_nibbles(w.data).view(w.out_features, w.pairs.shape[0], -1).to(dtype)
     return ((values - 8 + centre) * scale).flatten(1)[:, : w.in_features]

@@ -47,7 +47,7 @@ def _nibbles(packed, dtype: tl.constexpr):
         high = (packed >> 4).to(tl.float32) + 1024.0
     elif _ASSEMBLY:
         code: tl.constexpr = _SPLIT_BF16 if dtype == tl.bfloat16 else _SPLIT_FP16
-        low, high = tl.inline_asm_elementwise(code, "=&r,=&r,=&r,=&r,r", [packed], (dtype, dtype), True, 4)
+        low, high = tl.inline_asm_elementwise(code, "=&r,=&r,=&r,=&r,r", [packed], (dtype.value, dtype.value), True, 4)
     else:
         low = ((packed & 15).to(tl.int16) | one).to(dtype, bitcast=True)
         high = ((packed >> 4).to(tl.int16) | one).to(dtype, bitcast=True)
@@ -62,7 +62,7 @@ def _values(weights, dtype: tl.constexpr, kind: tl.constexpr):
     unbias: tl.constexpr = 2.0**120 if dtype == tl.bfloat16 else 256.0  # the biases are 127, 15 and fp8's 7
     if _ASSEMBLY and dtype != tl.float32:
         code: tl.constexpr = _FP8_TO_BF16 if dtype == tl.bfloat16 else _FP8_TO_FP16
-        return tl.inline_asm_elementwise(code, "=&r,=&r,r", [weights], dtype, True, 4) * unbias
+        return tl.inline_asm_elementwise(code, "=&r,=&r,r", [weights], dtype.value, True, 4) * unbias
     bits = weights.to(tl.int16)
     if dtype == tl.bfloat16:
         return (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True) * unbias

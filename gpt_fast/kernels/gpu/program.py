@@ -106,7 +106,7 @@ class GpuProgram:
 
         def run(step: _Step) -> None:
             x, row = embed(step.tokens, table, vector, eps, self._dtype, op.scale)
-            step.buffers |= {op.out: x, normed: row}
+            step.buffers.update({op.out: x, normed: row})
 
         self._made |= {op.out: Tensor, normed: Row}
         return run, 2
