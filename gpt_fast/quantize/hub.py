@@ -28,12 +28,12 @@ from gpt_fast.checkpoint.shard import Cut
 from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
-from gpt_fast.kernels.cpu.packing import nibbles
+from gpt_fast.kernels.cpu.packing import GROUP_SIZES, nibbles
 from gpt_fast.model.description import Part
 from gpt_fast.quantize.formats import Format, Specs, Tensors, beside
 from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.rtn import LARGEST, ZERO_STEPS
-from gpt_fast.quantize.scheme import GROUP_SIZES, Scheme
+from gpt_fast.quantize.scheme import Scheme
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where outputs 0 .. 7 stand in an int32, in fours of bits from the lowest
 

@@ -92,7 +92,7 @@ class QuantizedLinear(nn.Module):
                 raise UnsupportedError("int4 weights with sorted columns")
             int4 = self.scheme.kind == "int4"
             self._gpu_weights[dtype] = prepare(
-                self.scheme.kind, self.weight, scale=self.row_scale if int4 else self.scale,
+                self.weight, scale=self.row_scale if int4 else self.scale,
                 grid=(self.scale, self.zero) if int4 else None, bias=self.bias, in_features=self.in_features,
                 dtype=dtype,
             )  # fmt: skip

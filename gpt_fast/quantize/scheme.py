@@ -32,11 +32,11 @@ import torch
 
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.kernels.cpu.packing import GROUP_SIZES
 from gpt_fast.model.description import describe
 
 METHOD = "gpt_fast"  # quant_method of the checkpoints written here
 MODES = ("int8", "int4", "fp8")
-GROUP_SIZES = (32, 64, 128)
 
 Kind = Literal["int8", "int4", "fp8"]
 
