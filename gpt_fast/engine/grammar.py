@@ -33,7 +33,7 @@ _START = "\n"  # no tokenizer joins what follows to it
 
 
 class GrammarCompiler:
-    """Makes grammars over one tokenizer, in any thread. Ids beyond it, up to the model's ``vocab_size``, never match."""
+    """Makes grammars over one tokenizer, in any thread. Further ids below the model's ``vocab_size`` are forbidden."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
