@@ -22,6 +22,7 @@ class Placement(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
+    kernels: bool  # the C++ kernels will run it; they compute in float32, whatever the dtype
     column_major: bool  # lay matrices out transposed (``empty_model``)
 
 
@@ -32,9 +33,9 @@ def choose_placement(
     ConfigError for a device that is not there."""
     where = pick_device(device)
     chosen = pick_dtype(dtype, where, config, stored, kernels)
+    fast = kernels and runs(chosen, where)
     # torch's float32 products on a CPU want columns; the kernels lay matrices out themselves.
-    column_major = where.type == "cpu" and chosen == torch.float32 and not (kernels and runs(chosen, where))
-    return Placement(where, chosen, column_major)
+    return Placement(where, chosen, fast, column_major=where.type == "cpu" and chosen == torch.float32 and not fast)
 
 
 def pick_device(name: str) -> torch.device:
