@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import (
     GenerationDefaults,
     parse_config,
-    read_config,
     read_generation_defaults,
     read_json,
     to_hf_config,
@@ -127,7 +125,7 @@ def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
     """Before transformers 5: rope_theta and rope_scaling (with "type" before 4.43), torch_dtype, no layer_types."""
     theirs = families_table.FAMILIES[name]()
     save(theirs, tmp_path)
-    new = read_config(tmp_path)
+    new = Checkpoint.open(tmp_path).config
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
     rope = raw.pop("rope_parameters")
@@ -137,7 +135,7 @@ def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
     raw["torch_dtype"] = raw.pop("dtype")
     raw.pop("layer_types", None)
     path.write_text(json.dumps(raw))
-    assert read_config(tmp_path) == new
+    assert Checkpoint.open(tmp_path).config == new
     assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
 
 
@@ -145,7 +143,7 @@ def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
 def test_old_spelling_of_rotation_by_layer(name: str, local: str, tmp_path: Path) -> None:
     """Before transformers 5 layers with a window had keys beside rope_theta, or what rope_theta says unscaled."""
     save(families_table.FAMILIES[name](), tmp_path)
-    new, path = read_config(tmp_path), tmp_path / "config.json"
+    new, path = Checkpoint.open(tmp_path).config, tmp_path / "config.json"
     raw = json.loads(path.read_text())
     rope = raw.pop("rope_parameters")
     full = rope["full_attention"]
@@ -181,7 +179,22 @@ def test_checkpoints_as_the_hub_has_them(
     assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "opt", "bloom", "phi", "phi3-longrope", "falcon-40b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "gpt-neox",
+        "opt",
+        "bloom",
+        "phi",
+        "phi3-longrope",
+        "falcon-40b",
+        "glm4",
+        "qwen2-moe",
+        "mixtral",
+        "gpt-oss",
+    ],
+)
 def test_a_saved_model_has_the_tensors_that_transformers_saves(name: str, tmp_path: Path) -> None:
     save(families_table.FAMILIES[name](), tmp_path / "theirs")
     save_checkpoint(Checkpoint.open(tmp_path / "theirs").build(torch.float32), tmp_path / "ours")
@@ -263,16 +276,13 @@ def test_defaults_are_those_of_transformers(family: Any) -> None:
     config = parse_config({"architectures": list(family.architectures)} | meant)
     assert (config.dim, config.num_layers, config.num_heads) == (dim, theirs.num_hidden_layers, heads)
     assert config.vocab_size == theirs.vocab_size
+    assert parse_config(to_hf_config(config, "float32")) == config
 
 
-UNWRITTEN = re.compile("gemma|olmo|granite|smollm3|glm|gpt-oss|qwen[23]-moe")  # whose rows compute fields from keys
-WRITTEN = [name for name in families_table.FAMILIES if not UNWRITTEN.match(name)]
-
-
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", families_table.FAMILIES)
 def test_to_hf_config_round_trips_and_transformers_reads_it(name: str, tmp_path: Path) -> None:
     theirs = families_table.FAMILIES[name]()
-    config = read_config(save(theirs, tmp_path))
+    config = Checkpoint.open(save(theirs, tmp_path)).config
     raw = to_hf_config(config, "float32")
     assert parse_config(raw) == config
     padding = {"pad_token_id": theirs.config.pad_token_id}  # transformers' default may lie outside a tiny vocabulary
@@ -295,10 +305,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["BambooForCausalLM"]},
         r"BambooForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM",
     ),
+    "no list": ({"architectures": 5}, "architecture 5 is not supported"),
     "model_type": ({"architectures": None, "model_type": "bamboo"}, "bamboo"),
     "activation": ({"hidden_act": "softplus"}, "hidden_act 'softplus'"),
     "rope type": ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope_scaling.rope_type 'ntk'"),
     "yarn": ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "rope_scaling.factor"),
+    "yarn's scale": ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": "1"}}, "mscale must be a number"),
     "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor"),
     "rope by layer": ({"rope_parameters": {"chunked_attention": {"rope_type": "default"}}}, "chunked_attention"),
     "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
@@ -327,6 +339,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]},
         },
         "short_factor has 1 numbers for 48 rotary pairs",
+    ),
+    "longrope's one position": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "original_max_position_embeddings": 1,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+        },
+        "attention_factor is missing",
     ),
     "gpt2 scales": ({"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by"),
     "gpt2 width": ({"architectures": ["GPT2LMHeadModel"], "n_embd": 2**30}, "n_embd must be between 1 and 262144"),

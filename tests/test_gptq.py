@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.families import read_config
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
@@ -169,7 +168,7 @@ def test_a_trained_model_changes_little(data_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(source)
     text = (data_dir / "text" / "tinystories.txt").read_text()
     held_out, calibration = text[:12_000], text[25_000:]
-    sequences = calibration_tokens([calibration], tokenizer.encode, read_config(source), num_sequences=16)
+    sequences = calibration_tokens([calibration], tokenizer.encode, Checkpoint.open(source).config, num_sequences=16)
     quantize_with_text(Checkpoint.open(source), tmp_path / "b", quant_config("int4", 32), sequences)
 
     rounded = Checkpoint.open(source).build(torch.float32)

@@ -15,7 +15,7 @@ import torch
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.convert import convert
-from gpt_fast.checkpoint.families import read_config, to_hf_config
+from gpt_fast.checkpoint.families import to_hf_config
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
@@ -63,7 +63,7 @@ def test_goldens(source: str, data_dir: Path, goldens: dict[str, Any], tmp_path:
     convert(data_dir / path, tmp_path / "out")
     model = Checkpoint.open(tmp_path / "out").build(torch.float32)
 
-    assert model.config == read_config(data_dir / "models" / f"{name}_hf")
+    assert model.config == Checkpoint.open(data_dir / "models" / f"{name}_hf").config
     expected = golden["greedy_from_bos"]["tokens"]
     assert len(expected) == 201
     assert greedy_from(model, expected, 1) == expected
@@ -174,7 +174,7 @@ def test_pth_with_a_tied_head(tmp_path: Path) -> None:
     tied = random_model(dataclasses.replace(TINY, tie_embeddings=True), torch.bfloat16)
     torch.save(meta_state(tied), tmp_path / "model.pth")
     convert(tmp_path / "model.pth", tmp_path / "out", config=TINY)
-    assert read_config(tmp_path / "out").tie_embeddings
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
     assert Checkpoint.open(tmp_path / "out").stored_dtype == torch.bfloat16
 
 
@@ -187,7 +187,7 @@ def test_llama3_params(model: Transformer, tmp_path: Path) -> None:
         convert(tmp_path / "consolidated.00.pth", tmp_path / "out")
     path.write_text(json.dumps(raw | {"rope_scaling_factor": 32}))
     convert(tmp_path / "consolidated.00.pth", tmp_path / "out")
-    scaling = read_config(tmp_path / "out").rope_scaling
+    scaling = Checkpoint.open(tmp_path / "out").config.rope_scaling
     assert scaling is not None
     assert (scaling.type, scaling.factor, scaling.original_max_seq_len) == ("llama3", 32.0, 8192)
 

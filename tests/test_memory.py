@@ -23,6 +23,7 @@ from test_hub_quantized import make as make_hub
 from gpt_fast import LLM, SamplingParams, memory
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import LIMITS
+from gpt_fast.checkpoint.family import KEYS
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.commands import bench, info
 from gpt_fast.commands import eval as evaluate
@@ -360,6 +361,7 @@ def claim(directory: Path, **changes: Any) -> Path:
     return directory
 
 
+LIMIT_OF_KEY = {KEYS.get(name, name): limit for name, limit in LIMITS.items()}
 HUGE = {
     "hidden_size": 10**9,
     "num_hidden_layers": 10**9,
@@ -415,7 +417,7 @@ def test_huge_sizes_are_refused_through_every_door(tmp_path: Path) -> None:
     assert len(lines) == 4 * len(HUGE), done.stdout
     for i, key in enumerate(HUGE):
         by_llm, by_quantize, *statuses = lines[4 * i : 4 * i + 4]
-        assert f"{key} must be between 1 and {LIMITS[key]}, not {HUGE[key]}" in by_llm
+        assert f"{key} must be between 1 and {LIMIT_OF_KEY[key]}, not {HUGE[key]}" in by_llm
         assert by_llm == by_quantize
         assert statuses == ["status 1", "status 1"]
 
@@ -434,7 +436,7 @@ def test_sizes_that_the_file_does_not_have_are_refused_before_anything_is_built(
         lambda: LLM(original),
         lambda: quantize_checkpoint(Checkpoint.open(original), tmp_path / "out", quant_config("int8")),
     ]
-    for key, limit in LIMITS.items():
+    for key, limit in LIMIT_OF_KEY.items():
         if key in ("max_position_embeddings", "sliding_window") or "experts" in key:
             continue  # of the first two no tensor tells, and this family has no experts
         (original / "config.json").write_text(text)

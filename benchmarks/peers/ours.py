@@ -30,10 +30,10 @@ class Ours:
 
     def __init__(self, options: dict[str, Any]) -> None:
         from gpt_fast import LLM
-        from gpt_fast.checkpoint.families import read_config
+        from gpt_fast.checkpoint.checkpoint import Checkpoint
 
         measures = [Measure(**fields) for fields in options["measures"]]
-        config = read_config(options["checkpoint"])
+        config = Checkpoint.open(options["checkpoint"]).config
         # Those who start first of several go on until the last has decoded all of its own.
         lengths = [m.longest + m.batch * (m.prompt_tokens + 1) * (m.batch > 1) for m in measures]
         pages = sum(m.batch * -(-length // _PAGE) for m, length in zip(measures, lengths, strict=True))

@@ -11,6 +11,7 @@ import torch
 
 from gpt_fast.checkpoint.families import to_hf_config
 from gpt_fast.checkpoint.safetensors_file import write_safetensors
+from gpt_fast.checkpoint.stacked import stacked
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.errors import CheckpointError
 from gpt_fast.model.description import parts
@@ -44,5 +45,5 @@ def save_checkpoint(
     directory, kind = Path(directory), dtype or next(iter(tensors.values())).dtype
     raw = to_hf_config(model.config, str(kind).removeprefix("torch.")) | dict(extra or {})
     directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory / "model.safetensors", tensors, dtype)
+    write_safetensors(directory / "model.safetensors", stacked(tensors), dtype)
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

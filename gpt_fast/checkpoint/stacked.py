@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores in one tensor, as tensors of each expert (gpt-oss).
+"""Experts that a checkpoint stores in one tensor, as tensors of each expert, and back (gpt-oss).
 
 ``X.3.weight``, the weights of expert 3, are found in ``X`` [experts, inputs, outputs], or in ``X_blocks`` uint8
 [experts, outputs, inputs / 32, 16] and ``X_scales`` uint8 [experts, outputs, inputs / 32]; ``X.3.bias`` in ``X_bias``
@@ -78,3 +78,16 @@ def unstacked(tensors: Mapping[str, StoredTensor], wanted: Iterable[str]) -> dic
             continue
         del out[stack]
     return out
+
+
+def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The inverse of :func:`unstacked` for weights in floating point. What it stacks it copies."""
+    out, stacks = dict[str, StoredTensor](), dict[str, list[Tensor]]()
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        base, _, expert = stem.rpartition(".")
+        if expert.isdigit():
+            stacks.setdefault(base + "_bias" * (kind == "bias"), []).append(tensor.rows(0, tensor.num_rows).t())
+        else:
+            out[name] = tensor
+    return out | {name: StoredTensor(torch.stack(each)) for name, each in stacks.items()}
