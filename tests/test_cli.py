@@ -182,6 +182,8 @@ def test_a_refusal_is_one_line_and_the_exit_status_of_a_process() -> None:
         (["generate", "--checkpoint", "CKPT", "--no-compile", "--prompt", "a " * 600], 1, "context of 512"),
         (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--bogus"], 2, "--bogus"),
         (["info", "--checkpoint", "/nowhere"], 1, "/nowhere"),
+        (["info", "--checkpoint", "CKPT", "--dtype", "float8"], 1, "dtype must be one of auto, float32"),
+        (["info", "--device", "cuda:x"], 1, "device must be one of auto, cpu, cuda, cuda:N, not 'cuda:x'"),
         (["convert", "/nowhere", "--out", "OUT"], 1, "/nowhere"),
         ([], 2, "COMMAND"),
     ],

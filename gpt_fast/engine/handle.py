@@ -22,8 +22,7 @@ class Handle:
         self.error: Exception | None = None
         self.paused_since = float("inf")  # monotonic seconds
         self.cancelled = False
-        self._changed = changed
-        self._max_uncollected = max_uncollected or float("inf")
+        self._changed, self._max_uncollected = changed, max_uncollected or float("inf")
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._num_fetched = 0
