@@ -8,6 +8,7 @@ with their body, and returns the next piece of each answer; the engine runs in a
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -55,9 +56,9 @@ from gpt_fast.params import try_later  # noqa: E402
 from gpt_fast.serve.lanes import Lanes  # noqa: E402
 from gpt_fast.serve.metrics import Metrics, worker_id, write_torchserve  # noqa: E402
 from gpt_fast.serve.model_yaml import serves_continuously  # noqa: E402
-from gpt_fast.serve.protocol import native  # noqa: E402
+from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, error_body  # noqa: E402
 from gpt_fast.serve.routes import Routes  # noqa: E402
-from gpt_fast.serve.session import TOO_MANY_LARGE, Piece, Session, as_request_error, wait_for_news  # noqa: E402
+from gpt_fast.serve.session import TOO_MANY_LARGE, Session, wait_for_news  # noqa: E402
 from gpt_fast.serve.settings import HandlerSettings, read_settings  # noqa: E402
 
 EXIT_AFTER_S = 1.0  # a worker that cannot go on: long enough for its last answer to leave
@@ -113,8 +114,7 @@ class GPTFastHandler:
         options["device"] = pick_device(options.get("device", "auto"), ctx.system_properties.get("gpu_id"))
         log.info("loading %s with %s", self.settings.checkpoint, options)
         self.llm = self.build(self.settings.checkpoint, options)
-        self.metrics = Metrics(ctx.model_name, worker_id(sys.argv))
-        self.metrics.watch(self.llm.engine)
+        self.metrics = Metrics(self.llm.engine, ctx.model_name, worker_id(sys.argv))
         if os.environ.get("LOCAL_RANK", "0") == "0":  # TorchServe would add up the lines of every rank
             self.metrics.start(write_torchserve)
         names = served_names(ctx.model_name, self.settings.checkpoint)
@@ -194,14 +194,9 @@ class GPTFastHandler:
             return self.refused(ctx, index, try_later(TOO_MANY_LARGE))
         length = content_length(ctx.get_all_request_header(index))
         route = ctx.get_request_header(index, "url_path") or ""
-        return Session(
-            self.llm,
-            lambda: self.routes.open(route, entry, length),
-            self.lanes,
-            num_bytes=num_bytes,
-            announce=self.continuous,
-            one_piece_s=self.settings.one_piece_timeout_s,
-        )
+        one_piece_s = self.settings.one_piece_timeout_s
+        read = functools.partial(self.routes.open, route, entry, length)
+        return Session(self.llm, read, self.lanes, num_bytes, announce=self.continuous, one_piece_s=one_piece_s)
 
     def take(self, ctx: Any, index: int, session: Session) -> Piece | None:
         """The session's next piece, its status and content type set."""
@@ -216,15 +211,14 @@ class GPTFastHandler:
             ctx.set_response_content_type(index, piece.content_type)
         return piece
 
-    def refused(self, ctx: Any, index: int, error: Exception) -> Piece:
+    def refused(self, ctx: Any, index: int, error: RequestError) -> Piece:
         """The whole answer to a request that failed before its first piece."""
         self.end_if_fatal(error)
-        failure = as_request_error(error)
-        ctx.set_response_status(failure.status, HTTPStatus(failure.status).phrase, index)
-        ctx.set_response_content_type(index, native.JSON_TYPE)
-        if failure.retry_after_s is not None:
-            ctx.set_response_header(index, "Retry-After", str(failure.retry_after_s))
-        return Piece(native.error_body(failure), last=True, plain=True, content_type=native.JSON_TYPE)
+        ctx.set_response_status(error.status, HTTPStatus(error.status).phrase, index)
+        ctx.set_response_content_type(index, JSON_TYPE)
+        if error.retry_after_s is not None:
+            ctx.set_response_header(index, "Retry-After", str(error.retry_after_s))
+        return Piece(error_body(error), JSON_TYPE)
 
     def end_if_fatal(self, error: BaseException) -> None:
         """End this worker when no request can be served any more; TorchServe starts another."""

@@ -49,7 +49,8 @@ def random_weights(kind: str, n: int, k: int) -> PackedWeights:
     else:
         scale = torch.full((rows, k // _GROUP), 255, dtype=torch.uint8)
         zero = torch.full_like(scale, 64)
-        data = packing.pack_int4(torch.randint(0, 16, (rows, k), dtype=torch.uint8), scale, zero)
+        codes = torch.randint(0, 16, (rows, k), dtype=torch.uint8)
+        data = packing.pack_int4(packing.nibbles(codes), scale, zero)
     tiles = -(-n // (16 if kind in ("float32", "bfloat16") else 8))
     whole = packing.empty((tiles, *data.shape[1:]), data.dtype)
     for begin in range(0, tiles, data.shape[0]):
@@ -57,6 +58,11 @@ def random_weights(kind: str, n: int, k: int) -> PackedWeights:
         part.copy_(data[: part.shape[0]])
     scales = {"int8": torch.full((n,), 0.02 / 73), "int4": torch.full((n,), 0.005 / 255)}.get(kind)
     return PackedWeights(kind, whole, n, k, scales, _GROUP if kind == "int4" else 0)
+
+
+def streamed_bytes(w: PackedWeights) -> int:
+    """Bytes that one product reads of ``w``."""
+    return w.data.nbytes + (0 if w.scale is None else w.scale.nbytes)
 
 
 def random_pieces(kind: str, m: d.Matrix, c: ModelConfig) -> list[PackedWeights]:
@@ -96,9 +102,10 @@ def products(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list
     for kind in args.kinds:
         for name, (n, k) in matrices(c).items():
             first = random_weights(kind, n, k)
-            count = max(2, round(_STREAM_BYTES / first.num_bytes))
+            count = max(2, round(_STREAM_BYTES / streamed_bytes(first)))
             copies = [first] + [first._replace(data=clone(first.data)) for _ in range(count - 1)]
-            plain = [packing.unpack_dense(w.data, n) for w in copies] if args.torch and kind.endswith("16") else []
+            compared = args.torch and kind.endswith("16")
+            plain = [torch.full((n, k), 0.02, dtype=first.data.dtype) for _ in copies] if compared else []
             for rows in args.rows:
                 x = torch.randn(rows, k)
                 programs = [product_program(w) for w in copies]
@@ -116,8 +123,8 @@ def products(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list
                     "matrix": name,
                     "rows": rows,
                     "ms": seconds * 1e3,
-                    "gb_s": first.num_bytes / seconds / 1e9,
-                    "share": first.num_bytes / seconds / bandwidth,
+                    "gb_s": streamed_bytes(first) / seconds / 1e9,
+                    "share": streamed_bytes(first) / seconds / bandwidth,
                     "gflops": 2e-9 * rows * n * k / seconds,
                     "torch_ms": statistics.median(theirs) * 1e3 if theirs else None,
                 }
@@ -154,7 +161,7 @@ class Steps:
         blocks, self.weight_bytes = [], 0
         for block in description.blocks:
             found = {m.name: random_pieces(kind, m, c) for m in block.matrices}
-            self.weight_bytes += sum(w.num_bytes for pieces in found.values() for w in pieces)
+            self.weight_bytes += sum(streamed_bytes(w) for pieces in found.values() for w in pieces)
             vectors = {v.name: (torch.ones(v.size), torch.zeros(v.size) if v.bias else None) for v in block.vectors}
             tables = {t.name: (torch.randn(t.num_rows, t.dim) * 0.02).bfloat16() for t in block.tables}
             heads = any(isinstance(op, d.Heads) for op in block.ops)

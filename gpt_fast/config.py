@@ -7,7 +7,7 @@ how a model is run; the command line, ``LLM(...)`` and model_config.yaml all bui
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -206,12 +206,6 @@ class EngineConfig:
         return self.prefill_chunk or PREFILL_CHUNKS[device_type]
 
 
-def unknown_key(key: str, known: Iterable[str], where: str) -> str:
-    """The message for a key that does not exist: names it, the closest known one, and all known ones."""
-    names = sorted(known)
-    return f"{unknown(key, names, 'key', f' in {where}')}; known keys: {', '.join(names)}"
-
-
 def read_key(kind: Kind, value: object, name: str) -> Any:
     """``value`` as ``kind`` reads it. Raises ConfigError with ``name``: the key, and where it stands."""
     try:
@@ -220,11 +214,18 @@ def read_key(kind: Kind, value: object, name: str) -> Any:
         raise ConfigError(error.message) from None
 
 
-def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Build the dataclass ``cls`` from ``values``; ``where`` names their source in errors. Raises ConfigError for an
-    unknown key, and for a value that the kind of its field (fields.py) does not take."""
-    kinds = kinds_of(cls)  # type: ignore[arg-type]
+def read_keys(kinds: Mapping[str, Kind], values: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """``values``, each as its kind of ``kinds`` reads it. ``where`` names the source in errors. Raises ConfigError for
+    a key without a kind (with the closest known one, and all of them) and for a value that its kind does not take."""
     for key in values:
         if key not in kinds:
-            raise ConfigError(unknown_key(key, kinds, where))
-    return cls(**{key: read_key(kinds[key], value, f"{key} in {where}") for key, value in values.items()})
+            names = sorted(kinds)
+            message = unknown(str(key), names, "key", f" in {where}")
+            raise ConfigError(f"{message}; known keys: {', '.join(names)}")
+    return {key: read_key(kinds[key], value, f"{key} in {where}") for key, value in values.items()}
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Build the dataclass ``cls`` from ``values``, as :func:`read_keys` reads them by the kinds of its fields. Ints are
+    accepted for floats, nothing else is converted."""
+    return cls(**read_keys(kinds_of(cls), values, where))  # type: ignore[arg-type]

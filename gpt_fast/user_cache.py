@@ -38,6 +38,16 @@ def why_untrusted(path: Path) -> str | None:
     return None
 
 
+def trusted(file: Path) -> bool:
+    """Whether ``file`` is there and nobody else can have written it; a warning says why it is not used."""
+    if not file.exists():
+        return False
+    why = why_untrusted(file)
+    if why is not None:
+        log.warning("%s is not used: %s", file, why)
+    return why is None
+
+
 def private_folder(name: str) -> Path:
     """The folder ``name`` in :func:`cache_dir`, made if need be, for this user alone. One that others could write in is
     emptied. If it cannot be made, or others hold the folder around it, a temporary one replaces it until this process

@@ -79,7 +79,7 @@ class Bytes(Tokenizer):
     """One token a byte, then a beginning and an end."""
 
     def __init__(self) -> None:
-        pieces = [bytes([value]) for value in range(256)] + [b"", b""]
+        pieces = {value: bytes([value]) for value in range(256)}
         super().__init__(pieces, {256: "<bos>", EOS: "<eos>"}, bos_token_id=256, eos_token_ids=(EOS,))
 
     def _encode(self, text: str, allow_special: bool) -> list[int]:

@@ -109,7 +109,7 @@ class Twin:
             op = self._heads[0]
             shape = (1 + _LONGEST // PAGE, PAGE, op.num_kv_heads, padded(op.head_dim))
             cache = LayerCache.zeros(shape, self._cache, torch.device("cpu"))
-        weights = pack_block(copy.deepcopy(self.block), {})._replace(cache=cache)
+        weights = pack_block(copy.deepcopy(self.block))._replace(cache=cache)
         return Program([(self.ops, weights)], self.out, input=("in", sum(self.widths.values())))
 
     def fast(self, x: Tensor, program: Program | None = None) -> Tensor:

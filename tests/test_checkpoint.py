@@ -21,10 +21,10 @@ import torch
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import parse_config, read_json, to_hf_config
-from gpt_fast.checkpoint.safetensors_file import read_safetensors, write_safetensors
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.checkpoint.weight_files import read_safetensors, write_safetensors
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.llm import LLM
@@ -268,7 +268,7 @@ def test_ranks_read_their_own_bytes_and_together_hold_the_whole(
         held.append(model.state_dict())
         least = weight_bytes(model)
         if quantize:  # read in float32; the scale of a row that is divided needs all of the row
-            parts_read = [Shard(rank, 2).cut(part, checkpoint.config) for part in parts(checkpoint.config)]
+            parts_read = [Shard(rank, 2).cut(part) for part in parts(checkpoint.config)]
             least = sum(4 * math.prod(part.shape) * cut.num_columns for cut, part in parts_read)
         assert sum(bytes_read) == least
         assert least < 0.75 * sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
@@ -457,6 +457,12 @@ def test_pickles_do_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         Checkpoint.open(tmp_path).build(torch.float32)
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match="cannot be read"):
+        Checkpoint.open(tmp_path).build(torch.float32)
+    torch.save({0: torch.zeros(1)}, path)
+    with pytest.raises(CheckpointError, match="0 is Tensor, not a tensor with a name"):
+        Checkpoint.open(tmp_path).build(torch.float32)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is no checkpoint known here"):
         Checkpoint.open(tmp_path).build(torch.float32)
 
 

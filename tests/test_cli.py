@@ -140,6 +140,22 @@ def test_interactive_without_a_template_completes_each_line(checkpoint: Path) ->
     assert "no chat template" in result.stderr
 
 
+def test_interactive_forgets_a_question_that_has_no_answer(checkpoint: Path, tmp_path: Path) -> None:
+    turns = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('not in turns') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").write_text(turns)
+    result = generate(tmp_path, "--interactive", "--max-new-tokens", "4", stdin="a " * 600 + "\nOnce upon\nLily\n")
+    assert result.returncode == 0, result.stderr
+    assert "context of 512" in result.stderr
+    assert "not in turns" not in result.stderr
+    assert len(result.stdout.splitlines()) == 3
+    assert all(result.stdout.splitlines()[1:])
+
+
 def test_stop_string(checkpoint: Path) -> None:
     result = generate(checkpoint, "--prompt", "", "--max-new-tokens", "200", "--stop", "Lily")
     assert result.stdout == "Once upon a time, there was a little girl named "
@@ -173,7 +189,7 @@ def test_a_refusal_is_one_line_and_the_exit_status_of_a_process() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["generate", "--checkpoint", "CKPT"], 2, "either --prompt or --interactive"),
+        (["generate", "--checkpoint", "CKPT"], 2, "--prompt --interactive"),
         (["generate", "--checkpoint", "/nowhere", "--prompt", "a"], 1, "/nowhere"),
         (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--temperature", "-1"], 1, "temperature"),
         (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--dtype", "float8"], 1, "float8"),

@@ -62,8 +62,8 @@ def test_a_published_figure(data_dir: Path, loaded: tuple[Served, Tokenizer]) ->
     reference = json.loads((data_dir / "golden" / "llama2c_numpy_reference.json").read_text())["stories260K"]["nll"]
     text = (data_dir / reference["text_file"]).read_text()[: reference["chars"]]
     tokens = reference["tokens"]
-    [(_, found)] = score(loaded[0], [Window(tokens, len(tokens) - 1)])
-    assert -found.log_probs.mean().item() == pytest.approx(reference["mean_nll_nats"], abs=1e-4)
+    [found] = score(loaded[0], [Window(tokens, len(tokens) - 1)])
+    assert -found.log_prob / (len(tokens) - 1) == pytest.approx(reference["mean_nll_nats"], abs=1e-4)
     whole = perplexity(*loaded, text)
     assert whole.num_documents == 1
     assert whole.bits_per_byte == pytest.approx(whole.mean_nll * whole.num_tokens / math.log(2) / whole.num_bytes)
@@ -76,12 +76,13 @@ def test_batches_do_not_change_a_score() -> None:
     pieces = [
         Window(torch.randint(0, 64, (n,), generator=generator).tolist(), max(1, n - 5)) for n in (2, 30, 7, 30, 12)
     ]
-    together = dict(score(model, pieces))
-    assert sorted(together) == [0, 1, 2, 3, 4]
-    for index, piece in enumerate(pieces):
+    pieces += [Window(piece.tokens, 1) for piece in pieces]
+    for piece, found in zip(pieces, score(model, pieces), strict=True):
         logits = model(torch.tensor([piece.tokens]))[0].log_softmax(-1)
         expected = logits[range(len(piece.tokens) - 1), piece.tokens[1:]][-piece.num_scored :]
-        assert torch.allclose(together[index].log_probs, expected, atol=1e-5)
+        assert found.log_prob == pytest.approx(expected.sum().item(), abs=1e-5 * piece.num_scored)
+        greedy = logits[:-1].argmax(-1).tolist()[-piece.num_scored :]
+        assert found.is_greedy == (greedy == piece.tokens[-piece.num_scored :])
 
 
 def test_settings_are_checked_and_kept(loaded: tuple[Served, Tokenizer]) -> None:

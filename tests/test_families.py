@@ -28,7 +28,7 @@ from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
-from gpt_fast.model.description import describe, split_of
+from gpt_fast.model.description import describe, parts
 from gpt_fast.model.shapes import shape
 from gpt_fast.quantize.scheme import quant_config
 from gpt_fast.quantize.writer import quantize_checkpoint
@@ -225,15 +225,16 @@ def test_ranks_divide_rows_in_the_order_of_the_parameter(name: str, mode: str | 
         checkpoint.build(torch.float32, quantize=mode, shard=shard).state_dict()
         for shard in (None, Shard(0, 2), Shard(1, 2))
     )
+    parameters = {part.target: part for part in parts(dataclasses.replace(checkpoint.config, tie_embeddings=False))}
     for name, tensor in whole.items():
         module, _, kind = name.rpartition(".")
-        split, runs = split_of(f"{module}.bias" if kind == "bias" else f"{module}.weight", checkpoint.config)
+        part = parameters[f"{module}.bias" if kind == "bias" else f"{module}.weight"]
         held = [rank[name] for rank in ranks]
-        if split == "rows":
-            pieces = [t.split([size // 2 for size in runs]) for t in held]
-            joined = torch.cat([piece[i] for i in range(len(runs)) for piece in pieces])
+        if part.split == "rows":
+            pieces = [t.split([size // 2 for size in part.runs]) for t in held]
+            joined = torch.cat([piece[i] for i in range(len(part.runs)) for piece in pieces])
         else:
-            joined = torch.cat(held, dim=1) if split == "columns" and tensor.dim() == 2 else held[0]
+            joined = torch.cat(held, dim=1) if part.split == "columns" and tensor.dim() == 2 else held[0]
         assert torch.equal(joined, tensor), name
 
 

@@ -103,8 +103,8 @@ def parsed(body: dict[str, Any]) -> tuple[Any, SamplingParams]:
     body = {"max_tokens": 6, "seed": 1, "stream": False, **body}
     if body.get("min_tokens", 0) > body["max_tokens"]:
         body["min_tokens"] = body["max_tokens"]
-    (part,) = native.parse_request(json.loads(json.dumps(body))).sequences
-    return part.prompt, part.params
+    request = native.parse_request(json.loads(json.dumps(body)))
+    return request.prompts[0], request.params
 
 
 def shown(done: Completion) -> tuple[Any, ...]:

@@ -116,7 +116,7 @@ def test_what_the_generator_calls_right_is_accepted() -> None:
     for _ in range(300):
         for protocol in PROTOCOLS:
             body = bodies.right(rng, protocol, "gpt-fast")
-            assert parse[protocol](json.loads(dump(body))).sequences
+            assert parse[protocol](json.loads(dump(body))).prompts
 
 
 def test_requests_that_are_odd_are_mostly_refused_and_never_all() -> None:

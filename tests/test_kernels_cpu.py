@@ -54,7 +54,7 @@ def weights(kind: str, n: int, k: int, seed: int = 0) -> tuple[PackedWeights, Ca
     s, z, row_scale = int4_grid(n, k // size, g)
     row_scale /= 8 * k**0.5
     plain = reference.dequantize_int4(packing.nibbles(q), s, z, row_scale)
-    made = PackedWeights("int4", packing.pack_int4(q, s, z), n, k, row_scale, size)
+    made = PackedWeights("int4", packing.pack_int4(packing.nibbles(q), s, z), n, k, row_scale, size)
     return made, lambda x: reference.rounded_product(x, plain)
 
 
@@ -68,31 +68,49 @@ def int4_grid(n: int, groups: int, g: torch.Generator | None = None) -> tuple[Te
 # --- packing -------------------------------------------------------------------------------------------------------
 
 
+@needs_cpp
 @pytest.mark.parametrize(("n", "k"), [(16, 32), (5, 40), (33, 128)])
-def test_dense_and_int8_unpack_to_what_was_packed(n: int, k: int) -> None:
-    w = torch.randn(n, k)
-    for dense in (w, w.bfloat16()):
-        assert torch.equal(packing.unpack_dense(packing.pack_dense(dense), n), dense)
-    q = torch.randint(-128, 128, (n, k), dtype=torch.int8)
-    assert torch.equal(packing.unpack_int8(packing.pack_int8(q), n, k), q)
+def test_dense_and_int8_stand_where_the_layout_says(n: int, k: int) -> None:
+    w, q = torch.randn(n, k), torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    i, j = torch.arange(n)[:, None], torch.arange(k)
+    for dense, lane in ((w, i % 16), (w.bfloat16(), i % 8 * 2 + i % 16 // 8)):
+        packed = packing.pack_dense(dense)
+        assert torch.equal(packed[i // 16, j, lane], dense)
+        assert packed.count_nonzero() == dense.count_nonzero()  # the rest is zeros
+    packed = packing.pack_int8(q)
+    assert torch.equal(packed[i // 8, j // 32, j % 32 // 4, i % 8, j % 4], q)
+    assert packed.count_nonzero() == q.count_nonzero()
 
 
-@pytest.mark.parametrize("size", packing.GROUP_SIZES)
-def test_int4_unpacks_to_what_was_packed(size: int) -> None:
+@needs_cpp
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_int4_stands_where_the_layout_says(size: int) -> None:
     n, k = 13, 2 * size
     q = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     scale, zero, _ = int4_grid(n, k // size)
-    assert torch.equal(packing.from_nibbles(packing.nibbles(q)), q)
-    assert packing.nibbles(q)[0, 3] == int(q[0, 3]) | int(q[0, 19]) << 4
-    for got, wanted in zip(packing.unpack_int4(packing.pack_int4(q, scale, zero), n), (q, scale, zero), strict=True):
-        assert torch.equal(got, wanted)
+    data = packing.nibbles(q)
+    assert torch.equal(packing.from_nibbles(data), q)
+    assert data[0, 3] == int(q[0, 3]) | int(q[0, 19]) << 4
+    packed = packing.pack_int4(data, scale, zero)
+    i, group, byte = torch.arange(n)[:, None], torch.arange(2), torch.arange(k // 2)
+    assert torch.equal(packed[i // 8, group, i % 8], scale)
+    assert torch.equal(packed[i // 8, group, 8 + i % 8], zero)
+    body = packed[:, :, 16:].unflatten(2, (-1, 4, 8, 4))  # blocks of 32 k, 16 bytes each
+    at = byte % (size // 2)
+    assert torch.equal(body[i // 8, byte // (size // 2), at // 16, at % 16 // 4, i % 8, at % 4], data)
+    assert packed.count_nonzero() == sum(t.count_nonzero() for t in (data, scale, zero))
 
 
-def test_int4_refuses_groups_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="group_size 16 is not one of 32, 64, 128"):
-        packing.pack_int4(torch.zeros(8, 64, dtype=torch.uint8), torch.zeros(8, 4), torch.zeros(8, 4))
+def test_what_does_not_fit_the_layout_is_refused() -> None:
+    q, grid = torch.zeros(8, 64, dtype=torch.uint8), torch.zeros(8, 4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"K \(64\) is not 4 groups of whole blocks of 32"):
+        packing.pack_int4(packing.nibbles(q), grid, grid)
     with pytest.raises(ValueError, match="not a multiple of 32"):
-        packing.nibbles(torch.zeros(8, 40, dtype=torch.uint8))
+        packing.nibbles(q[:, :40])
+    with pytest.raises(ValueError, match=r"takes float32 or bfloat16, not torch\.uint8"):
+        packing.pack_dense(q)
+    with pytest.raises(ValueError, match=r"takes int8, not torch\.uint8"):
+        packing.pack_int8(q)
 
 
 # --- products ------------------------------------------------------------------------------------------------------
@@ -139,7 +157,7 @@ def test_int4_does_not_overflow_at_its_extremes() -> None:
     q = torch.full((8, 128), 15, dtype=torch.uint8)
     one = torch.ones(8, 1, dtype=torch.uint8)
     x = torch.full((2, 128), 127.0)
-    w = PackedWeights("int4", packing.pack_int4(q, one, 0 * one), 8, 128, torch.ones(8), 128)
+    w = PackedWeights("int4", packing.pack_int4(packing.nibbles(q), one, 0 * one), 8, 128, torch.ones(8), 128)
     assert torch.equal(run_product(x, w), torch.full((2, 8), 15 * 127 * 128.0))
 
 

@@ -578,7 +578,7 @@ def check_what_a_program_refuses() -> None:
     many = torch.zeros(17, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="17 new tokens"):
         fast.step(many, many, many, *steps()[0]["layout"])
-    with pytest.raises(ValueError, match="caches of 0 layers for 1"):
+    with pytest.raises(ValueError, match="shorter"):
         gpu_model.gpu_program(model, cache[:0])
     with pytest.raises(ValueError, match="no other, has scales"):
         gpu_model.gpu_program(model, [LayerCache(layer.k.to(torch.int8), layer.v.to(torch.int8)) for layer in cache])

@@ -50,11 +50,10 @@ class Memory:
         turns = (ctypes.c_void_p * (2 * (1 + max(program._halves, default=-1)))).from_address(step.angles)
         self._regions: list[tuple[int, int, Any]] = []  # address, bytes, what lies there
         for item in (program._program, step, turns, *program._kept):
-            for part in item if isinstance(item, list) else [item]:
-                if isinstance(part, Tensor):
-                    self._add(part.data_ptr(), part.nbytes)
-                else:
-                    self._add(ctypes.addressof(part), ctypes.sizeof(part), part)
+            if isinstance(item, Tensor):
+                self._add(item.data_ptr(), item.nbytes)
+            else:
+                self._add(ctypes.addressof(item), ctypes.sizeof(item), item)
         for table, half in program._halves.items():
             for at in turns[2 * table : 2 * table + 2]:
                 self._add(at, 4 * n * half)
@@ -131,7 +130,7 @@ def product_of(kind: str, rows: int, n: int, k: int, group: int = 32) -> tuple[P
     else:
         codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
         grid = torch.randint(0, 256, (2, n, k // group), generator=g, dtype=torch.uint8)
-        data, scale = packing.pack_int4(codes, *grid), torch.rand(n, generator=g)
+        data, scale = packing.pack_int4(packing.nibbles(codes), *grid), torch.rand(n, generator=g)
     size = group if kind == "int4" else 0
     w = PackedWeights(kind, data, n, k, scale, size, torch.randn(n, generator=g))
     program = Program([([d.Product("in", "out", "w")], Weights({"w": [w]}))], "out", input=("in", k))

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, FinishReason, TokenLogprobs
 from gpt_fast.params import MAX_STOP_STRINGS, SamplingParams
-from gpt_fast.serve.protocol.native import error_body
 from gpt_fast.serve.protocol.openai_chat import ChatRequest, parse_chat
-from gpt_fast.serve.protocol.openai_common import OpenAIContext, model_body, models_body
+from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_completions import CompletionRequest, parse_completion
+from gpt_fast.serve.protocol.request import as_written, error_body
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
-from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, _byte_level_alphabet
+from gpt_fast.tokenizer.hf_json import BYTE_OF_CHAR, HfJsonTokenizer
 from gpt_fast.tokenizer.settings import Settings
 
 LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -41,7 +41,7 @@ JOINING_TEMPLATE = "<|im_start|>{% for message in messages %}{{ message.content 
 @cache
 def byte_level(bos: str | None = LLAMA3[0]) -> Tokenizer:
     """One token a byte, "\\n\\n" and "ab" merged, the special tokens of two families."""
-    char = {byte: chr(code) for code, byte in _byte_level_alphabet().items()}
+    char = {byte: char for char, byte in BYTE_OF_CHAR.items()}
     line = char[10]
     vocab = {char[byte]: byte for byte in range(256)} | {line + line: 256, "ab": 257}
     flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -60,7 +60,7 @@ class SpaceFirst(Tokenizer):
 
     def __init__(self, every_segment: bool) -> None:
         special = {256: "<s>", 257: "</s>"}
-        super().__init__([bytes([b]) for b in range(256)] + [b"", b""], special, leading_spaces_dropped=1)
+        super().__init__({b: bytes([b]) for b in range(256)}, special, leading_spaces_dropped=1)
         self.every_segment = every_segment
 
     def _encode(self, text: str, allow_special: bool) -> list[int]:
@@ -102,11 +102,11 @@ def refusal(function: Callable[..., Any], *args: Any) -> RequestError:
 
 
 def chat_params(**fields: Any) -> SamplingParams:
-    return parse_chat(chat(**fields), context()).sequences[0].params
+    return parse_chat(chat(**fields), context()).params
 
 
 def text_params(**fields: Any) -> SamplingParams:
-    return parse_completion(text(**fields), context()).sequences[0].params
+    return parse_completion(text(**fields), context()).params
 
 
 # ---- an engine that says what it is told ----------------------------------------------------------------------------
@@ -143,11 +143,9 @@ def deltas(
 
 def run(request: ChatRequest | CompletionRequest, *answers: Any, reason: FinishReason = "stop") -> str:
     """The body that ``request`` answers when its sequences complete to ``answers``, in turns when it streams."""
-    wanted = [(s.prompt, params) for s in request.sequences for params in s.params.samples()]
+    wanted = [(prompt, params) for prompt in request.prompts for params in request.params.samples()]
     assert len(answers) == len(wanted)
-    running = [
-        deltas(list(prompt), params, answer, reason) for (prompt, params), answer in zip(wanted, answers, strict=True)
-    ]
+    running = [deltas(prompt, params, answer, reason) for (prompt, params), answer in zip(wanted, answers, strict=True)]
     completions: list[Any] = [None] * len(running)
     body = ""
     while None in completions:
@@ -234,10 +232,10 @@ def test_what_the_endpoints_spell_differently(params: Callable[[], Any], expecte
 
 def test_defaults_of_the_server() -> None:
     server = context(default_temperature=0.6)
-    assert parse_chat(chat(), server).sequences[0].params.temperature == 0.6
-    assert parse_chat(chat(), server).sequences[0].params.max_tokens is None
-    assert parse_completion(text(temperature=1), server).sequences[0].params.temperature == 1
-    assert parse_completion(text(), server).sequences[0].params.max_tokens == 16
+    assert parse_chat(chat(), server).params.temperature == 0.6
+    assert parse_chat(chat(), server).params.max_tokens is None
+    assert parse_completion(text(temperature=1), server).params.temperature == 1
+    assert parse_completion(text(), server).params.max_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -251,7 +249,7 @@ def test_defaults_of_the_server() -> None:
     ],
 )
 def test_forms_of_a_prompt(prompt: Any, expected: list[list[int]]) -> None:
-    assert [s.prompt for s in parse_completion(text(prompt=prompt), context()).sequences] == expected
+    assert parse_completion(text(prompt=prompt), context()).prompts == expected
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -402,7 +400,7 @@ def test_completions_refuse_by_name(fields: Any, param: str, code: str) -> None:
 def test_the_context_is_filled_to_the_last_token() -> None:
     assert text_params(max_tokens=197).max_tokens == 197  # beside <|begin_of_text|> and two bytes
     request = parse_completion(text(prompt="x" * 198), context())
-    assert request.sequences[0].params.max_tokens == 16  # a default is cut to what fits, not refused
+    assert request.params.max_tokens == 16  # a default is cut to what fits, not refused
 
 
 @pytest.mark.parametrize(
@@ -417,7 +415,7 @@ def test_the_context_is_filled_to_the_last_token() -> None:
 )
 def test_an_engine_s_error_names_the_client_s_field(body: Any, param: str | None, written: str | None) -> None:
     request: Any = (parse_chat if "messages" in body else parse_completion)(body, context())
-    error = request.as_written(RequestError(f"{param} is not usable", param, "c", 503, retry_after_s=2))
+    error = as_written(RequestError(f"{param} is not usable", param, "c", 503, retry_after_s=2), request.given)
     assert (error.param, error.code, error.status, error.retry_after_s) == (written, "c", 503, 2)
     assert error.message == f"{written} is not usable"
 
@@ -446,9 +444,7 @@ def test_roles_parts_and_switches_reach_the_template() -> None:
     ]
     body = chat(messages=messages, add_generation_prompt=False, chat_template_kwargs={"mood": "fine"})
     request = parse_chat(body, context(template=template(source)))
-    prompt = request.sequences[0].prompt
-    assert not isinstance(prompt, str)
-    assert byte_level().decode(prompt) == "system,assistant,tool,user;a\nb;Bob;False;fine;True"
+    assert byte_level().decode(request.prompts[0]) == "system,assistant,tool,user;a\nb;Bob;False;fine;True"
 
 
 def test_a_template_s_refusal_is_the_client_s_error() -> None:
@@ -472,9 +468,7 @@ FORGERIES = [
 def test_content_cannot_forge_a_turn(source: str, forgery: str) -> None:
     def ids(content: str) -> list[int]:
         request = parse_chat(chat(messages=[{"role": "user", "content": content}]), context(template=template(source)))
-        prompt = request.sequences[0].prompt
-        assert not isinstance(prompt, str)
-        return prompt
+        return request.prompts[0]
 
     def special(ids: list[int]) -> list[int]:
         return [id for id in ids if byte_level().is_special(id)]
@@ -529,10 +523,10 @@ def test_the_fallback_is_plain_and_has_no_special_tokens() -> None:
     server = context(template=None)
     request = parse_chat(chat(messages=messages, stop=["x"]), server)
     expected = "system: Be brief.\nuser: Hi<|eot_id|>\nassistant:"
-    assert request.sequences[0].prompt == byte_level().encode(expected)
-    assert request.sequences[0].params.stop == ("x", *FALLBACK_STOPS)
+    assert request.prompts[0] == byte_level().encode(expected)
+    assert request.params.stop == ("x", *FALLBACK_STOPS)
     full = [str(i) for i in range(MAX_STOP_STRINGS)]
-    assert parse_chat(chat(stop=full), server).sequences[0].params.stop == tuple(full)
+    assert parse_chat(chat(stop=full), server).params.stop == tuple(full)
     assert refusal(parse_chat, chat(stop=[*full, "y"]), server).param == "stop"
     error = refusal(parse_chat, chat(chat_template_kwargs={"a": 1}), server)
     assert error.param == "chat_template_kwargs"
@@ -542,8 +536,8 @@ def test_the_fallback_is_named_and_warned_of(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING):
         server = context(template=None)
     assert "fallback:plain" in caplog.text
-    assert json.loads(models_body(server))["data"][0]["chat_template"] == "fallback:plain"
-    assert json.loads(models_body(context()))["data"][0]["chat_template"] == "checkpoint"
+    assert server.model_facts("tiny")["chat_template"] == "fallback:plain"
+    assert context().model_facts("tiny")["chat_template"] == "checkpoint"
 
 
 def test_without_a_tokenizer_only_token_ids_are_served() -> None:
@@ -569,7 +563,7 @@ def test_a_chat_stream_event_by_event() -> None:
         return frame | {"choices": [choice], "usage": None}
 
     usage = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
-    prompt = request.sequences[0].prompt
+    prompt = request.prompts[0]
     usage |= {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + 3}
     assert events(run(request, "yo")) == [
         chunk({"role": "assistant", "content": ""}),
@@ -585,7 +579,7 @@ def test_every_event_has_the_usage_so_far_where_that_is_asked_for() -> None:
         for include in (True, False):
             options = {"include_usage": include, "continuous_usage_stats": True}
             request = parse(body(stream=True, stream_options=options), context())
-            num_prompt = len(request.sequences[0].prompt)
+            num_prompt = len(request.prompts[0])
             found = events(run(request, "yo"))
             counts = [event["usage"]["completion_tokens"] for event in found]
             assert counts == sorted(counts)
@@ -599,12 +593,12 @@ def test_every_event_has_the_usage_so_far_where_that_is_asked_for() -> None:
 
 def test_numbers_may_be_integers_or_floats() -> None:
     request = parse_completion(text(max_tokens=5.0, n=2.0, best_of=2, logprobs=3.0, top_k=4.0, seed=7.0), context())
-    params = request.sequences[0].params
+    params = request.params
     assert [params.max_tokens, params.n, params.logprobs, params.top_k, params.seed] == [5, 2, 3, 4, 7]
-    assert parse_completion(text(max_tokens=0.0, echo=True), context()).sequences[0].params.max_tokens == 1
+    assert parse_completion(text(max_tokens=0.0, echo=True), context()).params.max_tokens == 1
     request = parse_chat(chat(max_completion_tokens=5.0, logprobs=True, top_logprobs=2.0, min_tokens=3.0), context())
-    assert (request.sequences[0].params.max_tokens, request.sequences[0].params.logprobs) == (5, 2)
-    assert parse_completion(text(min_tokens=40.0), context()).sequences[0].params.max_tokens == 40
+    assert (request.params.max_tokens, request.params.logprobs) == (5, 2)
+    assert parse_completion(text(min_tokens=40.0), context()).params.max_tokens == 40
 
 
 def test_usage_is_absent_unless_asked_for() -> None:
@@ -691,7 +685,7 @@ def test_scoring_streams_the_prompt_alone() -> None:
 
 def test_choices_are_numbered_prompt_by_prompt() -> None:
     request = parse_completion(text(prompt=["a", "bb"], n=2, seed=5), context())
-    seeds = [params.seed for s in request.sequences for params in s.params.samples()]
+    seeds = [params.seed for _ in request.prompts for params in request.params.samples()]
     assert seeds == [5, 6, 5, 6]
     answer = json.loads(run(request, "A", "B", "C", "D", reason="length"))
     assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "A"), (1, "B"), (2, "C"), (3, "D")]
@@ -732,7 +726,8 @@ def client(openai: Any, answers: Any = ("Hello there",), reason: FinishReason = 
         try:
             if path.startswith("/v1/models"):
                 name = path.removeprefix("/v1/models").strip("/")
-                return http.Response(200, text=model_body(name, server) if name else models_body(server))
+                every = {"object": "list", "data": [server.model_facts(model) for model in server.models]}
+                return http.Response(200, json=server.model_facts(name) if name else every)
             parse: Any = parse_chat if path == "/v1/chat/completions" else parse_completion
             request = parse(json.loads(request.content), server)
             body = run(request, *answers, reason=reason)

@@ -15,6 +15,7 @@ from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion
 from gpt_fast.serve.protocol import native
 from gpt_fast.serve.protocol.body import parse_json, read_body
+from gpt_fast.serve.protocol.request import error_body
 
 LIMIT = 1000
 GOOD = {"prompt": "Once upon a time", "max_new_tokens": 5}
@@ -141,40 +142,39 @@ def test_fields_reach_the_parameters() -> None:
         "stop": "end", "stop_token_ids": [2], "ignore_eos": True,
     }  # fmt: skip
     request = native.parse_request(body)
-    [sequence] = request.sequences
-    assert sequence.prompt == [1, 2, 3]
-    assert (request.stream, request.return_token_ids) == (False, True)
-    p = sequence.params
+    assert request.prompts == [[1, 2, 3]]
+    assert not request.stream
+    p = request.params
     assert (p.max_tokens, p.temperature, p.top_k, p.top_p, p.min_p, p.seed) == (7, 1, 5, 0.9, 0.1, 2**64 - 1)
     assert (p.stop, p.stop_token_ids, p.ignore_eos, p.min_tokens) == (("end",), (2,), True, 3)
 
 
 def test_max_new_tokens_is_max_tokens() -> None:
-    assert native.parse_request(GOOD).sequences[0].params.max_tokens == 5
+    assert native.parse_request(GOOD).params.max_tokens == 5
 
 
 def test_defaults_apply_to_what_is_not_given() -> None:
     request = native.parse_request({"prompt": "a"}, default_max_tokens=9, default_stream=False)
-    assert (request.sequences[0].params.max_tokens, request.stream) == (9, False)
+    assert (request.params.max_tokens, request.stream) == (9, False)
     given_ = native.parse_request({"prompt": "a", "max_tokens": 3, "stream": True}, 9, False)
-    assert (given_.sequences[0].params.max_tokens, given_.stream) == (3, True)
+    assert (given_.params.max_tokens, given_.stream) == (3, True)
 
 
 def test_null_means_not_given() -> None:
     body = {"prompt": "a", "max_new_tokens": None, "temperature": None, "stop": None, "stream": None, "seed": None}
     request = native.parse_request(body, default_max_tokens=9)
-    params = request.sequences[0].params
+    params = request.params
     assert (params.max_tokens, params.stop, request.stream) == (9, (), True)
 
 
 def test_a_default_does_not_contradict_min_tokens() -> None:
     request = native.parse_request({"prompt": "a", "min_tokens": 20}, default_max_tokens=9)
-    assert request.sequences[0].params.max_tokens == 20
+    assert request.params.max_tokens == 20
 
 
 def test_logit_bias_has_strings_for_ids() -> None:
     request = native.parse_request({"prompt": "a", "logit_bias": {"5": -1.5, "17": 2}})
-    assert request.sequences[0].params.logit_bias == {5: -1.5, 17: 2}
+    assert request.params.logit_bias == {5: -1.5, 17: 2}
     for bad in ({"a": 1}, {"-1": 1}, {"1.5": 1}, {"5": "x"}, {"5": 101}, [5]):
         assert refusal(native.parse_request, {"prompt": "a", "logit_bias": bad}).param == "logit_bias"
 
@@ -262,19 +262,21 @@ def test_long_numbers_are_refused_by_the_fields_own_check() -> None:
 
 def test_completion_body() -> None:
     done = Completion("é 🙂", (5, 6, 7), "stop", num_prompt_tokens=4, num_cached_tokens=2)
-    assert json.loads(native.completion_body(done)) == {
+    request = native.parse_request({"prompt": "a", "stream": False})
+    assert json.loads(request.write_end([done])) == {
         "text": "é 🙂",
         "finish_reason": "stop",
         "usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7, "cached_tokens": 2},
     }
-    assert json.loads(native.completion_body(done, return_token_ids=True))["token_ids"] == [5, 6, 7]
+    request = native.parse_request({"prompt": "a", "stream": False, "return_token_ids": True})
+    assert json.loads(request.write_end([done]))["token_ids"] == [5, 6, 7]
 
 
 def test_error_body_can_always_be_sent() -> None:
-    body = native.error_body(RequestError("half a pair: \ud800 \n é", "prompt\udfff", "invalid_text"))
+    body = error_body(RequestError("half a pair: \ud800 \n é", "prompt\udfff", "invalid_text"))
     assert body.isascii()
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
-    assert json.loads(native.error_body(RequestError("x", None, "broken", 500)))["error"] == {
+    assert json.loads(error_body(RequestError("x", None, "broken", 500)))["error"] == {
         "message": "x", "type": "server_error", "param": None, "code": "broken",
     }  # fmt: skip
 
@@ -301,4 +303,4 @@ def test_bytes_are_an_object_or_refused(raw: bytes) -> None:
 @given(st.dictionaries(st.sampled_from(native.FIELDS), JSON, max_size=4), JSON)
 def test_an_object_is_a_request_or_refused(body: dict[str, Any], prompt: Any) -> None:
     with contextlib.suppress(RequestError):
-        assert native.parse_request({"prompt": prompt, **body}).sequences
+        assert native.parse_request({"prompt": prompt, **body}).prompts

@@ -229,15 +229,15 @@ def test_the_answer_in_the_readme_is_the_one_that_comes() -> None:
     arguments = shlex.split(curl)
     request = native.parse_request(json.loads(arguments[arguments.index("-d") + 1]))
     with LLM(ROOT / "model_store/demo/target") as llm:
-        (sequence,) = request.sequences
-        done = llm.generate(sequence.prompt, sequence.params)
+        (prompt,) = request.prompts
+        done = llm.generate(prompt, request.params)
     (answer,) = (s.text for s in blocks("json") if s.document == "README.md")
     assert json.loads(request.write_end([done])) == json.loads(answer)
 
 
 @pytest.mark.parametrize("snippet", [s for s in blocks("json") if s.document != "README.md"], ids=lambda s: s.document)
 def test_requests_are_understood(snippet: Snippet) -> None:
-    assert native.parse_request(json.loads(snippet.text)).sequences
+    assert native.parse_request(json.loads(snippet.text)).prompts
     assert json.loads(snippet.text) == json.loads((ROOT / "request.json").read_text())
 
 
@@ -270,7 +270,7 @@ def test_commands_parse(document: str, line: str, monkeypatch: pytest.MonkeyPatc
             assert re.search(rf"{option}\b", text), f"{script} has no {option}"
     elif words[0] == "curl":
         if "-d" in words:
-            assert native.parse_request(json.loads(words[words.index("-d") + 1])).sequences
+            assert native.parse_request(json.loads(words[words.index("-d") + 1])).prompts
     else:
         assert any(line.startswith(first) for first in NOT_CHECKED), f"{document}: nothing checks {line!r}"
 

@@ -68,7 +68,7 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, leading_spaces_dropped: int = 0) -> None:
         super().__init__(
-            [bytes([value]) for value in range(256)] + [b"", b""],
+            {value: bytes([value]) for value in range(256)},
             {256: "<bos>", 257: "<eos>"},
             bos_token_id=256,
             eos_token_ids=(257,),
@@ -440,13 +440,15 @@ def test_decoders_that_join_words_stream_by_a_window(words: list[str]) -> None:
     assert "".join(stream(tokenizer, ids, prompt)) == tokenizer.decode(prompt + ids)[len("hello world") :]
 
 
-def test_window_holds_back_half_characters(vocabularies: Path) -> None:
+@pytest.mark.parametrize("pattern", [{"Regex": "_{9}"}, {"String": "_" * 9}])
+def test_window_holds_back_half_characters(vocabularies: Path, pattern: dict[str, str]) -> None:
     vocab = json.loads((vocabularies / "gpt2-vocab-merges" / "vocab.json").read_text())
     spec = gpt2_spec(vocab, (vocabularies / "gpt2-vocab-merges" / "merges.txt").read_text(), Settings(), "gpt2")
-    rewrite = {"type": "Replace", "pattern": {"Regex": "_{9}"}, "content": "_"}  # not a table of bytes
+    rewrite = {"type": "Replace", "pattern": pattern, "content": "_"}  # of the whole text, so not a table of bytes
     spec["decoder"] = {"type": "Sequence", "decoders": [spec["decoder"], rewrite]}
     tokenizer = HfJsonTokenizer(spec, Settings(), source="gpt2")
     assert not tokenizer.bytewise
+    assert tokenizer.decode(tokenizer.encode("a" + "_" * 9)) == "a_"
     for text in HARD_TEXTS:
         ids = tokenizer.encode(text)
         pieces = stream(tokenizer, ids)

@@ -9,6 +9,7 @@ leaves behind plus some megabytes. Formats that are not Hugging Face's go throug
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,17 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt_fast.checkpoint.families import (
-    GenerationDefaults,
-    parse_config,
-    read_generation_defaults,
-    read_json,
-)
+from gpt_fast.checkpoint.families import GenerationDefaults, parse_config, read_generation_defaults, read_json
 from gpt_fast.checkpoint.family_table import FAMILIES
-from gpt_fast.checkpoint.progress import progress_bar
 from gpt_fast.checkpoint.shard import Cut, Shard
 from gpt_fast.checkpoint.stacked import unstacked
-from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
 from gpt_fast.checkpoint.weight_files import open_weights, weight_files
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
@@ -110,9 +105,7 @@ class Checkpoint:
         if quantize is None:
             return self.format
         if self.format.method is not None:
-            raise ConfigError(
-                f"quantize: {self.directory} is quantized already ({self.format.method}); leave quantize out"
-            )
+            raise ConfigError(f"quantize: {self.directory} is quantized already ({self.format.method}); leave it out")
         return RoundedFormat(quant_config(quantize))
 
     def meta_model(self, dtype: torch.dtype, quantize: str | None = None) -> Transformer:
@@ -156,7 +149,7 @@ class Checkpoint:
             scheme = form.scheme(module, self.config)
             return scheme._replace(num_queries=config.q_dim) if isinstance(scheme, Split) else scheme
 
-        plan = [_read_by(part, self.config, shard, scheme_of) for part in parts(self.config)]
+        plan = [_read_by(part, shard, scheme_of) for part in parts(self.config)]
         model = empty_model(config, dtype, device, column_major, lambda m: swap_layers(m, scheme_of, device))
         targets, layers = dict(model.named_parameters()), dict(model.named_modules())
         total = sum(tensor.num_bytes for tensor in self.tensors.values()) // (shard.num_ranks if shard else 1)
@@ -173,11 +166,9 @@ class Checkpoint:
         return model
 
 
-def _read_by(
-    part: Part, config: ModelConfig, shard: Shard | None, scheme_of: SchemeOf
-) -> tuple[Part, Cut, Scheme | None]:
+def _read_by(part: Part, shard: Shard | None, scheme_of: SchemeOf) -> tuple[Part, Cut, Scheme | None]:
     """``part`` as the model that is built holds it, what is read for it, and its scheme. Raises ConfigError."""
-    cut, part = shard.cut(part, config) if shard else (Cut(), part)
+    cut, part = shard.cut(part) if shard else (Cut(), part)
     part, scheme = quantized_part(part, scheme_of)
     if scheme is not None and cut.num_columns > 1 and scheme.padded(part.shape[1]) != part.shape[1]:
         raise ConfigError(f"shard: {part.target} has {part.shape[1]} inputs a rank, no whole groups of {scheme}")
@@ -199,11 +190,11 @@ def resolve_tying(
 
     The file has the last word, as in transformers: a missing head is tied, two tables that differ are not.
     """
-    sources = {part.target: part.source for part in parts(replace(config, tie_embeddings=False))}
-    table, head = sources["embed.tokens.weight"], sources["head.output.weight"]
+    names = FAMILIES[config.family].names
+    table, head = names["tokens"] + ".weight", names["output"] + ".weight"
     tensors = dict(tensors)
     tied = config.tie_embeddings
-    if head.removesuffix("weight") + "qweight" in tensors:  # a head that others quantized
+    if names["output"] + ".qweight" in tensors:  # a head that others quantized
         return config, tensors
     if head not in tensors:
         tied = True
@@ -216,33 +207,19 @@ def resolve_tying(
     return replace(config, tie_embeddings=tied), tensors
 
 
-def plain_specs(config: ModelConfig) -> Specs:
-    """What the unquantized checkpoint of ``config`` holds."""
-    return {part.source: (None, part.stored_shape) for part in parts(config)}
-
-
 def check_tensors(wanted: Specs, tensors: Mapping[str, StoredTensor], where: str) -> None:
     """Raise CheckpointError unless ``tensors``, of ``where``, are exactly ``wanted``."""
-    found = {name: tensors[name] for name in wanted if name in tensors}
-    problems = {
-        "missing": [name for name in wanted if name not in tensors],
-        "unexpected": [name for name in tensors if name not in wanted],
-        "of the wrong shape": [
-            f"{name} {list(tensor.shape)}, not {list(wanted[name][1])}"
-            for name, tensor in found.items()
-            if tensor.shape != wanted[name][1]
-        ],
-        "of the wrong dtype": [
-            f"{name} is stored as {tensor.dtype}, not as {wanted[name][0]}"
-            for name, tensor in found.items()
-            if wanted[name][0] not in (None, tensor.dtype)
-        ],
-        "not floating-point": [
-            f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
-            for name, tensor in found.items()
-            if wanted[name][0] is None and not tensor.dtype.is_floating_point
-        ],
-    }
+    problems: dict[str, list[str]] = defaultdict(list)
+    problems["missing"] = [name for name in wanted if name not in tensors]
+    problems["unexpected"] = [name for name in tensors if name not in wanted]
+    for name, tensor in tensors.items():
+        dtype, shape = wanted.get(name, (tensor.dtype, tensor.shape))
+        if tensor.shape != shape:
+            problems["of the wrong shape"].append(f"{name} {list(tensor.shape)}, not {list(shape)}")
+        if dtype is None and not tensor.dtype.is_floating_point:
+            problems["not floating-point"].append(f"{name} ({str(tensor.dtype).removeprefix('torch.')})")
+        elif dtype not in (None, tensor.dtype):
+            problems["of the wrong dtype"].append(f"{name} is stored as {tensor.dtype}, not as {dtype}")
     said = [f"{len(names)} tensors {what}: {_some(names)}" for what, names in problems.items() if names]
     if said:
         raise CheckpointError(f"{where} does not fit its configuration: " + "; ".join(said))
@@ -255,13 +232,8 @@ def _warn_not_finite(model: nn.Module, where: str) -> None:
     rows = {n: t if t.is_contiguous() else t.t() for n, t in tensors.items()}  # aminmax would copy columns
     damaged = [n for n, t in rows.items() if not all(extreme.isfinite() for extreme in t.aminmax())]
     if damaged:
-        log.warning(
-            "%s: %d weights are not finite (NaN or infinity): %s. The checkpoint is damaged, or too large in value for "
-            "the dtype; what it generates means nothing",
-            where,
-            len(damaged),
-            _some(damaged),
-        )
+        why = "The checkpoint is damaged, or too large in value for the dtype; what it generates means nothing"
+        log.warning("%s: %d weights are not finite (NaN or infinity): %s. %s", where, len(damaged), _some(damaged), why)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import ConfigError
-from gpt_fast.model.description import Part, split_of
+from gpt_fast.model.description import Part
 
 
 class Cut(NamedTuple):
@@ -62,23 +62,21 @@ class Shard(NamedTuple):
                 raise ConfigError(f"shard: {name} ({size}) is not a multiple of the {self.num_ranks} ranks")
         return replace(config, **{name: size // self.num_ranks for name, size in sizes.items()})
 
-    def cut(self, part: Part, config: ModelConfig) -> tuple[Cut, Part]:
+    def cut(self, part: Part) -> tuple[Cut, Part]:
         """What this rank reads of ``part``, and where it goes: the part of the rank's own model."""
-        split, runs = split_of(part.target, config)
-        if split == "columns" and len(part.shape) == 2:
+        if part.split == "columns" and len(part.shape) == 2:
             n, k = part.shape
             return Cut(None, self.rank, self.num_ranks), part._replace(shape=(n, k // self.num_ranks))
-        if split != "rows":
+        if part.split != "rows":
             return Cut(), part
         taken: list[tuple[int, int]] = []
-        first, start, end = 0, 0, part.start + part.shape[0]
-        for size in runs:
+        first, start = -part.start, 0  # of a run in this tensor, and of this tensor in the rank's own parameter
+        for size in part.runs:
             own = size // self.num_ranks
-            low = first + self.rank * own
-            if low < part.start:
-                start += own  # rows of the tensors before this one
-            elif low < end:
-                taken.append((low - part.start, own))
+            if first < 0:
+                start += own
+            elif first < part.shape[0]:
+                taken.append((first + self.rank * own, own))
             first += size
         num_rows = sum(num for _, num in taken)
         return Cut(tuple(taken)), part._replace(start=start, shape=(num_rows, *part.shape[1:]))

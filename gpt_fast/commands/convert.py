@@ -25,8 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from gpt_fast.checkpoint.convert import convert
 
-    a = arguments
-    dtype = getattr(torch, a.dtype) if a.dtype else None
+    a, dtype = arguments, getattr(torch, arguments.dtype) if arguments.dtype else None
     convert(a.source, a.out, a.tokenizer, dtype, config=a.config, progress=True)
-    print(f"wrote {arguments.out}", file=sys.stderr)
+    print(f"wrote {a.out}", file=sys.stderr)
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,18 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("eval", help="perplexity, or evaluation tasks", description=__doc__)
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, as it is")
-    options.add_model_options(parser)
+    options.add_options(parser, options.MODEL)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--perplexity", metavar="FILE", help="a text file; documents end with the separator")
-    lines = "accuracy on lines of choices, or of contexts and continuations"
-    what.add_argument("--examples", metavar="FILE.jsonl", help=lines)
+    examples = "accuracy on lines of choices, or of contexts and continuations"
+    what.add_argument("--examples", metavar="FILE.jsonl", help=examples)
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness; needs the extra eval")
-    nothing = "'' for none (default: %(default)s)"
-    parser.add_argument("--separator", default="<|endoftext|>", metavar="TEXT", help=nothing)
-    parser.add_argument("--context", type=int, metavar="N", help="tokens of a window (default: the model's)")
-    parser.add_argument("--stride", type=int, metavar="N", help="tokens that windows move on by (default: half of it)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="stop after scoring so many")
-    parser.add_argument("--limit", type=int, metavar="N", help="so many examples, of each task")
+    add = parser.add_argument
+    add("--separator", default="<|endoftext|>", metavar="TEXT", help="'' for none (default: %(default)s)")
+    add("--context", type=int, metavar="N", help="tokens of a window (default: the model's)")
+    add("--stride", type=int, metavar="N", help="tokens that windows move on by (default: half of it)")
+    add("--max-tokens", type=int, metavar="N", help="stop after scoring so many")
+    add("--limit", type=int, metavar="N", help="so many examples, of each task")
     options.add_output_options(parser)
     parser.set_defaults(run=run)
 
@@ -62,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if arguments.perplexity:
         text = Path(arguments.perplexity).read_text(encoding="utf-8")
-        chosen = {name: getattr(arguments, name) for name in ("context", "stride", "max_tokens", "separator")}
+        chosen = options.given(arguments, ("context", "stride", "max_tokens", "separator"))
         found = perplexity(model, tokenizer, text, **chosen)
-        facts |= {"perplexity_of": arguments.perplexity, **dataclasses.asdict(found)}
+        facts |= {"perplexity_of": arguments.perplexity, **found._asdict()}
         print(
             f"perplexity {found.perplexity:.4f} over {found.num_tokens} tokens of {found.num_documents} documents, "
             f"{found.bits_per_byte:.4f} bits per byte"

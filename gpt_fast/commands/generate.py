@@ -21,12 +21,25 @@ if TYPE_CHECKING:
     from gpt_fast.llm import LLM
 
 
+_SAMPLING: options.Table = {  # fields of SamplingParams
+    "--max-new-tokens": {"type": int, "metavar": "N", "help": "most tokens to generate (default: 128)"},
+    "--temperature": {"type": float, "metavar": "T", "help": "0 is greedy (default: the checkpoint's own, else 0)"},
+    "--top-k": {"type": int, "metavar": "K", "help": "keep the K likeliest tokens; 0: all"},
+    "--top-p": {"type": float, "metavar": "P", "help": "keep the likeliest tokens up to probability P; 1: all"},
+    "--min-p": {"type": float, "metavar": "P", "help": "drop tokens less likely than P times the likeliest"},
+    "--seed": {"type": int, "help": "makes sampling repeatable"},
+    "--stop": {"action": "append", "metavar": "TEXT", "help": "end before TEXT (may be repeated)"},
+    "--ignore-eos": {"action": "store_true", "help": "go on past the end-of-sequence token"},
+}
+
+
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("generate", help="complete a prompt", description=__doc__.split("\n\n")[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="what to complete; '-' reads stdin; empty: start from nothing")
+    what.add_argument("--interactive", action="store_true", help="a conversation: one prompt a line, until end of file")
     add = parser.add_argument
-    add("--prompt", metavar="TEXT", help="what to complete; '-' reads stdin; empty: start from nothing")
-    add("--interactive", action="store_true", help="a conversation: one prompt a line, until end of file")
     add("--system", metavar="TEXT", help="with --interactive: the system message")
     add("--num-samples", type=int, default=1, metavar="N", help="repeat N times, for timing (default: 1)")
     add("--profile", metavar="DIR", help="write a trace of the generation to DIR (chrome://tracing, Perfetto)")
@@ -36,35 +49,13 @@ def add_parser(subparsers: Any) -> None:
     options.add_engine_options(engine)
     length = "context, prompt and answer together, in tokens"
     engine.add_argument("--max-seq-len", type=int, default=argparse.SUPPRESS, metavar="N", help=length)
-    parser.set_defaults(run=run, sampling=_add_sampling_options(parser.add_argument_group("sampling")))
-
-
-def _add_sampling_options(group: argparse._ArgumentGroup) -> list[str]:
-    """Returns the names of what it adds, which are fields of SamplingParams."""
-    names = []
-
-    def add(flag: str, **facts: Any) -> None:
-        names.append(group.add_argument(flag, default=argparse.SUPPRESS, **facts).dest)
-
-    add("--max-new-tokens", type=int, metavar="N", help="most tokens to generate (default: 128)")
-    add("--temperature", type=float, metavar="T", help="0 is greedy (default: the checkpoint's own, else 0)")
-    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0: all")
-    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to probability P; 1: all")
-    add("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest")
-    add("--seed", type=int, help="makes sampling repeatable")
-    add("--stop", action="append", metavar="TEXT", help="end before TEXT (may be repeated)")
-    add("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
-    return names
+    parser.set_defaults(run=run, sampling=options.add_options(parser.add_argument_group("sampling"), _SAMPLING))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, generate, report."""
-    if (arguments.prompt is None) == (not arguments.interactive):
-        print("gpt-fast generate: give either --prompt or --interactive", file=sys.stderr)
-        return 2
     options.set_up_logging(arguments.verbose)
-    given = vars(arguments)
-    params = SamplingParams(**{name: given[name] for name in arguments.sampling if name in given})
+    params = SamplingParams(**options.given(arguments, arguments.sampling))
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
 
     from gpt_fast.llm import LLM
@@ -78,15 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
         for i in range(arguments.num_samples):
             if i:
                 sys.stdout.write("\n")
-            with profiler(arguments.profile, llm.device.type):
+            with profiler(arguments.profile, llm.device.type) if arguments.profile else contextlib.nullcontext():
                 completion = print_stream(llm, prompt, params)
             report = measurements(llm, completion)
             end_line(completion.text, own_line=sys.stdout.isatty() or arguments.json or arguments.num_samples > 1)
             print(summary(report), file=sys.stderr)
         if arguments.json and completion is not None:
             names = ("text", "token_ids", "finish_reason", "num_prompt_tokens")
-            found = {name: getattr(completion, name) for name in names}
-            print(json.dumps({**found, "num_new_tokens": len(completion.token_ids), **report}, ensure_ascii=False))
+            facts = {name: getattr(completion, name) for name in names}
+            print(json.dumps({**facts, "num_new_tokens": len(completion.token_ids), **report}, ensure_ascii=False))
     return 0
 
 
@@ -110,6 +101,7 @@ def end_line(text: str, own_line: bool) -> None:
 def converse(llm: LLM, params: SamplingParams, system: str | None) -> None:
     """A conversation on stdin and stdout: the checkpoint's chat template where it has one, else plain completion."""
     from gpt_fast.tokenizer.chat import load_template
+    from gpt_fast.tokenizer.chat_prompt import encode_chat
 
     template = load_template(llm.checkpoint)
     if template is None:
@@ -123,12 +115,12 @@ def converse(llm: LLM, params: SamplingParams, system: str | None) -> None:
         if not line.strip():
             continue
         prompt: str | list[int] = line
-        if template is not None:
-            messages.append({"role": "user", "content": line})
-            assert llm.tokenizer is not None  # it was asked for its template
-            prompt = llm.tokenizer.encode(template.render(messages), bos=False, allow_special=True)
+        asked = [*messages, {"role": "user", "content": line}]
         try:
-            messages.append({"role": "assistant", "content": print_stream(llm, prompt, params).text})
+            if template is not None and llm.tokenizer is not None:
+                prompt = encode_chat(template, llm.tokenizer, asked)
+            answer = print_stream(llm, prompt, params).text
+            messages = [*asked, {"role": "assistant", "content": answer}]  # a question without an answer is forgotten
         except KeyboardInterrupt:
             print(" (interrupted)", file=sys.stderr)  # ends this answer, not the conversation
         except ValueError as error:
@@ -168,21 +160,17 @@ def summary(report: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def profiler(directory: str | None, device_type: str) -> Iterator[None]:
-    """Trace what runs inside, on all threads, into ``directory``; nothing when it is None."""
-    if directory is None:
-        yield
-        return
+def profiler(directory: str, device_type: str) -> Iterator[None]:
+    """Trace what runs inside, on all threads, into ``directory``."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    target = Path(directory)
-    target.mkdir(parents=True, exist_ok=True)
+    path = Path(directory, "generate.trace.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
     # The engine has a thread of its own; without this only the calling one is recorded.
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(activities=activities, experimental_config=every_thread) as trace:
         yield
-    path = target / "generate.trace.json"
     trace.export_chrome_trace(str(path))
     print(f"trace: {path}", file=sys.stderr)

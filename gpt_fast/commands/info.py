@@ -8,15 +8,18 @@ import json
 import os
 from typing import Any
 
+from gpt_fast.commands import options
+from gpt_fast.config import EngineConfig
+from gpt_fast.errors import ConfigError
+
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("info", help="describe a checkpoint and this machine", description=__doc__)
     parser.add_argument("--checkpoint", metavar="DIR", help="a Hugging Face directory; without it: the machine alone")
-    parser.add_argument("--dtype", default="auto", help="for the sizes (default: what `auto` picks here)")
-    parser.add_argument("--quantize", metavar="MODE", help="for the sizes: as if quantized while loading")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    loading = parser.add_argument_group("how the checkpoint would be loaded")
+    options.add_options(loading, {flag: options.MODEL[flag] for flag in ("--device", "--dtype", "--quantize")})
     parser.set_defaults(run=run)
 
 
@@ -28,7 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.memory import free_bytes, gigabytes
     from gpt_fast.placement import pick_device
 
-    device = pick_device(arguments.device)
+    o = EngineConfig(**options.engine_options(arguments))
+    device = pick_device(o.device)
     on_cuda = device.type == "cuda"
     facts: dict[str, Any] = {
         "torch": torch.__version__,
@@ -39,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         "read_bandwidth_gb_s": round(read_bandwidth(device.type, torch.get_num_threads()) / 1e9, 2),
     }
     if arguments.checkpoint:
-        facts |= _checkpoint_facts(arguments, device, facts)
+        facts |= _checkpoint_facts(arguments.checkpoint, o, device, facts)
     if arguments.json:
         print(json.dumps(facts))
         return 0
@@ -49,31 +53,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _checkpoint_facts(arguments: argparse.Namespace, device: Any, machine: dict[str, Any]) -> dict[str, Any]:
+def _checkpoint_facts(directory: str, o: EngineConfig, device: Any, machine: dict[str, Any]) -> dict[str, Any]:
     from gpt_fast.checkpoint.checkpoint import Checkpoint
     from gpt_fast.kernels.roofline import Roofline
     from gpt_fast.model.description import describe
     from gpt_fast.model.transformer import weight_bytes
     from gpt_fast.placement import pick_dtype
 
-    checkpoint = Checkpoint.open(arguments.checkpoint)
+    checkpoint = Checkpoint.open(directory)
     config, defaults, tokenizer = checkpoint.config, checkpoint.defaults, checkpoint.tokenizer
-    dtype = pick_dtype(arguments.dtype, device, config, checkpoint.stored_dtype)
-    model = checkpoint.meta_model(dtype, arguments.quantize)
-    weights, bandwidth = weight_bytes(model), machine["read_bandwidth_gb_s"] * 1e9
-    shape = {k: v for k, v in dataclasses.asdict(config).items() if k != "windows"}
+    dtype = pick_dtype(o.dtype, device, config, checkpoint.stored_dtype)
+    model = checkpoint.meta_model(dtype, o.quantize)
+    weights, token_bytes = weight_bytes(model), model.bytes_per_token(0, dtype.itemsize)
     return {
-        **shape,
+        **{name: value for name, value in dataclasses.asdict(config).items() if name != "windows"},
         "sliding_window": max(config.windows, default=0) or None,
         "parameters": describe(config).num_parameters,
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": arguments.quantize or checkpoint.format.method,
+        "quantization": o.quantize or checkpoint.format.method,
         "weight_bytes": weights,
         "kv_bytes_per_token": config.kv_bytes_per_token(dtype.itemsize),
         **_cache_facts(config, dtype, device.type, machine["free_bytes"] - weights),
-        "bytes_per_decoded_token": model.bytes_per_token(0, dtype.itemsize),
+        "bytes_per_decoded_token": token_bytes,
         "flops_per_token": model.flops_per_token(0),
-        "ceiling_tokens_per_second": round(Roofline(model.bytes_per_token(0, dtype.itemsize), bandwidth).ceiling, 1),
+        "ceiling_tokens_per_second": round(Roofline(token_bytes, 1e9 * machine["read_bandwidth_gb_s"]).ceiling, 1),
         "tokenizer": type(tokenizer).__name__,
         "tokenizer_vocab_size": tokenizer.vocab_size,
         "eos_token_ids": list(defaults.eos_token_ids or tokenizer.eos_token_ids),
@@ -83,8 +86,6 @@ def _checkpoint_facts(arguments: argparse.Namespace, device: Any, machine: dict[
 
 def _cache_facts(config: Any, dtype: Any, device_type: str, free: int) -> dict[str, Any]:
     """What fits with ``free`` bytes beside the weights, by the engine's defaults; or why nothing does."""
-    from gpt_fast.config import EngineConfig
-    from gpt_fast.errors import ConfigError
     from gpt_fast.memory import plan_cache
 
     try:

@@ -5,33 +5,35 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from gpt_fast.config import EngineConfig
 
+Table = dict[str, dict[str, Any]]  # flag: what argparse wants to know
+
 _SWITCH = argparse.BooleanOptionalAction
-_WHERE: dict[str, dict[str, Any]] = {  # flag: what argparse wants to know
+MODEL: Table = {  # where and how a model's weights are held: fields of EngineConfig
     "--device": {"metavar": "DEVICE", "help": "auto, cpu, cuda, cuda:N (default: auto)"},
     "--dtype": {"metavar": "DTYPE", "help": "auto, float32, bfloat16, float16 (default: auto)"},
     "--quantize": {"metavar": "MODE", "help": "quantize the weights while loading: int8, int4, fp8"},
     "--kernels": {"action": _SWITCH, "help": "own kernels; without: plain torch (default: on)"},
     "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: all cores)"},
 }
-_HOW: dict[str, dict[str, Any]] = {
+_HOW: Table = {
     "--kv-cache-dtype": {"metavar": "DTYPE", "help": "int8 halves it again (default: as the weights)"},
     "--compile": {"action": _SWITCH, "help": "torch.compile (default: on)"},
 }
 
 
-def add_model_options(group: Any) -> list[str]:
-    """Where and how a model's weights are held. Returns the names of the options, which are fields of EngineConfig."""
-    return [group.add_argument(flag, default=argparse.SUPPRESS, **facts).dest for flag, facts in _WHERE.items()]
+def add_options(group: Any, table: Table) -> list[str]:
+    """Declares the options of ``table``. Returns the names of their values."""
+    return [group.add_argument(flag, default=argparse.SUPPRESS, **facts).dest for flag, facts in table.items()]
 
 
 def add_engine_options(group: Any) -> list[str]:
-    """Those, and how the model is run."""
-    names = [group.add_argument(flag, default=argparse.SUPPRESS, **facts).dest for flag, facts in _HOW.items()]
-    return [*add_model_options(group), *names]
+    """The options of MODEL, and how the model is run. Returns the names of their values, fields of EngineConfig."""
+    return add_options(group, _HOW | MODEL)
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -40,10 +42,14 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="log what happens; a traceback on errors")
 
 
+def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of ``names`` that were given, and their values."""
+    return {name: vars(arguments)[name] for name in names if name in arguments}
+
+
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig that were given: keyword arguments for ``LLM``."""
-    fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    return {name: value for name, value in vars(arguments).items() if name in fields}
+    return given(arguments, (field.name for field in dataclasses.fields(EngineConfig)))
 
 
 def set_up_logging(verbose: bool) -> None:

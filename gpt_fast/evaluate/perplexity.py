@@ -1,19 +1,17 @@
-"""Perplexity of a text, and the scores of windows of tokens that it is made of.
-
-It uses the model's plain ``forward`` over whole windows, not the engine. Every token of a text is scored once, given at
-least ``context - stride`` tokens before it or all there are; BOS is context and never scored.
-"""
+"""Perplexity of a text, and the log-likelihoods of the windows of tokens that it is made of, by the model's plain
+``forward``, not the engine. Every token of a text is scored once, given at least ``context - stride`` tokens before it
+or all there are; BOS is context and never scored."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gpt_fast.errors import ConfigError
 from gpt_fast.model.steps import Served
@@ -32,15 +30,14 @@ class Window(NamedTuple):
     num_scored: int
 
 
-class Scores(NamedTuple):
-    """Of one window: for each scored token its log-probability, float32, and whether greedy decoding gives it."""
+class LogLikelihood(NamedTuple):
+    """Of the tokens that a window scores: their log-probability in nats, and whether greedy decoding gives them all."""
 
-    log_probs: Tensor
-    is_greedy: Tensor
+    log_prob: float
+    is_greedy: bool
 
 
-@dataclass(frozen=True)
-class Perplexity:
+class Perplexity(NamedTuple):
     """``perplexity`` is per token, so it compares models of one vocabulary only; ``bits_per_byte`` compares any."""
 
     perplexity: float
@@ -56,10 +53,10 @@ def documents(text: str, separator: str = SEPARATOR) -> list[str]:
     return [piece.strip() for piece in text.split(separator) if piece.strip()] if separator else [text]
 
 
-def windows(tokens: Sequence[int], context: int, stride: int, first: int = 1) -> Iterator[Window]:
-    """Cover ``tokens`` from index ``first`` on by windows of at most ``context`` tokens that score each token once.
-    Every window but the first scores ``stride`` new tokens. ``first`` >= 1: the token before it is needed."""
-    begin, scored = 0, first
+def windows(tokens: Sequence[int], context: int, stride: int) -> Iterator[Window]:
+    """Windows of at most ``context`` tokens that score each of ``tokens`` once, except the first, which has none before
+    it. Every window but the first scores ``stride`` new tokens."""
+    begin, scored = 0, 1
     while scored < len(tokens):
         end = min(begin + context, len(tokens))
         yield Window(list(tokens[begin:end]), end - scored)
@@ -80,58 +77,57 @@ def perplexity(
     """Perplexity of ``text``, document by document, each after BOS where the tokenizer has one. ``context``: tokens of
     a window, at most and by default the model's own. ``stride``: tokens by which windows move on; by default half the
     context. ``max_tokens``: stop after so many scored tokens. Raises ConfigError."""
-    context = context or model.config.max_seq_len
+    context = checked_context(model, context)
     stride = stride or max(1, context // 2)
-    if not 2 <= context <= model.config.max_seq_len:
-        raise ConfigError(f"context: {context} is not between 2 and the model's {model.config.max_seq_len}")
     if not 1 <= stride < context:
         raise ConfigError(f"stride: {stride} is not between 1 and context - 1 ({context - 1})")
-    left = math.inf if max_tokens is None else max_tokens
+    left = sys.maxsize if max_tokens is None else max_tokens
     pieces: list[Window] = []
-    num_bytes, num_documents = 0, 0
+    num_bytes = num_documents = 0
     for document in documents(text, separator):
         if left < 1:
             break
         tokens = tokenizer.encode(document)
-        if len(tokens) - 1 > left:
-            tokens = tokens[: int(left) + 1]
-            num_bytes += len(tokenizer.decode(tokens).encode())
-        else:
-            num_bytes += len(document.encode())
-        left -= max(0, len(tokens) - 1)
+        kept = tokens[: left + 1]
+        num_bytes += len((document if kept == tokens else tokenizer.decode(kept)).encode())
+        left -= max(0, len(kept) - 1)
         num_documents += 1
-        pieces += windows(tokens, context, stride)
+        pieces += windows(kept, context, stride)
     num_tokens = sum(window.num_scored for window in pieces)
     if not num_tokens:
         raise ConfigError("perplexity: the text has no token to score")
-    total = sum(scores.log_probs.double().sum().item() for _, scores in score(model, pieces))
-    nll = -total / num_tokens
-    bits_per_byte = -total / math.log(2) / max(1, num_bytes)
+    total = -sum(found.log_prob for found in score(model, pieces))
+    bits_per_byte = total / math.log(2) / max(1, num_bytes)
+    nll = total / num_tokens
     return Perplexity(math.exp(nll), nll, bits_per_byte, num_tokens, num_bytes, num_documents)
 
 
+def checked_context(model: Transformer | Served, context: int | None) -> int:
+    """``context``, or the model's own if that is None. Raises ConfigError for one that the model has not."""
+    context = context or model.config.max_seq_len
+    if not 2 <= context <= model.config.max_seq_len:
+        raise ConfigError(f"context: {context} is not between 2 and the model's {model.config.max_seq_len}")
+    return context
+
+
 @torch.inference_mode()
-def score(model: Transformer | Served, pieces: Iterable[Window]) -> Iterator[tuple[int, Scores]]:
-    """Index and scores of every window, those of similar length in one batch, so not in their order."""
-    pieces = list(pieces)
+def score(model: Transformer | Served, pieces: Sequence[Window]) -> list[LogLikelihood]:
+    """The log-likelihood of each window. Windows of similar length are run in one batch."""
     order = sorted(range(len(pieces)), key=lambda i: -len(pieces[i].tokens))
-    device = model.device
     # A shorter sequence in a batch would be computed with the longest one's frequencies.
     scaling = model.config.rope_scaling
-    alone = scaling is not None and scaling.grows
-    at = 0
-    while at < len(order):
-        longest = len(pieces[order[at]].tokens)
-        size = max(1, min(_BATCH, _LOGITS_BYTES // (4 * longest * model.config.vocab_size)))
-        batch = order[at : at + (1 if alone else size)]
-        tokens = torch.zeros(len(batch), longest, dtype=torch.int64)
-        for row, index in enumerate(batch):
-            tokens[row, : len(pieces[index].tokens)] = torch.tensor(pieces[index].tokens)
-        logits = model.forward(tokens.to(device))
-        for row, index in enumerate(batch):
-            end, start = len(pieces[index].tokens), len(pieces[index].tokens) - pieces[index].num_scored
-            rows = logits[row, start - 1 : end - 1].float()
-            targets = torch.tensor(pieces[index].tokens[start:], device=device)
-            log_probs = -F.cross_entropy(rows, targets, reduction="none")
-            yield index, Scores(log_probs.cpu(), (rows.argmax(-1) == targets).cpu())
-        at += len(batch)
+    most = 1 if scaling is not None and scaling.grows else _BATCH
+    found: dict[int, LogLikelihood] = {}
+    while len(found) < len(order):
+        longest = len(pieces[order[len(found)]].tokens)
+        size = max(1, min(most, _LOGITS_BYTES // (4 * longest * model.config.vocab_size)))
+        batch = order[len(found) : len(found) + size]
+        tokens = [torch.tensor(pieces[index].tokens) for index in batch]
+        logits = model.forward(pad_sequence(tokens, batch_first=True).to(model.device))
+        for index, row, sequence in zip(batch, logits, tokens, strict=True):
+            start = len(sequence) - pieces[index].num_scored
+            predictions, targets = row[start - 1 : len(sequence) - 1].float(), sequence[start:].to(model.device)
+            log_probs = -F.cross_entropy(predictions, targets, reduction="none").cpu()
+            is_greedy = bool((predictions.argmax(-1) == targets).all())
+            found[index] = LogLikelihood(log_probs.double().sum().item(), is_greedy)
+    return [found[index] for index in range(len(pieces))]

@@ -1,20 +1,18 @@
-"""Log-likelihoods of texts and continuations, and completions, in batches: what evaluation tasks are made of.
-
-``Scorer`` has the three questions of EleutherAI's lm-evaluation-harness under their names there
-(https://github.com/EleutherAI/lm-evaluation-harness), and answers files of examples by itself: jsonl, in the forms of
-MosaicML's llm-foundry.
-"""
+"""Log-likelihoods of texts and continuations, and completions, in batches: what evaluation tasks are made of. There are
+the three questions of EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness) under
+their names there, and files of examples: jsonl, in the forms of MosaicML's llm-foundry."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt_fast.errors import ConfigError
-from gpt_fast.evaluate.perplexity import Window, score, windows
+from gpt_fast.evaluate.perplexity import LogLikelihood, Window, checked_context, score, windows
 from gpt_fast.llm import LLM
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
@@ -24,15 +22,7 @@ from gpt_fast.tokenizer import Tokenizer
 _MAX_NEW_TOKENS = 256  # of a completion whose request does not say
 
 
-class LogLikelihood(NamedTuple):
-    """Of a continuation: its log-probability in nats, and whether greedy decoding gives exactly it."""
-
-    log_prob: float
-    is_greedy: bool
-
-
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """Texts of which ``gold`` is the right one, each a context and a continuation; a single one must be greedy."""
 
     texts: tuple[tuple[str, str], ...]
@@ -44,23 +34,16 @@ class Scorer:
 
     def __init__(self, model: Transformer | Served, tokenizer: Tokenizer, context: int | None = None) -> None:
         self.model, self.tokenizer = serve(model, compile=False), tokenizer
-        self.context = context or model.config.max_seq_len
-        if not 2 <= self.context <= model.config.max_seq_len:
-            raise ConfigError(f"context: {self.context} is not between 2 and the model's {model.config.max_seq_len}")
+        self.context = checked_context(model, context)
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[LogLikelihood]:
         """Of each pair's second text after its first. White space between them belongs to the continuation, where
         tokenizers expect it."""
-        out = [LogLikelihood(0.0, True)] * len(pairs)
-        for index, scores in score(self.model, [self._window(*pair) for pair in pairs]):
-            out[index] = LogLikelihood(scores.log_probs.double().sum().item(), bool(scores.is_greedy.all()))
-        return out
+        return score(self.model, [self._window(*pair) for pair in pairs])
 
     def _window(self, before: str, continuation: str) -> Window:
-        stripped = before.rstrip()
-        start = self._encode(stripped)
         tokens = self._encode(before + continuation)
-        num_scored = max(1, len(tokens) - len(start))
+        num_scored = max(1, len(tokens) - len(self._encode(before.rstrip())))
         return Window(tokens[-self.context :], min(num_scored, self.context - 1))
 
     def _encode(self, text: str) -> list[int]:
@@ -72,15 +55,9 @@ class Scorer:
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Log-probability of each whole text, in windows that share one token, as the harness cuts them."""
-        pieces, owners = [], []
-        for owner, text in enumerate(texts):
-            for window in windows(self._encode(text), self.context, self.context - 1):
-                pieces.append(window)
-                owners.append(owner)
-        out = [0.0] * len(texts)
-        for index, scores in score(self.model, pieces):
-            out[owners[index]] += scores.log_probs.double().sum().item()
-        return out
+        pieces = [list(windows(self._encode(text), self.context, self.context - 1)) for text in texts]
+        found = iter(score(self.model, list(itertools.chain.from_iterable(pieces))))
+        return [math.fsum(next(found).log_prob for _ in of_text) for of_text in pieces]
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Completions of prompts, each with ``until`` (texts that end it), ``max_gen_toks`` and ``temperature``. The
@@ -90,13 +67,9 @@ class Scorer:
         with LLM.from_model(self.model, tokenizer=self.tokenizer, compile=False, max_seq_len=chosen) as llm:
             handles = []
             for prompt, settings in requests:
-                until = settings.get("until") or ()
                 max_tokens = min(int(settings.get("max_gen_toks", _MAX_NEW_TOKENS)), llm.max_seq_len - 1)
-                params = SamplingParams(
-                    max_tokens=max_tokens,
-                    temperature=float(settings.get("temperature", 0.0)),
-                    stop=(until,) if isinstance(until, str) else tuple(until),
-                )
+                temperature, stop = float(settings.get("temperature", 0.0)), settings.get("until") or ()
+                params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop)
                 handles.append(llm.submit(self._encode(prompt)[-(llm.max_seq_len - max_tokens) :], params))
             return ["".join(delta.text for delta in handle) for handle in handles]
 
@@ -106,28 +79,26 @@ class Scorer:
         right = right_per_byte = 0
         for example in examples:
             answers = [next(found) for _ in example.texts]
+            if len(answers) == 1 and not answers[0].is_greedy:
+                continue
             sums = [answer.log_prob for answer in answers]
             means = [s / max(1, len(text[1].encode())) for s, text in zip(sums, example.texts, strict=True)]
-            alone = answers[0].is_greedy if len(answers) == 1 else True
-            right += alone and sums.index(max(sums)) == example.gold
-            right_per_byte += alone and means.index(max(means)) == example.gold
-        count = max(1, len(examples))
-        shares = {"accuracy": right / count, "accuracy_per_byte": right_per_byte / count}
-        return {**shares, "num_examples": len(examples)}
+            right += sums.index(max(sums)) == example.gold
+            right_per_byte += means.index(max(means)) == example.gold
+        n = len(examples)
+        return {"accuracy": right / max(1, n), "accuracy_per_byte": right_per_byte / max(1, n), "num_examples": n}
 
 
 def read_examples(path: str | Path, limit: int | None = None) -> list[Example]:
     """Lines of ``context`` and ``continuation``; of ``query``, ``choices`` and ``gold``; or of ``context_options``,
     ``continuation`` and ``gold``. Raises ConfigError naming the line."""
     out: list[Example] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if limit is not None and len(out) == limit:
-            break
-        if line.strip():
-            try:
-                out.append(_example(json.loads(line)))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{path}:{number}: not an example that is understood: {error!r}") from None
+    lines = enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1)
+    for number, line in itertools.islice((pair for pair in lines if pair[1].strip()), limit):
+        try:
+            out.append(_example(json.loads(line)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path}:{number}: not an example that is understood: {error!r}") from None
     return out
 
 

@@ -85,18 +85,11 @@ class PagedLayer(NamedTuple):
         return LayerCache.zeros((num_pages, page_size, self.num_kv_heads, self.head_dim), dtype, device)
 
 
-def check_cache(cache: Sequence[Sequence[Tensor | None]], num_layers: int) -> Tensor:
-    """Whether a ``LayerCache`` for each of ``num_layers`` layers is what kernels read. Raises ValueError.
-
-    Returns the keys of the first layer.
-    """
-    if len(cache) != num_layers:
-        raise ValueError(f"caches of {len(cache)} layers for {num_layers} layers")
-    first = cache[0][0]
-    assert first is not None
+def check_cache(cache: Sequence[LayerCache]) -> Tensor:
+    """The keys of the first layer. Raises ValueError for a cache of another form than the kernels read."""
+    first = cache[0].k
     for layer in cache:
-        for tensor in layer[:2]:
-            assert tensor is not None
+        for tensor in (layer.k, layer.v):
             if tensor.shape != first.shape or tensor.dtype != first.dtype or not tensor.is_contiguous():
                 raise ValueError("all caches must be contiguous and of one shape and dtype")
         scales = [t for t in layer[2:] if t is not None and t.is_contiguous() and t.shape == first.shape[:3]]

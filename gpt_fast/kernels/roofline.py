@@ -7,6 +7,7 @@ token. The bandwidth is measured on this machine, in this process, by reading me
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -50,14 +51,12 @@ def read_bandwidth(device_type: str, threads: int | None = None) -> float:
         return _best(lambda: target.copy_(source), 2 * source.numel(), torch.cuda.synchronize)
     if available():
         data = empty((_CPU_BYTES,), torch.uint8).fill_(1)
-        return _best(lambda: read(data), data.numel(), lambda: None)
+        return _best(lambda: read(data), data.numel())
     matrix, vector = torch.ones(_CPU_BYTES // 4 // 2048, 2048), torch.ones(2048)
-    return _best(lambda: torch.mv(matrix, vector), matrix.numel() * 4, lambda: None)
+    return _best(lambda: torch.mv(matrix, vector), matrix.nbytes)
 
 
-def _best(run: object, num_bytes: int, wait: object) -> float:
-    assert callable(run)
-    assert callable(wait)
+def _best(run: Callable[[], object], num_bytes: int, wait: Callable[[], object] = lambda: None) -> float:
     best = float("inf")
     for _ in range(5):
         wait()

@@ -1,9 +1,8 @@
 """The one attention seam: every query of every layer goes through :func:`attend`.
 
-A *step* computes some new tokens of some sequences: one each (decode), many of one (prefill), a few each of
-which a prefix may be kept (verify), or any mixture. All new tokens of a step stand in one flat row of
-``num_tokens``; :class:`StepLayout` says which sequence each belongs to and where its keys and values live.
-Because verify and prefill are the same shape of work as decode, there is one operation and no modes.
+A *step* computes some new tokens of some sequences: one each (decode), many of one (prefill), a few each of which a
+prefix may be kept (verify), or any mixture, by one operation without modes. All new tokens of a step stand in one flat
+row; :class:`StepLayout` says which sequence each belongs to and where its keys and values live.
 
 Legend: N new tokens of the step, S sequence slots (fixed; unused ones have no queries), P pages a sequence may
 have, G page size, H query heads, K key-value heads, D head dimension.
@@ -48,8 +47,7 @@ class Scoring(NamedTuple):
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """[H] float32: the slopes of ALiBi (Press et al. 2021, arXiv 2108.12409), which also say it for other than powers
-    of two."""
+    """[H] float32: the slopes of ALiBi for any number of heads (Press et al. 2021, arXiv 2108.12409)."""
     power = 1 << int(math.log2(num_heads))
 
     def geometric(count: int) -> list[float]:
@@ -110,20 +108,24 @@ def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.devi
     return mask & (key > query - window) if window else mask
 
 
-def _gather(cache: Tensor, scales: Tensor | None, pages: Tensor, dtype: torch.dtype) -> Tensor:
-    """Pages [..., p] of ``cache`` as contiguous [..., p * G, K, D]."""
+def _gather(cache: LayerCache, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values in ``pages`` [..., p], [..., K, p * G, D] each."""
     pages = pages.long()
-    out = cache[pages].to(dtype)
-    if scales is not None:
-        out = out * scales[pages][..., None].to(dtype)
-    return out.flatten(-4, -3)
+
+    def gathered(data: Tensor, scales: Tensor | None) -> Tensor:
+        out = data[pages].to(dtype)
+        if scales is not None:
+            out = out * scales[pages][..., None].to(dtype)
+        return out.flatten(-4, -3).transpose(-3, -2)
+
+    return gathered(cache.k, cache.k_scale), gathered(cache.v, cache.v_scale)
 
 
 def paged_attention_eager(
     q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring
 ) -> Tensor:
-    """The seam in plain torch for lengths that the host can read: one product per sequence that has several new
-    tokens, one for all sequences that decode."""
+    """The seam in plain torch where the host can read lengths: a product for each sequence that has several new tokens,
+    and one for all sequences that decode."""
     cache.write(k, v, layout.write_slots)
     out = torch.zeros_like(q)
     starts, lengths = layout.query_start.tolist(), layout.context_len.tolist()
@@ -146,18 +148,17 @@ def _attend_one(q: Tensor, cache: LayerCache, pages: Tensor, length: int, scorin
     num_queries, page_size, window = q.shape[0], cache.k.shape[1], scoring.window
     first = max(0, length - num_queries - window + 1) // page_size * page_size if window else 0
     pages = pages[first // page_size : -(-length // page_size)]
-    keys = _gather(cache.k, cache.k_scale, pages, q.dtype)[: length - first].transpose(0, 1)  # [K, T, D]
-    values = _gather(cache.v, cache.v_scale, pages, q.dtype)[: length - first].transpose(0, 1)
+    num_keys = length - first
+    keys, values = (t[None, :, :num_keys] for t in _gather(cache, pages, q.dtype))
     mask = None
-    if num_queries > 1 or (window and length - first > window):
-        mask = causal_mask(num_queries, length - first, window, q.device)
-    return _weigh(q.transpose(0, 1)[None], keys[None], values[None], mask, scoring)[0].transpose(0, 1)
+    if num_queries > 1 or (window and num_keys > window):
+        mask = causal_mask(num_queries, num_keys, window, q.device)
+    return _weigh(q.transpose(0, 1)[None], keys, values, mask, scoring)[0].transpose(0, 1)
 
 
 def _attend_masked(q: Tensor, cache: LayerCache, page_tables: Tensor, positions: Tensor, scoring: Scoring) -> Tensor:
     """One new token of each of N sequences: q [N, H, D], page_tables [N, p], positions [N]; returns [N, H, D]."""
-    keys = _gather(cache.k, cache.k_scale, page_tables, q.dtype).transpose(1, 2)  # [N, K, T, D]
-    values = _gather(cache.v, cache.v_scale, page_tables, q.dtype).transpose(1, 2)
+    keys, values = _gather(cache, page_tables, q.dtype)
     key = torch.arange(keys.shape[2], device=q.device)[None, :]
     mask = key <= positions[:, None]
     if scoring.window:

@@ -49,10 +49,9 @@ def empty_model(
             data = torch.empty(shape, dtype=dtype, device=device)
             data = data.t() if turned else data
             setattr(module, name, nn.Parameter(data, requires_grad=False))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))  # frequencies and slopes: float32 in every model, made on the CPU
     model.tie()
-    for module in model.modules():  # frequencies and slopes: float32 in every model, made on the CPU
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
     return model.eval()
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from gpt_fast.user_cache import private_folder, why_untrusted
+from gpt_fast.user_cache import private_folder, trusted
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +65,7 @@ def kept(file: Path, compiled: Callable[[], bool]) -> Iterator[None]:
 
 def _load(file: Path) -> bool:
     try:
-        if not file.exists():
-            return False
-        if (why := why_untrusted(file)) is not None:
-            log.warning("%s is not used: %s", file, why)
-            return False
-        return torch.compiler.load_cache_artifacts(file.read_bytes()) is not None
+        return trusted(file) and torch.compiler.load_cache_artifacts(file.read_bytes()) is not None
     except Exception as error:  # a cut or foreign file raises many types
         log.warning("%s is not used: %s", file, error)
         return False
@@ -81,12 +76,9 @@ def _save(file: Path) -> None:
     if artifacts is None:
         return
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=file.parent)  # readable by its owner alone
-    try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(artifacts[0])
-        os.replace(scratch, file)
-    except BaseException:
-        os.unlink(scratch)
-        raise
+    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        whole = Path(scratch) / file.name
+        whole.write_bytes(artifacts[0])
+        whole.chmod(0o600)
+        os.replace(whole, file)
     log.info("kept what was compiled in %s (%d kB)", file, len(artifacts[0]) // 1000)

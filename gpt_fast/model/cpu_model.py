@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -33,23 +34,22 @@ def pack_model(model: Transformer) -> CpuModel | None:
 
 
 class CpuModel:
-    """What the engine needs of a model (``Transformer`` has the same), by the C++ kernels.
+    """``model`` behind the engine (engine/model.py), by the C++ kernels.
 
-    Takes the weights of ``model``, each let go of as soon as it is packed, so that none is held twice. Raises
+    Takes the weights of ``model``, and lets go of each matrix when it is packed, so that only one is held twice. Raises
     UnsupportedError, before anything is taken, for a device, an operation or weights that the kernels do not run.
     """
 
     def __init__(self, model: Transformer) -> None:
-        self.config, self.description, self.vocab_size = model.config, model.description, model.config.vocab_size
+        self.config, self.vocab_size = model.config, model.config.vocab_size
         heads = PagedLayer(self.config.num_kv_heads, padded(self.config.head_dim))  # filled up to whole vectors
         self.cache_layers = [heads] * self.config.num_layers
         self.device, self.dtype, self.ropes = model.device, model.dtype, model.ropes
         modules = (model.embed, *model.layers, model.head)
         _check(model, modules)
-        tables: dict[str, Tensor | PackedWeights] = {}
-        if self.config.tie_embeddings:
-            tables["tokens"] = _take(model.head, self.description.head.matrix("output"))[0]
-        self._blocks = [(module.block.ops, pack_block(module, tables)) for module in modules]
+        self._bytes_read = model.bytes_per_token(0, 0)
+        tied = _take(model.head, model.head.block.matrix("output")) if self.config.tie_embeddings else []
+        self._blocks = [(module.block.ops, pack_block(module, tied)) for module in modules]
 
     def program(self, cache: KVCache) -> Program:
         """The steps of this model over ``cache``, which are written in place."""
@@ -67,8 +67,7 @@ class CpuModel:
         c = self.config
         shape = (batch, length, c.num_kv_heads, padded(c.head_dim))  # a page for each sequence
         program = self.program([LayerCache.zeros(shape, self.dtype, self.device) for _ in range(c.num_layers)])
-        ends = torch.arange(1, batch + 1, dtype=torch.int32) * length
-        starts = torch.cat((torch.zeros(1, dtype=torch.int32), ends))
+        starts = torch.arange(batch + 1, dtype=torch.int32) * length
         pages = torch.arange(batch, dtype=torch.int32)[:, None]
         every = torch.arange(batch * length)
         layout = StepLayout(starts, torch.full((batch,), length, dtype=torch.int32), pages, every)
@@ -78,13 +77,7 @@ class CpuModel:
 
     def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
         """As ``Transformer.bytes_per_token``."""
-        held: dict[str, int] = {}
-        for block, (_, w) in zip(self.description.blocks, self._blocks, strict=True):
-            sizes = {name: sum(piece.num_bytes for piece in pieces) for name, pieces in w.matrices.items()}
-            sizes |= {name: sum(t.nbytes for t in pair if t is not None) for name, pair in w.vectors.items()}
-            sizes |= {n: t.num_bytes if isinstance(t, PackedWeights) else t.nbytes for n, t in w.tables.items()}
-            held |= {block.prefix + name: num_bytes for name, num_bytes in sizes.items()}
-        return self.description.bytes_per_token(held) + context_len * self.config.kv_bytes_per_token(cache_itemsize)
+        return self._bytes_read + context_len * self.config.kv_bytes_per_token(cache_itemsize)
 
 
 class CpuStep:
@@ -137,23 +130,24 @@ def _known(module: nn.Module) -> bool:
     return isinstance(module, Int8Linear)
 
 
-def pack_block(module: Block, tables: dict[str, Tensor | PackedWeights]) -> Weights:
-    """The weights of one block, packed and taken from it; ``tables``: those of a tied head are there already."""
-    block: d.Block = module.block
-    matrices = {m.name: [tables["tokens"]] if m.tied else _take(module, m) for m in block.matrices}
-    found = {t.name: module.get_submodule(t.name).get_parameter("weight").detach() for t in block.tables}
-    vectors = {v.name: _vector(module.get_submodule(v.name)) for v in block.vectors}
-    return Weights(matrices, vectors, found | {n: t for n, t in tables.items() if n in found})  # type: ignore[arg-type]
+def pack_block(module: Block, tied: Sequence[PackedWeights] = ()) -> Weights:
+    """The weights of one block, packed and taken from it; ``tied``: those of a head that is the embedding table."""
+    block = module.block
+    matrices = {m.name: tied if m.tied else _take(module, m) for m in block.matrices}
+    vectors = {v.name: (module.vector(v.name).weight, module.vector(v.name).bias) for v in block.vectors}
+    tables = {t.name: module.get_parameter(f"{t.name}.weight").detach() for t in block.tables}
+    if tied and "tokens" in tables:
+        tables["tokens"] = tied[0].data
+    return Weights(matrices, vectors, tables)
 
 
 def _take(module: Block, matrix: d.Matrix) -> list[PackedWeights]:
     """The pieces of one matrix, in the order of its rows, for each expert its own; the module is let go of."""
     found = []
-    with torch.no_grad():
-        for part in _parts(module.get_submodule(matrix.name)):
-            assert isinstance(part, (nn.Linear, Int8Linear, Int4Linear))
-            n = part.out_features // max(1, matrix.num_experts)
-            found += [_pack_rows(part, slice(i, i + n)) for i in range(0, part.out_features, n)]
+    for part in _parts(module.get_submodule(matrix.name)):
+        linear = cast("nn.Linear | Int8Linear | Int4Linear", part)
+        n = linear.out_features // max(1, matrix.num_experts)
+        found += [_pack_rows(linear, slice(i, i + n)) for i in range(0, linear.out_features, n)]
     setattr(module, matrix.name, _Taken())
     return found
 
@@ -172,12 +166,7 @@ def _pack_rows(module: nn.Linear | Int8Linear | Int4Linear, rows: slice) -> Pack
     if isinstance(module, Int8Linear):
         return PackedWeights("int8", packing.pack_int8(weight), n, k, module.scale[rows], 0, bias)
     if isinstance(module, Int4Linear):
-        data = packing.pack_int4_plain(weight, module.scale[rows], module.zero[rows])
+        data = packing.pack_int4(weight, module.scale[rows], module.zero[rows])
         k += module.padding
         return PackedWeights("int4", data, n, k, module.row_scale[rows], module.scheme.group_size, bias)
     return PackedWeights(_DTYPES[weight.dtype], packing.pack_dense(weight), n, k, bias=bias)
-
-
-def _vector(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    found = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    return found["weight"], found.get("bias")

@@ -2,8 +2,8 @@
 
 Everything else follows from it: the plain torch model (transformer.py), the counts of parameters and bytes, what is
 read from a checkpoint (:func:`parts`), what quantization and calibration see, and the programs of the C++ and the
-Triton step. An operation is a frozen dataclass; its fields are all there is to know about it. Who executes operations
-must honour every field of those that it takes, and refuse the others by raising :class:`UnsupportedError`.
+Triton step. An executor honours every field of an operation that it runs, and raises :class:`UnsupportedError` for an
+operation or a value that it does not run.
 
 Operations work on named buffers, one row for each token: ``x`` is the residual stream [N, E].
 """
@@ -11,14 +11,13 @@ Operations work on named buffers, one row for each token: ``x`` is the residual 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from gpt_fast.checkpoint.family import Family
 from gpt_fast.checkpoint.family_table import FAMILIES
-from gpt_fast.config import ExpertsConfig, ModelConfig, RopeScaling
+from gpt_fast.config import ModelConfig, RopeScaling
 
 
 @dataclass(frozen=True)
@@ -188,31 +187,29 @@ class Layout(NamedTuple):
 
 
 PLAIN = Layout()
+# What ranks may divide: rows (each has some outputs), columns (each has some inputs; what they compute must be added).
+Split = Literal["rows", "columns", "whole"]
 
 
 class Rows(NamedTuple):
-    """Rows of a weight that come from one tensor of the checkpoint; ranks take whole multiples of ``unit`` of them."""
+    """Rows of a weight that come from one tensor of the checkpoint."""
 
     source: str  # the tensor's name without .weight or .bias
     number: int
-    unit: int = 1
     layout: Layout = PLAIN
 
 
 class Matrix(NamedTuple):
     """A linear layer [outputs, inputs], or with ``num_experts`` several of them stacked.
 
-    ``split``: what ranks may divide: ``rows`` (each has some outputs), ``columns`` (each has some inputs; what they
-    compute must be added), ``whole``. ``unit``: columns that stay together. ``tied``: its weight is the table
-    ``tokens``, and no tensor of the checkpoint.
+    ``tied``: its weight is the table ``tokens``, and no tensor of the checkpoint.
     """
 
     name: str
     inputs: int
     rows: tuple[Rows, ...]
     bias: bool = False
-    split: Literal["rows", "columns", "whole"] = "rows"
-    unit: int = 1
+    split: Split = "rows"
     num_experts: int = 0
     tied: bool = False
     runs: tuple[int, ...] = ()  # of rows that ranks divide each: queries, keys, values; gate, up
@@ -229,8 +226,7 @@ class Vector(NamedTuple):
     size: int
     source: str
     bias: bool = False
-    split: Literal["rows", "whole"] = "whole"
-    unit: int = 1
+    split: Split = "whole"
     suffix: str = ".weight"
 
 
@@ -241,6 +237,7 @@ class Table(NamedTuple):
     num_rows: int
     dim: int
     source: str
+    split: Split = "whole"
 
 
 class Block(NamedTuple):
@@ -255,6 +252,11 @@ class Block(NamedTuple):
     def matrix(self, name: str) -> Matrix:
         """The matrix called ``name``."""
         return next(m for m in self.matrices if m.name == name)
+
+    def met(self, m: Matrix, total: int) -> int:
+        """Of ``total`` numbers or bytes of ``m`` those that one token meets: of experts those that it is routed to."""
+        top_k = next((op.top_k for op in self.ops if isinstance(op, Route)), 0)
+        return total // m.num_experts * top_k if m.num_experts else total
 
 
 class RopeTable(NamedTuple):
@@ -277,15 +279,12 @@ class Description(NamedTuple):
     def blocks(self) -> tuple[Block, ...]:
         return (self.embed, *self.layers, self.head)
 
-    def block(self, prefix: str) -> Block:
-        """The block called ``prefix``: ``embed``, ``layers.3`` or ``head``."""
-        kind, _, index = prefix.partition(".")
-        return {"embed": self.embed, "head": self.head}[kind] if not index else self.layers[int(index)]
-
     def matrix(self, module: str) -> Matrix | None:
         """The matrix of the Transformer's linear layer ``module``, such as ``layers.3.wo``; None for another module."""
         prefix, _, name = module.rpartition(".")
-        return next((m for m in self.block(prefix).matrices if m.name == name), None)
+        kind, _, index = prefix.partition(".")
+        block: Block = self.layers[int(index)] if index else getattr(self, kind)
+        return next((m for m in block.matrices if m.name == name), None)
 
     @property
     def num_parameters(self) -> int:
@@ -299,32 +298,29 @@ class Description(NamedTuple):
         """
         total = 0
         for block in self.blocks:
-            used = next((op.top_k for op in block.ops if isinstance(op, Route)), 0)
             total += sum(held[block.prefix + table.name] // table.num_rows for table in block.tables)
             total += sum(held[block.prefix + vector.name] for vector in block.vectors)
-            for m in block.matrices:
-                num_bytes = held[block.prefix + m.name]
-                total += num_bytes // m.num_experts * used if m.num_experts else num_bytes
+            total += sum(block.met(m, held[block.prefix + m.name]) for m in block.matrices)
         return total
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token meets in products: of experts those that it is routed to."""
-        total = 0
-        for block in self.blocks:
-            used = next((op.top_k for op in block.ops if isinstance(op, Route)), 0)
-            for m in block.matrices:
-                total += m.outputs * m.inputs // max(1, m.num_experts) * (used if m.num_experts else 1)
-        return total
+        """Weights that one token meets in products."""
+        return sum(block.met(m, m.outputs * m.inputs) for block in self.blocks for m in block.matrices)
 
 
 class Part(NamedTuple):
-    """One tensor of a checkpoint and the rows of a parameter it fills: ``target[start : start + shape[0]]``."""
+    """One tensor of a checkpoint and the rows of a parameter it fills: ``target[start : start + shape[0]]``.
+
+    ``split``: what ranks divide of the parameter, and ``runs``: the runs of its rows that are divided each.
+    """
 
     source: str  # name in the checkpoint
     target: str  # name of the parameter of Transformer
     start: int
     shape: tuple[int, ...]
+    split: Split
+    runs: tuple[int, ...]
     layout: Layout = PLAIN
 
     @property
@@ -341,221 +337,181 @@ def parts(config: ModelConfig) -> list[Part]:
 
 def _parts(description: Description) -> Iterator[Part]:
     for block in description.blocks:
-        for table in block.tables:
-            yield Part(table.source + ".weight", f"{block.prefix}{table.name}.weight", 0, (table.num_rows, table.dim))
+        for t in block.tables:
+            target, shape = f"{block.prefix}{t.name}.weight", (t.num_rows, t.dim)
+            yield Part(t.source + ".weight", target, 0, shape, t.split, shape[:1])
         for v in block.vectors:
-            suffixes = (v.suffix, ".bias") if v.bias else (v.suffix,)
-            for suffix in suffixes:
-                yield Part(v.source + suffix, f"{block.prefix}{v.name}{suffix or '.weight'}", 0, (v.size,))
+            for suffix in (v.suffix, ".bias") if v.bias else (v.suffix,):
+                target = f"{block.prefix}{v.name}{suffix or '.weight'}"
+                yield Part(v.source + suffix, target, 0, (v.size,), v.split, (v.size,))
         for m in block.matrices:
-            start = 0
-            for rows in m.rows:
-                target = f"{block.prefix}{m.name}"
+            start, target = 0, block.prefix + m.name
+            for source, n, layout in m.rows:
                 if not m.tied:
-                    yield Part(rows.source + ".weight", target + ".weight", start, (rows.number, m.inputs), rows.layout)
+                    yield Part(source + ".weight", target + ".weight", start, (n, m.inputs), m.split, m.runs, layout)
                 if m.bias:
-                    layout = PLAIN if rows.layout.kind == "transposed" else rows.layout
-                    yield Part(rows.source + ".bias", target + ".bias", start, (rows.number,), layout)
-                start += rows.number
-
-
-def split_of(target: str, config: ModelConfig) -> tuple[str, tuple[int, ...]]:
-    """How ranks divide the parameter ``target``: rows, columns or whole, and the runs of rows that are divided each."""
-    module, _, _ = target.rpartition(".")
-    prefix, _, name = module.rpartition(".")
-    block = describe(config).block(prefix)
-    for table in block.tables:
-        if table.name == name:
-            return ("rows", (table.num_rows,)) if name == "tokens" else ("whole", ())
-    for vector in block.vectors:
-        if vector.name == name:
-            return vector.split, (vector.size,)
-    matrix = block.matrix(name)
-    return matrix.split, matrix.runs
+                    layout = PLAIN if layout.kind == "transposed" else layout
+                    yield Part(source + ".bias", target + ".bias", start, (n,), m.split, m.runs, layout)
+                start += n
 
 
 @lru_cache(maxsize=64)
 def describe(config: ModelConfig) -> Description:
     """The operations and weights of a model of ``config``."""
-    row, scaling = FAMILIES[config.family], config.rope_scaling
-    ropes = [RopeTable(config.rotary, config.rope_theta, scaling)]
+    ropes = [RopeTable(config.rotary, config.rope_theta, config.rope_scaling)]
     if config.local_rope_theta is not None:
         ropes.append(RopeTable(config.rotary, config.local_rope_theta))
-    layers = tuple(_layer(config, row, i) for i in range(config.num_layers))
-    return Description(_embed(config, row), layers, _head(config, row), tuple(ropes) if config.rotary else ())
+    layers = tuple(_layer(config, i) for i in range(config.num_layers))
+    return Description(_embed(config), layers, _head(config), tuple(ropes) if config.rotary else ())
 
 
-def _embed(c: ModelConfig, row: Family) -> Block:
-    ops: list[Op] = [Embed("x", "tokens", c.embedding_scale)]
-    tables = [Table("tokens", c.vocab_size, c.dim, row.names["tokens"])]
-    vectors = []
+def _embed(c: ModelConfig) -> Block:
+    b = _Builder(c, "embed.")
+    b.ops.append(Embed("x", "tokens", c.embedding_scale))
+    b.tables.append(Table("tokens", c.vocab_size, c.dim, b.names["tokens"], "rows"))
     if c.learned_positions is not None:
-        ops.append(AddPositions("x", "positions", c.learned_positions))
-        tables.append(Table("positions", c.max_seq_len + c.learned_positions, c.dim, row.names["positions"]))
+        b.ops.append(AddPositions("x", "positions", c.learned_positions))
+        b.tables.append(Table("positions", c.max_seq_len + c.learned_positions, c.dim, b.names["positions"]))
     if c.embedding_norm:
-        ops.append(_norm(c, "x", "x", "norm"))
-        vectors.append(_vector(c, row, "norm", row.names["embedding_norm"]))
-    return Block("embed.", tuple(ops), (), tuple(vectors), tuple(tables))
+        b.norm("norm", "x", "x", source="embedding_norm")
+    return b.block()
 
 
-def _head(c: ModelConfig, row: Family) -> Block:
-    ops: list[Op] = [_norm(c, "x", "normed", "norm"), Product("normed", "logits", "output", scale=c.logits_scale)]
+def _head(c: ModelConfig) -> Block:
+    b = _Builder(c, "head.")
+    b.norm("norm", "x", "normed")
+    b.ops.append(Product("normed", "logits", "output", scale=c.logits_scale))
+    b.matrix("output", c.dim, (c.vocab_size,), c.head_bias)
     if c.logits_cap:
-        ops.append(Cap("logits", "logits", c.logits_cap))
-    output = Matrix(
-        "output",
-        c.dim,
-        (Rows(row.names["output"], c.vocab_size),),
-        c.head_bias,
-        tied=c.tie_embeddings,
-        runs=(c.vocab_size,),
-    )
-    return Block("head.", tuple(ops), (output,), (_vector(c, row, "norm", row.names["norm"]),))
+        b.ops.append(Cap("logits", "logits", c.logits_cap))
+    return b.block()
 
 
-def _norm(c: ModelConfig, x: str, out: str, weight: str, add: str = "") -> Norm:
-    return Norm(x, out, weight, c.norm_eps, c.norm, c.norm_offset, add)
-
-
-def _vector(c: ModelConfig, row: Family, name: str, source: str) -> Vector:
-    return Vector(name, c.dim, source, bias=c.norm == "layer")
-
-
-def _layer(c: ModelConfig, row: Family, i: int) -> Block:
+def _layer(c: ModelConfig, i: int) -> Block:
     """One layer: attention and feed-forward, with their norms where the family has them."""
-    names = {slot: name.replace("{}", str(i)) for slot, name in row.names.items()}
-    prefix, after = f"layers.{i}.", c.norms != "before"
-    ops: list[Op] = []
-    vectors: list[Vector] = []
-
-    def norm(slot: str, x: str, out: str, add: str = "") -> None:
-        ops.append(_norm(c, x, out, slot, add))
-        vectors.append(_vector(c, row, slot, names[slot]))
-
-    before = c.norms != "after"
+    b = _Builder(c, f"layers.{i}.", i)
+    before, after = c.norms != "after", c.norms != "before"
+    normed, made = "normed" if before else "x", "y" if after else "x"
     if before:
-        norm("attention_norm", "x", "normed")
+        b.norm("attention_norm", "x", "normed")
     if c.parallel == "two norms":
-        norm("ffn_norm", "x", "ffn_in")
-    attention = _attention(c, row, names, i, "normed" if before else "x", "y" if after else "x")
-    ops += attention.ops
+        b.norm("ffn_norm", "x", "ffn_in")
+    b.attention(normed, made)
     if after:
-        norm("attention_post_norm", "y", "x", add="x")
-    ffn_in = {"one norm": "normed", "two norms": "ffn_in", "no": "normed" if before else "x"}[c.parallel]
+        b.norm("attention_post_norm", "y", "x", add="x")
     if before and c.parallel == "no":
-        norm("ffn_norm", "x", "normed")
+        b.norm("ffn_norm", "x", "normed")
     routed = c.experts is not None and (not c.experts.layers or c.experts.layers[i])
-    feed = (_experts if routed else _feed_forward)(c, row, names, ffn_in, "y" if after else "x")
-    ops += feed.ops
+    feed_forward = b.experts if routed else b.feed_forward
+    feed_forward("ffn_in" if c.parallel == "two norms" else normed, made)
     if after:
-        norm("ffn_post_norm", "y", "x", add="x")
-    vectors += attention.vectors
-    return Block(prefix, tuple(ops), attention.matrices + feed.matrices, tuple(vectors))
+        b.norm("ffn_post_norm", "y", "x", add="x")
+    return b.block()
 
 
-def _attention(c: ModelConfig, row: Family, names: dict[str, str], i: int, x: str, out: str) -> Block:
-    rotary = 0 if c.unrotated and c.unrotated[i] else c.rotary
-    local = c.local_rope_theta is not None and c.window(i) > 0
-    counts = (c.q_dim, c.kv_dim, c.kv_dim)
-    wqkv = Matrix("wqkv", c.dim, _rows(row, names, "wqkv", counts, c, unit=c.head_dim), c.qkv_bias, runs=counts)
-    wo = Matrix("wo", c.q_dim, _rows(row, names, "wo", (c.dim,), c), c.out_bias, "columns", c.head_dim)
-    vectors = []
-    if c.qk_norm != "no":
-        heads = {"q_norm": c.num_heads, "k_norm": c.num_kv_heads}
-        for name, count in heads.items():
-            size = c.head_dim * (count if c.qk_norm == "row" else 1)
-            split: Literal["rows", "whole"] = "rows" if c.qk_norm == "row" else "whole"
-            vectors.append(Vector(name, size, names[name], split=split, unit=c.head_dim))
-    if c.sinks:
-        vectors.append(Vector("sinks", c.num_heads, names["sinks"], split="rows", suffix=""))
-    added = "x" if out == "x" else ""
-    ops: tuple[Op, ...] = (
-        Product(x, "qkv", "wqkv"),
-        Heads(
-            "qkv", "q", "k", "v", c.num_heads, c.num_kv_heads, c.head_dim, rotary, int(local and rotary > 0),
-            c.qk_norm, c.norm_eps, c.norm_offset,
-        ),
-        Attention(
-            "q", "k", "v", "attended", c.attention_scale or c.head_dim**-0.5, c.window(i), c.attention_cap, c.alibi,
-            "sinks" if c.sinks else "",
-        ),
-        Product("attended", out, "wo", added, c.residual_scale),
-    )  # fmt: skip
-    return Block("", ops, (wqkv, wo), tuple(vectors))
+class _Builder:
+    """One block in the making: each method adds operations together with their weights.
 
+    Attention and feed-forward read the buffer ``x`` and make ``out``; where that is the residual stream they add to it.
+    """
 
-def _feed_forward(c: ModelConfig, row: Family, names: dict[str, str], x: str, out: str) -> Block:
-    counts = (c.ffn_dim,) * (1 + c.gated)
-    up = Matrix("w13", c.dim, _rows(row, names, "w13", counts, c), c.mlp_bias, runs=counts)
-    down = Matrix("w2", c.ffn_dim, _rows(row, names, "w2", (c.dim,), c), c.mlp_bias, "columns")
-    ops = (
-        Product(x, "inner", "w13"),
-        Activation("inner", "hidden", c.activation, c.gated),
-        Product("hidden", out, "w2", "x" if out == "x" else "", c.residual_scale),
-    )
-    return Block("", ops, (up, down))
+    def __init__(self, config: ModelConfig, prefix: str, layer: int = 0) -> None:
+        self.c, self.prefix, self.layer = config, prefix, layer
+        self.layouts = FAMILIES[config.family].layouts
+        self.names = {slot: name.replace("{}", str(layer)) for slot, name in FAMILIES[config.family].names.items()}
+        self.ops: list[Op] = []
+        self.matrices: list[Matrix] = []
+        self.vectors: list[Vector] = []
+        self.tables: list[Table] = []
 
+    def block(self) -> Block:
+        return Block(self.prefix, tuple(self.ops), tuple(self.matrices), tuple(self.vectors), tuple(self.tables))
 
-def _experts(c: ModelConfig, row: Family, names: dict[str, str], x: str, out: str) -> Block:
-    e = c.experts
-    assert e is not None
-    add = "x" if out == "x" else ""
-    matrices = [
-        Matrix("router", c.dim, (Rows(names["router"], e.num_experts),), c.router_bias, "whole"),
-        *_expert_matrices(c, e, row, names),
-    ]
-    ops: list[Op] = [Product(x, "scores", "router"), Route("scores", "routes", e.top_k, e.renormalize)]
-    if e.shared_ffn_dim:
-        width = e.shared_ffn_dim
-        matrices += [
-            Matrix("shared_w13", c.dim, _rows(row, names, "shared_w13", (width, width), c), runs=(width, width)),
-            Matrix("shared_w2", width, _rows(row, names, "shared_w2", (c.dim,), c), split="columns"),
-            Matrix("shared_gate", c.dim, (Rows(names["shared_gate"], 1),), split="whole"),
+    def norm(self, name: str, x: str, out: str, add: str = "", source: str = "") -> None:
+        c = self.c
+        self.ops.append(Norm(x, out, name, c.norm_eps, c.norm, c.norm_offset, add))
+        self.vectors.append(Vector(name, c.dim, self.names[source or name], bias=c.norm == "layer"))
+
+    def attention(self, x: str, out: str) -> None:
+        c, i = self.c, self.layer
+        rotary = 0 if c.unrotated and c.unrotated[i] else c.rotary
+        local = c.local_rope_theta is not None and c.window(i) > 0
+        self.matrix("wqkv", c.dim, (c.q_dim, c.kv_dim, c.kv_dim), c.qkv_bias)
+        self.matrix("wo", c.q_dim, (c.dim,), c.out_bias, "columns")
+        if c.qk_norm != "no":
+            split: Split = "rows" if c.qk_norm == "row" else "whole"
+            for name, heads in (("q_norm", c.num_heads), ("k_norm", c.num_kv_heads)):
+                size = c.head_dim * (heads if c.qk_norm == "row" else 1)
+                self.vectors.append(Vector(name, size, self.names[name], split=split))
+        if c.sinks:
+            self.vectors.append(Vector("sinks", c.num_heads, self.names["sinks"], split="rows", suffix=""))
+        self.ops += [
+            Product(x, "qkv", "wqkv"),
+            Heads(
+                "qkv", "q", "k", "v", c.num_heads, c.num_kv_heads, c.head_dim, rotary, int(local and rotary > 0),
+                c.qk_norm, c.norm_eps, c.norm_offset,
+            ),
+            Attention(
+                "q", "k", "v", "attended", c.attention_scale or c.head_dim**-0.5, c.window(i), c.attention_cap, c.alibi,
+                "sinks" if c.sinks else "",
+            ),
+            Product("attended", out, "wo", "x" if out == "x" else "", c.residual_scale),
+        ]  # fmt: skip
+
+    def feed_forward(self, x: str, out: str) -> None:
+        c = self.c
+        self.matrix("w13", c.dim, (c.ffn_dim,) * (1 + c.gated), c.mlp_bias)
+        self.matrix("w2", c.ffn_dim, (c.dim,), c.mlp_bias, "columns")
+        self.ops += [
+            Product(x, "inner", "w13"),
+            Activation("inner", "hidden", c.activation, c.gated),
+            Product("hidden", out, "w2", "x" if out == "x" else "", c.residual_scale),
         ]
-        ops += [
+
+    def experts(self, x: str, out: str) -> None:
+        c, e, add = self.c, self.c.experts, "x" if out == "x" else ""
+        assert e is not None
+        self.matrix("router", c.dim, (e.num_experts,), c.router_bias, "whole")
+        self.matrix("experts_w13", c.dim, (e.ffn_dim,) * 2, c.mlp_bias, stack=e.num_experts)
+        self.matrix("experts_w2", e.ffn_dim, (c.dim,), c.mlp_bias, "columns", e.num_experts)
+        self.ops += [Product(x, "scores", "router"), Route("scores", "routes", e.top_k, e.renormalize)]
+        own = Experts(x, "routes", out, "experts_w13", "experts_w2", c.activation, c.gated, add, c.residual_scale)
+        if not e.shared_ffn_dim:
+            self.ops.append(own)
+            return
+        self.matrix("shared_w13", c.dim, (e.shared_ffn_dim,) * 2)
+        self.matrix("shared_w2", e.shared_ffn_dim, (c.dim,), split="columns")
+        self.matrix("shared_gate", c.dim, (1,), split="whole")
+        self.ops += [
             Product(x, "inner", "shared_w13"),
             Activation("inner", "hidden", c.activation),
             Product("hidden", "shared", "shared_w2"),
             Product(x, "shared_weight", "shared_gate"),
+            own,
+            Gate("shared", "shared_weight", out, out),
         ]
-    ops.append(Experts(x, "routes", out, "experts_w13", "experts_w2", c.activation, c.gated, add, c.residual_scale))
-    if e.shared_ffn_dim:
-        ops.append(Gate("shared", "shared_weight", out, out))
-    return Block("", tuple(ops), tuple(matrices))
 
+    def matrix(
+        self, name: str, inputs: int, counts: tuple[int, ...], bias: bool = False, split: Split = "rows", stack: int = 0
+    ) -> None:
+        """``counts``: rows of queries, keys and values, or of gate and up; with ``stack`` so many experts have each."""
+        each, tied = max(1, stack), name == "output" and self.c.tie_embeddings
+        rows = tuple(rows for i in range(each) for rows in self.rows(name, counts, i))
+        runs = counts * each if split == "rows" else ()
+        self.matrices.append(Matrix(name, inputs, rows, bias, split, stack, tied, runs))
 
-def _expert_matrices(c: ModelConfig, e: ExpertsConfig, row: Family, names: dict[str, str]) -> tuple[Matrix, Matrix]:
-    """All experts' matrices, one below the other."""
-
-    def stacked(slot: str, counts: Sequence[int]) -> tuple[Rows, ...]:
-        each = (_rows(row, {slot: names[slot].replace("{e}", str(n))}, slot, counts, c) for n in range(e.num_experts))
-        return tuple(rows for expert in each for rows in expert)
-
-    up = Matrix("experts_w13", c.dim, stacked("experts_w13", (e.ffn_dim,) * 2), num_experts=e.num_experts)
-    up = up._replace(runs=(e.ffn_dim,) * (2 * e.num_experts))
-    down = Matrix("experts_w2", e.ffn_dim, stacked("experts_w2", (c.dim,)), split="columns", num_experts=e.num_experts)
-    if c.mlp_bias:
-        up, down = up._replace(bias=True), down._replace(bias=True)
-    return up, down
-
-
-def _rows(
-    row: Family, names: dict[str, str], slot: str, counts: Sequence[int], c: ModelConfig, unit: int = 1
-) -> tuple[Rows, ...]:
-    """The tensors of one matrix: one for each of ``counts``, or a single one where the family stores them stacked."""
-    sources, kind = names[slot].split(), row.layouts.get(slot, "plain")
-    if len(sources) == 1:
-        counts = (sum(counts),)
-    found = []
-    for i, (source, count) in enumerate(zip(sources, counts, strict=True)):
-        layout = PLAIN
-        if kind == "transposed":
-            layout = Layout("transposed")
-        elif kind == "heads":
-            layout = Layout("heads", c.num_kv_heads, c.head_dim)
-        elif kind == "pairs" and i < 2:  # values do not rotate
-            layout = Layout("pairs", count // c.head_dim, c.head_dim, c.rotary)
-        elif kind == "interleaved":  # row 2i of the gate, row 2i + 1 of up
-            layout = Layout("pairs", 1, count, count)
-        found.append(Rows(source, count, unit, layout))
-    return tuple(found)
+    def rows(self, name: str, counts: tuple[int, ...], expert: int) -> Iterator[Rows]:
+        """The tensors of a matrix: one for each of ``counts``, or a single one where the family stores them as one."""
+        c, kind = self.c, self.layouts.get(name, "plain")
+        sources = self.names[name].replace("{e}", str(expert)).split()
+        for i, (source, count) in enumerate(zip(sources, counts if len(sources) > 1 else (sum(counts),), strict=True)):
+            layout = PLAIN
+            if kind == "transposed":
+                layout = Layout("transposed")
+            elif kind == "heads":
+                layout = Layout("heads", c.num_kv_heads, c.head_dim)
+            elif kind == "pairs" and i < 2:  # values do not rotate
+                layout = Layout("pairs", count // c.head_dim, c.head_dim, c.rotary)
+            elif kind == "interleaved":  # row 2i of the gate, row 2i + 1 of up
+                layout = Layout("pairs", 1, count, count)
+            yield Rows(source, count, layout)

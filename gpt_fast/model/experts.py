@@ -21,12 +21,15 @@ class LinearRows(Protocol):
     def __call__(self, x: Tensor, rows: slice) -> Tensor: ...
 
 
+Linear = nn.Linear | LinearRows
+
+
 def run_experts(
     x: Tensor,  # [..., E]
     weights: Tensor,  # [..., k] float32: of each token's experts
     chosen: Tensor,  # [..., k] int64: which they are
-    up: nn.Linear | LinearRows,  # a linear layer of all experts' rows, one expert's below the other's
-    down: nn.Linear | LinearRows,
+    up: Linear,  # a linear layer of all experts' rows, one expert's below the other's
+    down: Linear,
     num_experts: int,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
@@ -40,14 +43,14 @@ def run_experts(
     for expert, count in enumerate(counts):
         if count:
             pairs = order[first : first + count]
-            inner = activation(expert_product(up, rows[pairs // k], expert, num_experts))
-            parts[pairs] = expert_product(down, inner, expert, num_experts)
+            inner = activation(_product(up, rows[pairs // k], expert, num_experts))
+            parts[pairs] = _product(down, inner, expert, num_experts)
             first += count
     out = (parts.view(-1, k, x.shape[-1]).float() * weights.reshape(-1, k, 1)).sum(1)
     return out.to(x.dtype).view(x.shape)
 
 
-def expert_product(layer: nn.Linear | LinearRows, x: Tensor, expert: int, num_experts: int) -> Tensor:
+def _product(layer: Linear, x: Tensor, expert: int, num_experts: int) -> Tensor:
     """x [n, K] times the rows of ``layer`` that are ``expert``'s."""
     n = layer.out_features // num_experts
     rows = slice(expert * n, (expert + 1) * n)

@@ -17,10 +17,10 @@ from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 
 def gpu_program(model: Transformer, cache: KVCache, one_launch: bool = True) -> GpuProgram:
     """The steps of ``model`` over ``cache``. Raises UnsupportedError for what the kernels do not run."""
-    check_cache(cache, len(model.layers))
     modules: Sequence[Block] = (model.embed, *model.layers, model.head)
     caches: Sequence[LayerCache | None] = (None, *cache, None)
     weights = [_block_weights(module, c, model.dtype) for module, c in zip(modules, caches, strict=True)]
+    check_cache(cache)
     return GpuProgram(model.description, weights, list(model.ropes), model.dtype, one_launch)
 
 

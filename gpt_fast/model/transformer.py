@@ -20,7 +20,7 @@ from gpt_fast.config import ModelConfig
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import Scoring, alibi_slopes, attend, attend_plain
-from gpt_fast.model.experts import LinearRows, run_experts
+from gpt_fast.model.experts import Linear, run_experts
 from gpt_fast.model.rope import Angles, Rope, rotate
 
 KVCache = Sequence[LayerCache]  # one for each layer
@@ -72,6 +72,12 @@ class Block(nn.Module):
         for op in self.block.ops[:stop]:
             RUN[type(op)](self, op, values, context)
 
+    def vector(self, name: str) -> _Vector:
+        """The module of the vector ``name``."""
+        found = self.get_submodule(name)
+        assert isinstance(found, _Vector)
+        return found
+
 
 class _Vector(nn.Module):
     """A parameter ``weight`` [n], and ``bias`` where the description has one."""
@@ -92,7 +98,7 @@ def _add_positions(block: Block, op: d.AddPositions, values: Values, context: Co
 
 
 def _norm(block: Block, op: d.Norm, values: Values, context: Context) -> None:
-    vector = _vector(block, op.weight)
+    vector = block.vector(op.weight)
     if op.kind == "rms":
         out = rms_norm(values[op.x], vector.weight, op.eps, op.offset)
     else:
@@ -110,12 +116,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return normed.to(x.dtype) * weight
 
 
-def _vector(block: Block, name: str) -> _Vector:
-    found = block.get_submodule(name)
-    assert isinstance(found, _Vector)
-    return found
-
-
 def _product(block: Block, op: d.Product, values: Values, context: Context) -> None:
     out = block.get_submodule(op.matrix)(values[op.x])
     if op.scale != 1.0:
@@ -126,22 +126,22 @@ def _product(block: Block, op: d.Product, values: Values, context: Context) -> N
 def _heads(block: Block, op: d.Heads, values: Values, context: Context) -> None:
     sizes = (op.num_heads * op.head_dim, op.num_kv_heads * op.head_dim, op.num_kv_heads * op.head_dim)
     q, k, v = values[op.x].split(sizes, dim=-1)
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, block.vector(name).weight, op.norm_eps, op.norm_offset)
+
     if op.norm == "row":
-        q, k = (_head_norm(block, op, name, x) for name, x in (("q_norm", q), ("k_norm", k)))
+        q, k = normed(q, "q_norm"), normed(k, "k_norm")
     q, k, v = (x.unflatten(-1, (-1, op.head_dim)) for x in (q, k, v))  # [..., H or K, D]
     if op.norm == "head":
-        q, k = (_head_norm(block, op, name, x) for name, x in (("q_norm", q), ("k_norm", k)))
+        q, k = normed(q, "q_norm"), normed(k, "k_norm")
     if op.rotary:
         q, k = rotate(q, *context.angles[op.rope]), rotate(k, *context.angles[op.rope])
     values[op.q], values[op.k], values[op.v] = q, k, v
 
 
-def _head_norm(block: Block, op: d.Heads, name: str, x: Tensor) -> Tensor:
-    return rms_norm(x, _vector(block, name).weight, op.norm_eps, op.norm_offset)
-
-
 def _attention(block: Block, op: d.Attention, values: Values, context: Context) -> None:
-    sinks = _vector(block, op.sinks).weight if op.sinks else None
+    sinks = block.vector(op.sinks).weight if op.sinks else None
     scoring = Scoring(op.window, op.scale, op.cap, block.slopes if op.alibi else None, sinks)
     q, k, v = values[op.q], values[op.k], values[op.v]
     if context.layout is None or context.cache is None:
@@ -169,16 +169,9 @@ def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
     return _ACTIVATIONS[kind](gate) * up
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": F.relu,
-}
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
+}  # fmt: skip
 
 
 def _route(block: Block, op: d.Route, values: Values, context: Context) -> None:
@@ -192,7 +185,7 @@ def _route(block: Block, op: d.Route, values: Values, context: Context) -> None:
 
 
 def _experts(block: Block, op: d.Experts, values: Values, context: Context) -> None:
-    up, down = (cast("nn.Linear | LinearRows", block.get_submodule(name)) for name in (op.up, op.down))
+    up, down = (cast("Linear", block.get_submodule(name)) for name in (op.up, op.down))
     count = block.block.matrix(op.up).num_experts
     weights, chosen = values[op.routes], values[op.routes + " experts"]
     out = block.run_experts(values[op.x], weights, chosen, up, down, count, lambda x: activate(x, op.kind, op.gated))
@@ -210,18 +203,10 @@ def _cap(block: Block, op: d.Cap, values: Values, context: Context) -> None:
 
 
 RUN: dict[type[d.Op], Callable[..., None]] = {
-    d.Embed: _embed,
-    d.AddPositions: _add_positions,
-    d.Norm: _norm,
-    d.Product: _product,
-    d.Heads: _heads,
-    d.Attention: _attention,
-    d.Activation: _activation,
-    d.Route: _route,
-    d.Experts: _experts,
-    d.Gate: _gate,
+    d.Embed: _embed, d.AddPositions: _add_positions, d.Norm: _norm, d.Product: _product, d.Heads: _heads,
+    d.Attention: _attention, d.Activation: _activation, d.Route: _route, d.Experts: _experts, d.Gate: _gate,
     d.Cap: _cap,
-}
+}  # fmt: skip
 
 
 class Transformer(nn.Module):
@@ -244,9 +229,7 @@ class Transformer(nn.Module):
     @property
     def table(self) -> nn.Embedding:
         """The embedding table [V, E]."""
-        found = self.embed.get_submodule("tokens")
-        assert isinstance(found, nn.Embedding)
-        return found
+        return cast("nn.Embedding", self.embed.get_submodule("tokens"))
 
     @property
     def device(self) -> torch.device:
@@ -255,18 +238,17 @@ class Transformer(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of activations, and of weights that are not quantized."""
-        return _vector(self.head, "norm").weight.dtype
+        return self.head.vector("norm").weight.dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Whole sequences [B, T] int64 -> logits [B, T, vocab_size]; no cache, no pages. The plain reference."""
         num_tokens = tokens.shape[1]
         positions = torch.arange(num_tokens, device=tokens.device)
         context = self.context(tokens, positions, torch.full_like(positions, num_tokens))
-        x = self.embed(tokens, context)
-        for layer in self.layers:
-            x = layer(x, context)
-        logits: Tensor = self.head(x, context)
-        return logits
+        x = tokens
+        for block in (self.embed, *self.layers, self.head):
+            x = block(x, context)
+        return x
 
     def step(
         self, tokens: Tensor, positions: Tensor, lengths: Tensor, cache: KVCache, layout: StepLayout, rows: Tensor
@@ -304,11 +286,6 @@ class Transformer(nn.Module):
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of ``unique_tensors``."""
-    return sum(t.numel() * t.element_size() for t in unique_tensors(module))
-
-
-def unique_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and persistent buffers of ``module``, a shared one once."""
+    """Bytes of the parameters and persistent buffers of ``module``, a shared one counted once."""
     seen = {t.data_ptr() or id(t): t for t in module.state_dict(keep_vars=True).values()}
-    return list(seen.values())
+    return sum(t.nbytes for t in seen.values())

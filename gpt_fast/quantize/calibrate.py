@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.progress import progress_bar
-from gpt_fast.checkpoint.safetensors_file import read_safetensors
 from gpt_fast.checkpoint.shard import Cut
+from gpt_fast.checkpoint.stored import progress_bar
+from gpt_fast.checkpoint.weight_files import read_safetensors
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import ConfigError
 from gpt_fast.model.building import NoDraws

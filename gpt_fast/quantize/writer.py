@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.convert import COMPANIONS
 from gpt_fast.checkpoint.families import read_json
-from gpt_fast.checkpoint.progress import progress_bar
-from gpt_fast.checkpoint.safetensors_file import Specs, layout, write_rows
-from gpt_fast.checkpoint.stored import Report
+from gpt_fast.checkpoint.files import companions
+from gpt_fast.checkpoint.stored import Report, progress_bar
+from gpt_fast.checkpoint.weight_files import Specs, layout, write_rows
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.description import Part, parts
@@ -113,11 +112,8 @@ class CheckpointWriter:
         self._file.close()
         raw = self.source.raw | dict(changes)
         (self.partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        folder = self.source.directory
-        companions = [folder / name for name in COMPANIONS] + list(folder.glob("*.tiktoken"))
-        for path in companions:
-            if path.is_file():
-                shutil.copyfile(path, self.partial / path.name)
+        for path in companions(self.source.directory):
+            shutil.copyfile(path, self.partial / path.name)
         (self.partial / _PROGRESS).unlink()
         if self.out.exists():
             self.out.rmdir()  # empty, as __init__ saw
@@ -186,18 +182,12 @@ def write_part(source: Source, writer: CheckpointWriter, part: Part, report: Rep
     """Write one tensor of ``source``, rounded to nearest if it is to be quantized and as it is otherwise."""
     tensor, (_, scheme) = plain_weight(part, source.checkpoint.tensors), quantized_part(part, source.scheme_of)
     prefix = part.source.removesuffix("weight")
-    for first, last in tensor.chunks():
-        step = chunk_rows(tensor.shape[1]) if scheme else last - first
-        for begin in range(first, last, step):
-            rows = tensor.rows(begin, min(begin + step, last))
-            if scheme is None:
-                writer.write(part.source, begin, rows)
-            else:
-                for name, quantized in quantize_rows(rows, scheme).items():
-                    writer.write(prefix + name, begin, quantized)
-        tensor.release(first, last)
-        if report:
-            report((last - first) * tensor.row_bytes)
+    for begin, rows in tensor.pieces(report, chunk_rows(tensor.shape[1]) if scheme else None):
+        if scheme is None:
+            writer.write(part.source, begin, rows)
+        else:
+            for name, quantized in quantize_rows(rows, scheme).items():
+                writer.write(prefix + name, begin, quantized)
 
 
 def quantize_checkpoint(

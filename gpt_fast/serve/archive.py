@@ -2,12 +2,13 @@
 
     gpt-fast archive --checkpoint DIR [--by-reference] [--format no-archive] [--output model_store]
 
-torch-model-archiver does the packing, except: the package gpt_fast in a separate folder (--extra-files unpacks them), a
-working place that is not ``/tmp/<model name>`` (which it deletes first), and a checkpoint that is copied only once.
+torch-model-archiver does the packing. Around it: the package gpt_fast stays a folder (--extra-files unpacks folders),
+the working place is not ``/tmp/<model name>`` (which it deletes first), and a checkpoint is copied only once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -21,16 +22,15 @@ from pathlib import Path
 
 from gpt_fast.checkpoint.files import choose_files, copy_files, narrow
 from gpt_fast.errors import ConfigError
-from gpt_fast.serve.model_yaml import parse_model_yaml
+from gpt_fast.serve.model_yaml import NAME, parse_model_yaml
 from gpt_fast.serve.settings import check_file
 
 PACKAGE = Path(__file__).resolve().parent.parent
 ROOT = PACKAGE.parent
-CONFIG = ROOT / "model_config.yaml"
-HANDLER = ROOT / "handler.py"
+SHIPPED = {"config": ROOT / NAME, "handler": ROOT / "handler.py"}  # an installed package has neither
 SUFFIXES = {"no-archive": "", "default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
-_KEY = re.compile(r"^(\s+)(?:checkpoint|converted_ckpt_dir)\s*:.*$")
+_KEY = re.compile(r"\s+(?:checkpoint|converted_ckpt_dir)\s*:")
 
 
 def build_archive(
@@ -55,9 +55,9 @@ def build_archive(
     copy files of the checkpoint that are links out of its folder, too. ``say`` is told what was left out.
 
     Raises ConfigError for what cannot be packed, for a wrong configuration (with file and line) and for a full disk."""
-    _check_names(name, archive_format)
-    _check_shipped({"config": config, "handler": handler})
-    source, config, handler = _absolute(checkpoint), Path(config or CONFIG), Path(handler or HANDLER)
+    _check_options(name, archive_format, {"config": config, "handler": handler})
+    source = _absolute(checkpoint)
+    config, handler = Path(config or SHIPPED["config"]), Path(handler or SHIPPED["handler"])
     for what, path in (("checkpoint", source), ("config", config), ("handler", handler)):
         if not path.exists():
             raise ConfigError(f"{what}: {path} does not exist")
@@ -79,8 +79,8 @@ def build_archive(
         # On the file system of the output, so that the finished archive is moved, not copied; hidden from TorchServe.
         with tempfile.TemporaryDirectory(prefix=".archive-", dir=target.parent) as scratch:
             work = Path(scratch)
-            (work / CONFIG.name).write_text(text, encoding="utf-8")
-            narrow(work / CONFIG.name, [config])
+            (work / NAME).write_text(text, encoding="utf-8")
+            narrow(work / NAME, [config])
             built = _pack(work, files, name, version, archive_format, handler)
             if target.is_dir():
                 shutil.rmtree(target)
@@ -92,11 +92,16 @@ def build_archive(
     return target
 
 
-def _check_names(name: str, archive_format: str) -> None:
+def _check_options(name: str, archive_format: str, files: Mapping[str, object]) -> None:
     if archive_format not in SUFFIXES:
         raise ConfigError(f"format: {archive_format!r} is not one of {', '.join(SUFFIXES)}")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"name: {name!r} must be letters, digits, '_', '-' and '.', not starting with a sign")
+    missing = [what for what, given in files.items() if given is None and not SHIPPED[what].is_file()]
+    if missing:
+        names, flags = " and ".join(SHIPPED[w].name for w in missing), " and ".join(f"--{w} FILE" for w in missing)
+        otherwise = "or run scripts/archive.sh in a checkout of the repository, which has them"
+        raise ConfigError(f"the installed package comes without {names}. Give {flags}, {otherwise}")
 
 
 def set_checkpoint(yaml_text: str, value: str) -> str:
@@ -105,17 +110,17 @@ def set_checkpoint(yaml_text: str, value: str) -> str:
     start = next((i for i, line in enumerate(lines) if re.match(r"handler\s*:", line)), len(lines))
     if start == len(lines):
         lines.append("handler:")
-    indent = "    "
+    indent, place = "    ", slice(start + 1, start + 1)
     for i in range(start + 1, len(lines)):
         line = lines[i]
         if line.strip() and not line.lstrip().startswith("#"):
             if not line[0].isspace():
                 break
-            indent = re.match(r"\s*", line)[0]  # type: ignore[index]  # matches everywhere
-            if found := _KEY.match(line):
-                lines[i] = f"{found[1]}checkpoint: {json.dumps(value)}"
-                return "\n".join(lines) + "\n"
-    lines.insert(start + 1, f"{indent}checkpoint: {json.dumps(value)}")
+            indent = line[: len(line) - len(line.lstrip())]
+            if _KEY.match(line):
+                place = slice(i, i + 1)
+                break
+    lines[place] = [f"{indent}checkpoint: {json.dumps(value)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -125,30 +130,16 @@ def _absolute(checkpoint: str | Path) -> Path:
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
-def _check_shipped(given: Mapping[str, object]) -> None:
-    """The repository has a configuration and a handler beside the package; an installed package has neither."""
-    shipped = {"config": CONFIG, "handler": HANDLER}
-    missing = [what for what, value in given.items() if value is None and not shipped[what].is_file()]
-    if missing:
-        names, flags = " and ".join(shipped[w].name for w in missing), " and ".join(f"--{w} FILE" for w in missing)
-        otherwise = "or run scripts/archive.sh in a checkout of the repository, which has them"
-        raise ConfigError(f"the installed package comes without {names}. Give {flags}, {otherwise}")
-
-
 def _config_with(config: Path, checkpoint: str) -> str:
     """The text of the file ``config``, checked, with ``checkpoint`` in it."""
     before = check_file(config).config
     text = set_checkpoint(config.read_text(encoding="utf-8"), checkpoint)
     block = {k: v for k, v in (before.get("handler") or {}).items() if k not in ("checkpoint", "converted_ckpt_dir")}
     wanted = {**before, "handler": {**block, "checkpoint": checkpoint}}
-    try:
-        done = parse_model_yaml(text, str(config)).config == wanted
-    except ConfigError:
-        done = False
-    if not done:
-        why = "write the handler block with one key a line, indented, so that checkpoint fits in"
-        raise ConfigError(f"{config}: {why}")
-    return text
+    with contextlib.suppress(ConfigError):
+        if parse_model_yaml(text, str(config)).config == wanted:
+            return text
+    raise ConfigError(f"{config}: write the handler block with one key a line, indented, so that checkpoint fits in")
 
 
 def _pack(work: Path, files: Sequence[Path], name: str, version: str, archive_format: str, handler: Path) -> Path:
@@ -162,7 +153,7 @@ def _pack(work: Path, files: Sequence[Path], name: str, version: str, archive_fo
             (staging / "checkpoint" / path.name).symlink_to(path.resolve())
     built = _run_archiver(work, staging, name, version, archive_format, handler)
     if built.is_file():
-        narrow(built, [work / CONFIG.name, *files, *(path.parent for path in files[:1])])  # it holds what they hold
+        narrow(built, [work / NAME, *files, *(path.parent for path in files[:1])])  # it holds what they hold
     elif files:
         copy_files(files, built / "checkpoint")
     return built
@@ -177,7 +168,7 @@ def _run_archiver(work: Path, staging: Path, name: str, version: str, archive_fo
     out.mkdir()
     temporary.mkdir()
     command = [program, "--model-name", name, "--version", version, "--handler", str(handler.resolve())]
-    command += ["--config-file", str(work / CONFIG.name), "--extra-files", str(staging)]
+    command += ["--config-file", str(work / NAME), "--extra-files", str(staging)]
     command += ["--archive-format", archive_format, "--export-path", str(out)]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, errors="replace")

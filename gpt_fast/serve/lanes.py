@@ -1,7 +1,6 @@
 """Threads for what a request needs before and after the model: parsing, encoding, compiling its grammar, long answers.
 
-The thread that talks to the server, and the engine's, then wait for none of it. What takes long here releases Python's
-lock. No torch here.
+The thread that talks to the server, and the engine's, wait for none of it: what takes long here releases Python's lock.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Lanes(NamedTuple):
 
 
 def _glibc(function: str, *args: int) -> None:
-    """Call it where the C library is glibc, which otherwise keeps memory that has been freed."""
+    """Call it where the C library is glibc, which keeps memory that has been freed unless it is told."""
     with contextlib.suppress(OSError, AttributeError):
         getattr(ctypes.CDLL(None), function)(*args)
 

@@ -1,11 +1,9 @@
 """What the engine does, in numbers, under vLLM's names, so that dashboards made for vLLM show this engine as well.
 
-Everything is counted in this process, at no more than microseconds per step, and leaves it in two ways:
-
-* through TorchServe's own endpoint (port 8082, /metrics): :meth:`Metrics.start` writes what changed since the last time
-  as the lines that TorchServe picks out of a worker's output. TorchServe's pattern for names has no colon, so they
-  begin with ``vllm_`` there; configs/prometheus.yml renames them while they are scraped.
-* as text in Prometheus' format with the exact names (``vllm:``): :meth:`Metrics.exposition`, for a route of ours.
+The numbers leave this process in two ways. :meth:`Metrics.start` writes what changed since the last time as the lines
+that TorchServe picks out of a worker's output, for its own endpoint (port 8082, /metrics). TorchServe's pattern for
+names has no colon, so they begin with ``vllm_`` there; configs/prometheus.yml renames them while they are scraped.
+:meth:`Metrics.exposition` is text in Prometheus' format with the exact names (``vllm:``), for a route of ours.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import logging
 import re
 import socket
-import sys
 import threading
 import time
 from bisect import bisect_left
@@ -104,7 +101,7 @@ Emit = Callable[[Sequence[Sample]], None]
 
 
 class Histogram:
-    """Counts of observations up to each of ``bounds`` (ascending), and of those above."""
+    """Counts of observations up to each of ``bounds`` (ascending; a bound includes itself), and of those above."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -113,51 +110,37 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count ``value``; a bound includes itself."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def cumulative(self) -> list[tuple[str, int]]:
-        """Label ``le`` and the number of observations not above it; the last one, "+Inf", counts all."""
-        return list(zip(self.names, accumulate(self.counts), strict=True))
-
 
 class Metrics:
-    """Counts what one engine does. Any thread may call any method; the engine's calls take microseconds. ``model_name``
-    and ``engine`` become labels of every series; two engines must differ in one of them. ``clock`` is what
-    :class:`Request` takes its times from."""
+    """Counts what ``engine`` does from now on, and logs one line for every request that ends. Any thread may call any
+    method; the engine's calls take microseconds. ``model_name`` and ``worker`` become labels of every series; two
+    engines must differ in one of them. ``clock`` is what :class:`Request` takes its times from."""
 
-    def __init__(self, model_name: str, engine: str = "0", clock: Callable[[], float] = time.monotonic) -> None:
-        self._labels = (("model_name", model_name), ("engine", engine))
-        self._clock = clock
+    def __init__(
+        self, engine: Engine, model_name: str, worker: str = "0", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engine, self._clock = engine, clock
+        self._labels = (("model_name", model_name), ("engine", worker))
         self._lock = threading.Lock()
-        self._engine: Engine | None = None
         self._values: dict[tuple[str, str], float] = {
             (f.name, value): 0 for f in FAMILIES if f.kind != "histogram" for value in f.label_values
         }
         self._histograms = {f.name: Histogram(f.buckets) for f in FAMILIES if f.kind == "histogram"}
-        self._first_token = self._histograms["time_to_first_token_seconds"]
-        self._token_gap = self._histograms["inter_token_latency_seconds"]
-        self._step_tokens = self._histograms["iteration_tokens_total"]
         self._seen: dict[str, tuple[float, int]] = {}  # of running requests: last_token and num_output as counted
         self._flushing = threading.Lock()
         self._flushed: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        engine.on_step, engine.on_finish = self.step, self.finished
 
     # Called by the engine's thread.
 
-    def watch(self, engine: Engine) -> None:
-        """Count what ``engine`` does from now on, and log one line for every request that ends."""
-        self._engine = engine
-        engine.on_step, engine.on_finish = self.step, self.finished
-
     def step(self, plan: StepPlan, seconds: float) -> None:
         with self._lock:
-            self._step_tokens.observe(plan.num_tokens)
-            if self._engine is not None:
-                for request in self._engine.scheduler.running:
-                    self._follow(request)
+            self._histograms["iteration_tokens_total"].observe(plan.num_tokens)
+            for request in self._engine.scheduler.running:
+                self._follow(request)
 
     def finished(self, request: Request) -> None:
         now = self._clock()
@@ -185,10 +168,10 @@ class Metrics:
             return
         before, num_counted = self._seen.get(request.id, (None, 0))
         if before is None:
-            self._first_token.observe((request.first_token or last) - request.arrival)
+            self._histograms["time_to_first_token_seconds"].observe((request.first_token or last) - request.arrival)
             self._values["prompt_tokens_total", ""] += request.num_prompt
         elif last != before:  # tokens that one step brought together (speculation) are one arrival, as in vLLM
-            self._token_gap.observe(last - before)
+            self._histograms["inter_token_latency_seconds"].observe(last - before)
         else:
             return
         self._seen[request.id] = last, request.num_output
@@ -196,11 +179,9 @@ class Metrics:
 
     # Called by whoever reports.
 
-    def _read_engine(self) -> None:
-        """What the engine knows by itself: requests, pages, preemptions, prefix cache."""
-        if (engine := self._engine) is None:
-            return
-        scheduler, pages = engine.scheduler, engine.scheduler.pages
+    def _read(self) -> list[tuple[Family, str, list[Sample]]]:
+        """The series of every family, under each of its names."""
+        engine, scheduler, pages = self._engine, self._engine.scheduler, self._engine.scheduler.pages
         with self._lock:  # around the reading as well: of two readers the later one writes what is newer
             values = self._values
             values["num_requests_running", ""] = len(scheduler.running)
@@ -210,24 +191,21 @@ class Metrics:
             if pages.prefix_cache:
                 values["prefix_cache_queries_total", ""] = pages.queries
                 values["prefix_cache_hits_total", ""] = pages.hits
+            named = [(family, name) for family in FAMILIES for name in (family.name, family.former) if name]
+            return [(family, name, list(self._samples(family, name))) for family, name in named]
 
     def exposition(self) -> str:
         """Everything in Prometheus' text format, version 0.0.4, with vLLM's names. Send it as CONTENT_TYPE."""
-        self._read_engine()
         lines = []
-        with self._lock:
-            for family, name in _names():
-                lines += [f"# HELP vllm:{name} {family.help}", f"# TYPE vllm:{name} {family.kind}"]
-                lines += [_exposed(sample) for sample in self._samples(family, name)]
+        for family, name, samples in self._read():
+            lines += [f"# HELP vllm:{name} {family.help}", f"# TYPE vllm:{name} {family.kind}", *map(_exposed, samples)]
         return "\n".join(lines) + "\n"
 
     def flush(self, emit: Emit) -> None:
         """Give ``emit`` what changed since the last flush: a gauge's new value, a counter's increase. The first flush
         gives every series, counters at 0, so that each bucket of a histogram exists from the start."""
-        self._read_engine()
         with self._flushing:
-            with self._lock:
-                samples = [s for family, name in _names() for s in self._samples(family, name)]
+            samples = [sample for _, _, part in self._read() for sample in part]
             changed = []
             # From the end: a histogram's count goes before its buckets and those in falling order, so that whoever
             # reads in between never finds more observations below a bound than below the next.
@@ -243,18 +221,16 @@ class Metrics:
                 emit(changed)
 
     def _samples(self, family: Family, name: str) -> Iterator[Sample]:
-        """The series of ``family`` under ``name``, with the lock held."""
         if family.kind != "histogram":
             for value in family.label_values:
                 extra = ((family.label, value),) if family.label else ()
                 yield Sample(name, family.kind, family.unit, self._labels + extra, self._values[family.name, value])
             return
         histogram = self._histograms[family.name]
-        buckets = histogram.cumulative()
-        for le, count in buckets:
+        for le, count in zip(histogram.names, accumulate(histogram.counts), strict=True):
             yield Sample(f"{name}_bucket", "counter", "Count", (*self._labels, ("le", le)), count)
         yield Sample(f"{name}_sum", "counter", family.unit, self._labels, histogram.sum)
-        yield Sample(f"{name}_count", "counter", "Count", self._labels, buckets[-1][1])
+        yield Sample(f"{name}_count", "counter", "Count", self._labels, sum(histogram.counts))
 
     # The thread that reports.
 
@@ -263,22 +239,16 @@ class Metrics:
         few hundred lines of log; within ``interval_s`` when none do, so that a quiet engine shows its last figures."""
         self.flush(emit)
         work = (emit, interval_s, busy_interval_s)
-        self._thread = threading.Thread(target=self._report, args=work, name="gpt-fast-metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join()
+        threading.Thread(target=self._report, args=work, name="gpt-fast-metrics", daemon=True).start()
 
     def _report(self, emit: Emit, interval_s: float, busy_interval_s: float) -> None:
         due = 0.0
         try:
-            while not self._closing.wait(interval_s):
-                if time.monotonic() >= due or self._engine is None or not self._engine.scheduler.running:
+            while True:
+                time.sleep(interval_s)
+                if time.monotonic() >= due or not self._engine.scheduler.running:
                     self.flush(emit)
                     due = time.monotonic() + busy_interval_s
-            self.flush(emit)
         except OSError as error:  # the output is closed, and with it the only way to report
             log.warning("metrics are no longer reported: %s", error)
 
@@ -293,13 +263,6 @@ def log_line(request: Request, now: float) -> str:
         f"queue_ms={times.queue_s * 1e3:.1f} ttft_ms={first_token} total_ms={times.total_s * 1e3:.1f} "
         f"tokens_per_s={times.tokens_per_second(request.num_output):.1f}"
     )
-
-
-def _names() -> Iterator[tuple[Family, str]]:
-    for family in FAMILIES:
-        yield family, family.name
-        if family.former is not None:
-            yield family, family.former
 
 
 def _number(value: float) -> str:
@@ -330,22 +293,17 @@ def worker_id(argv: Sequence[str]) -> str:
 def torchserve_line(sample: Sample, hostname: str, timestamp: int) -> str:
     """``sample`` as TorchServe expects it in a worker's output. ts/metrics/caching_metric.py writes the same, one
     system call and some 70 us a line; a flush has hundreds."""
-    dimensions = ",".join(f"{name}:{_dimension(value)}" for name, value in sample.labels)
+    # TorchServe splits at these signs and drops a dimension without a value, and with it the whole line.
+    labels = ((name, re.sub(r"[,:|\r\n]", "_", value) or "_") for name, value in sample.labels)
+    dimensions = ",".join(f"{name}:{value}" for name, value in labels)
     return (
         f"[METRICS]vllm_{sample.name}.{sample.unit}:{_number(sample.value)}|#{dimensions}"
         f"|#type:{sample.kind.upper()}|#hostname:{hostname},{timestamp}"
     )
 
 
-def _dimension(value: str) -> str:
-    # TorchServe splits at these signs and drops a dimension without a value, and with it the whole line.
-    return re.sub(r"[,:|\r\n]", "_", value) or "_"
-
-
 def write_torchserve(samples: Sequence[Sample], stream: TextIO | None = None) -> None:
     """Report ``samples`` to TorchServe: write them to a worker's standard output, in one piece."""
     hostname, timestamp = socket.gethostname(), int(time.time())
     text = "".join(torchserve_line(sample, hostname, timestamp) + "\n" for sample in samples)
-    stream = stream or sys.stdout
-    stream.write(text)
-    stream.flush()
+    print(text, end="", file=stream, flush=True)

@@ -8,81 +8,61 @@ typing error is found before a server starts. The ``handler:`` block is settings
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from yaml.reader import ReaderError
 
-from gpt_fast.config import read_key, unknown_key
+from gpt_fast.config import read_keys
 from gpt_fast.errors import ConfigError
-from gpt_fast.fields import Kind, ListOf, OneOf, Text, Whole, flag
+from gpt_fast.fields import Kind, ListOf, OneOf, Text, Whole, flag, refuse
 
 NAME = "model_config.yaml"
 DAY_S = 86_400
-DAY_MS = 1000 * DAY_S
 MAX_FILE_BYTES = 1024 * 1024
 
 
 # TorchServe 0.12's keys, as its ModelConfig.java reads them. The limits are those of sense, not of the format: what
 # lies outside is a mistake in the unit or a digit too many.
 TORCHSERVE: Mapping[str, Kind] = {
-    "minWorkers": Whole(1, 256),
-    "maxWorkers": Whole(1, 256),
+    **dict.fromkeys(("minWorkers", "maxWorkers"), Whole(1, 256)),
     "batchSize": Whole(1, 65_536),  # requests
+    **dict.fromkeys(("jobQueueSize", "maxSequenceJobQueueSize", "maxNumSequence"), Whole(1, 1_000_000)),  # requests
     "maxBatchDelay": Whole(0, 600_000),  # milliseconds
-    "responseTimeout": Whole(1, DAY_S),  # seconds
-    "startupTimeout": Whole(1, DAY_S),  # seconds
+    **dict.fromkeys(("clientTimeoutInMills", "sequenceMaxIdleMSec", "sequenceTimeoutMSec"), Whole(0, 1000 * DAY_S)),
+    **dict.fromkeys(("responseTimeout", "startupTimeout"), Whole(1, DAY_S)),  # seconds
     "maxRetryTimeoutInSec": Whole(0, DAY_S),
-    "clientTimeoutInMills": Whole(0, DAY_MS),
-    "jobQueueSize": Whole(1, 1_000_000),  # requests
-    "useJobTicket": flag,
     "deviceType": OneOf(("cpu", "gpu"), any_case=True),
     "deviceIds": ListOf(Whole(0, 1023), "whole numbers from 0 to 1023", 1),
     "parallelType": OneOf(("tp", "pp", "pptp", "custom"), any_case=True),
     "parallelLevel": Whole(1, 1024),  # processes of a worker
-    "continuousBatching": flag,
-    "sequenceBatching": flag,
-    "asyncCommunication": flag,
-    "sequenceMaxIdleMSec": Whole(0, DAY_MS),
-    "sequenceTimeoutMSec": Whole(0, DAY_MS),
-    "maxSequenceJobQueueSize": Whole(1, 1_000_000),
-    "maxNumSequence": Whole(1, 1_000_000),
-    "useVenv": flag,
+    **dict.fromkeys(("continuousBatching", "sequenceBatching", "asyncCommunication"), flag),
+    **dict.fromkeys(("useJobTicket", "useVenv"), flag),
 }
 # Those of its block ``torchrun:``.
 TORCHRUN: Mapping[str, Kind] = {
-    "nnodes": Whole(1, 1024),
-    "nproc-per-node": Whole(1, 1024),
+    **dict.fromkeys(("nnodes", "nproc-per-node", "OMP_NUMBER_THREADS"), Whole(1, 1024)),
     "node-rank": Whole(0, 1023),
     "monitor-interval": Whole(1, 3600),  # seconds
-    "rdzv-backend": Text(1),
-    "rdzv-endpoint": Text(1),
-    "rdzv-conf": Text(1),
-    "OMP_NUMBER_THREADS": Whole(1, 1024),
+    **dict.fromkeys(("rdzv-backend", "rdzv-endpoint", "rdzv-conf"), Text(1)),
 }
-BLOCKS = ("handler", "torchrun")
 
 
 def check_torchserve_keys(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for a key outside ``handler:`` that TorchServe would ignore, or a value that it cannot use."""
-    for key, value in config.items():
-        if key == "torchrun":
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"torchrun in {NAME} must be a block of keys, not {value!r}")
-            for inner, of_torchrun in value.items():
-                _check(inner, of_torchrun, TORCHRUN, (), f"the torchrun block of {NAME}")
-        elif key != "handler":
-            _check(key, value, TORCHSERVE, BLOCKS, NAME)
+    read_keys({**TORCHSERVE, "torchrun": _block, "handler": _block_or_none}, config, NAME)
+    read_keys(TORCHRUN, config.get("torchrun", {}), f"the torchrun block of {NAME}")
     if config.get("minWorkers", 1) > config.get("maxWorkers", 256):
         raise ConfigError(f"minWorkers in {NAME} must not be more than maxWorkers")
 
 
-def _check(key: object, value: object, table: Mapping[str, Kind], blocks: tuple[str, ...], where: str) -> None:
-    if not isinstance(key, str) or key not in table:
-        raise ConfigError(unknown_key(str(key), [*table, *blocks], where))
-    read_key(table[key], value, f"{key} in {where}")
+def _block(value: Any, name: str) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else refuse(name, "a block of keys", value)
+
+
+def _block_or_none(value: Any, name: str) -> Mapping[str, Any] | None:
+    return None if value is None else _block(value, name)
 
 
 def serves_continuously(config: Mapping[str, Any]) -> bool:
@@ -103,12 +83,11 @@ def serves_continuously(config: Mapping[str, Any]) -> bool:
 # ---- the file -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ModelYaml:
+class ModelYaml(NamedTuple):
     """A file's keys, and ``lines``: the number of the line that each is on, by its path from the top."""
 
     config: Mapping[str, Any]
-    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    lines: Mapping[tuple[str, ...], int]
 
 
 def read_model_yaml(path: Path) -> ModelYaml:
@@ -133,7 +112,7 @@ def parse_model_yaml(text: str, where: str) -> ModelYaml:
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{where}, line {_line(node)}: must be keys and values, such as 'minWorkers: 1'")
         lines: dict[tuple[str, ...], int] = {}
-        _visit(node, (), lines, where)
+        _visit(node, (), lines, where)  # before merges and aliases are resolved
         return ModelYaml(loader.construct_document(node), lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

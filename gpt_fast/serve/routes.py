@@ -1,11 +1,7 @@
 """The routes below ``/predictions/<model>/<version>/``: which protocol answers where.
 
-===============================  =========================================================================
-(nothing)                        native.py
-``v1/chat/completions``          OpenAI's, as ``v1/completions``, ``v1/models`` and ``v1/models/<name>``
-``health``                       whether the model is loaded, compiled and warm, and what runs
-``metrics``                      Prometheus' text format under vLLM's names
-===============================  =========================================================================
+Nothing: native.py. ``v1/...``: OpenAI's. ``health``: whether the model is loaded, compiled and warm, and what runs.
+``metrics``: Prometheus' text format under vLLM's names.
 """
 
 from __future__ import annotations
@@ -15,20 +11,20 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpt_fast.errors import RequestError
+from gpt_fast.fields import show
 from gpt_fast.serve.metrics import CONTENT_TYPE, Metrics
 from gpt_fast.serve.protocol import native
 from gpt_fast.serve.protocol.body import read_body
 from gpt_fast.serve.protocol.openai_chat import parse_chat
-from gpt_fast.serve.protocol.openai_common import OpenAIContext, model_body, models_body
+from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_completions import parse_completion
-from gpt_fast.serve.protocol.request import Page, WireRequest
+from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, WireRequest
 from gpt_fast.serve.settings import HandlerSettings
 from gpt_fast.tokenizer.chat import load_template
 
 if TYPE_CHECKING:
     from gpt_fast.llm import LLM
 
-MAX_SEQUENCES = 256  # of one request, where any number may wait
 ROUTES = ("v1/chat/completions", "v1/completions", "v1/models", "health", "metrics")
 
 
@@ -39,32 +35,32 @@ class Routes:
         self._llm, self._settings, self._metrics = llm, settings, metrics
         checkpoint = getattr(llm, "checkpoint", None)
         max_waiting = llm.engine.max_waiting
+        temperature = llm.defaults.sampling.temperature
         self._openai = OpenAIContext(
             models=names,
             max_model_len=llm.max_seq_len,
             tokenizer=llm.tokenizer,
             template=load_template(checkpoint) if checkpoint is not None else None,
-            default_temperature=llm.defaults.sampling.temperature,
+            default_temperature=1.0 if temperature is None else temperature,
             # Half of the queue, so that one request never fills it for the others.
-            max_sequences=MAX_SEQUENCES if max_waiting is None else max(1, max_waiting // 2),
+            max_sequences=OpenAIContext.max_sequences if max_waiting is None else max(1, max_waiting // 2),
         )
 
-    def open(self, route: str, entry: Mapping[str, Any], content_length: int | None) -> WireRequest | Page:
-        """The answer to one request: a request for the engine, or a page. Raises RequestError. ``entry``: the body as
+    def open(self, route: str, entry: Mapping[str, Any], content_length: int | None) -> WireRequest | Piece:
+        """What one request asks of the engine, or its whole answer. Raises RequestError. ``entry``: the body as
         TorchServe delivers it (protocol/body.py)."""
         route = route.strip("/")
         if route == "health":  # only a model that is ready answers at all
-            ready = {"status": "ready", "loaded": True, "warm": True, **self._llm.status()}
-            return Page(native.JSON_TYPE, json.dumps(ready) + "\n")
+            return _page({"status": "ready", "loaded": True, "warm": True, **self._llm.status()})
         if route == "metrics":
-            return Page(CONTENT_TYPE, self._metrics.exposition())
+            return Piece(self._metrics.exposition(), CONTENT_TYPE)
         if route == "v1/models":
-            return Page(native.JSON_TYPE, models_body(self._openai))
+            models = [self._openai.model_facts(name) for name in self._openai.models]
+            return _page({"object": "list", "data": models})
         if route.startswith("v1/models/"):
-            return Page(native.JSON_TYPE, model_body(route.removeprefix("v1/models/"), self._openai))
+            return _page(self._openai.model_facts(route.removeprefix("v1/models/")))
         if route and route not in ROUTES:
-            shown = route if len(route) <= 100 else route[:97] + "..."
-            message = f"there is no route {shown!r}; there are {', '.join(ROUTES)}, and the model itself"
+            message = f"there is no route {show(route)}; there are {', '.join(ROUTES)}, and the model itself"
             raise RequestError(message, None, "not_found", 404)
         body = read_body(entry, self._settings.max_body_bytes, content_length)
         if route == "v1/chat/completions":
@@ -72,3 +68,7 @@ class Routes:
         if route == "v1/completions":
             return parse_completion(body, self._openai)
         return native.parse_request(body, self._settings.max_new_tokens, self._settings.stream)
+
+
+def _page(answer: dict[str, Any]) -> Piece:
+    return Piece(json.dumps(answer) + "\n", JSON_TYPE)

@@ -1,8 +1,7 @@
 """One HTTP request between a wire protocol and the engine, whatever server carries it. No torch, no TorchServe here.
 
-A request that fails before its first piece is answered with an HTTP status that says so. After the first piece the
-status has been sent, and the failure can only be written into the body. Whatever may take long is done in other threads
-(lanes.py): the thread that talks to the server serves everybody.
+A request that fails before its first piece is answered with an HTTP status that says so; after it the failure can only
+be written into the body. Whatever may take long is done in other threads (lanes.py).
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion
 from gpt_fast.params import MAX_SHOWN, brief, try_later, without_frames
 from gpt_fast.serve.lanes import Lanes
-from gpt_fast.serve.protocol.request import Page, WireRequest
+from gpt_fast.serve.protocol.request import Piece, WireRequest, as_written
 
 if TYPE_CHECKING:
     from gpt_fast.engine.engine import Engine
@@ -34,40 +33,18 @@ PARSE_S = 10.0  # to parse a request and prepare its prompt and grammar; one tha
 TOO_MANY_LARGE = "too many large requests are waiting"
 
 
-class Piece(NamedTuple):
-    """The next part of an answer. ``plain``: it is the first and the last, so the answer was never a stream."""
-
-    text: str
-    last: bool
-    plain: bool
-    content_type: str
-
-
-class _Parsed(NamedTuple):
-    """A parsed request. ``sequences``: its handles; None while the engine does not have them yet."""
-
-    request: WireRequest
-    sequences: list[Handle] | None
+Read = Callable[[], WireRequest | Piece]  # raises RequestError
 
 
 class Session:
     """Answers one request, which ``read`` parses. ``num_bytes``: the size of its body.
 
     ``announce``: give out an empty first piece of a stream as soon as the first token is there, even if that token has
-    no whole character yet. Some servers notice a client that has gone only when they send something: they notice early.
+    no whole character yet. TorchServe notices a client that has gone only when it sends something: it notices early.
     ``one_piece_s``: the time limit of requests for one whole answer that give no ``timeout_s``. While such an answer is
     made, the server cannot notice that its client has gone; the limit bounds what is computed for nobody."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        read: Callable[[], WireRequest | Page],
-        lanes: Lanes,
-        *,
-        num_bytes: int = 0,
-        announce: bool = False,
-        one_piece_s: float | None = None,
-    ) -> None:
+    def __init__(self, llm: LLM, read: Read, lanes: Lanes, num_bytes: int, announce: bool, one_piece_s: float) -> None:
         self.num_bytes = num_bytes
         self.started = False  # a piece has been given out
         self.failure: Exception | None = None  # what went wrong after that
@@ -78,8 +55,7 @@ class Session:
         self._completions: list[Completion | None] = []
         self._since = time.monotonic()
         self._work: Future[Any] | None = None  # what a lane does for this session at present
-        light = num_bytes <= LIGHT_BYTES
-        self._begin(lanes.light if light else lanes.heavy, self._parse, read, light)
+        self._begin(lanes.light if num_bytes <= LIGHT_BYTES else lanes.heavy, self._parse, read)
 
     @property
     def has_news(self) -> bool:
@@ -106,7 +82,8 @@ class Session:
         """What is new, or None while there is nothing to say. Raises RequestError when the request failed and nothing
         had been given out: it is the whole answer."""
         try:
-            return self._finished_work() or self._news()
+            piece = self._finished_work()
+            return self._news() if piece is None and self._work is None else piece
         except Exception as error:
             self.cancel()
             if not self.started and isinstance(error, RequestError):
@@ -116,7 +93,7 @@ class Session:
             failure = as_request_error(error)
             self.failure = without_frames(error)
             log.warning("a request failed after its first piece: %s", failure.message[:MAX_SHOWN])
-            return Piece(self._request.write_error(failure), True, False, self._request.content_type)
+            return Piece(self._request.write_error(failure), self._request.content_type, plain=False)
 
     # In the lanes.
 
@@ -137,29 +114,30 @@ class Session:
         """Cancel what ``work`` has put into the engine, if it has."""
         if work.done() and not work.cancelled() and work.exception() is None:
             found = work.result()
-            for sequence in (found.sequences or ()) if isinstance(found, _Parsed) else ():
+            for sequence in found if isinstance(found, list) else ():
                 sequence.cancel()
 
-    def _parse(self, read: Callable[[], WireRequest | Page], light: bool) -> Page | _Parsed:
+    def _parse(self, read: Read) -> Piece | list[Handle] | None:
+        """The whole answer, or handles of what the engine has; None where compiling a grammar is for the heavy lane."""
         opened = read()
-        if isinstance(opened, Page):
+        if isinstance(opened, Piece):
             return opened
-        if light and any(part.params.grammar for part in opened.sequences):
-            return _Parsed(opened, None)  # compiling it is for the heavy lane
-        return self._submit(opened)
+        self._request = opened
+        return None if opened.params.grammar and self.num_bytes <= LIGHT_BYTES else self._submit()
 
-    def _submit(self, request: WireRequest) -> _Parsed:
-        parts = []
-        for part in request.sequences:
-            params = part.params
-            if not request.stream and params.timeout_s is None:
-                params = dataclasses.replace(params, timeout_s=self._one_piece_s)
-            parts += [(part.prompt, sample) for sample in params.samples()]
+    def _submit(self) -> list[Handle]:
+        request, params = self._request, self._request.params
+        if not request.stream and params.timeout_s is None:
+            params = dataclasses.replace(params, timeout_s=self._one_piece_s)
+        parts = [(prompt, sample) for prompt in request.prompts for sample in params.samples()]
         try:
             # An answer in one piece is collected at its end.
-            return _Parsed(request, self._llm.submit_all(parts, MAX_UNCOLLECTED if request.stream else None))
+            return self._llm.submit_all(parts, MAX_UNCOLLECTED if request.stream else None)
         except RequestError as error:
-            raise request.as_written(error) from None
+            raise as_written(error, request.given) from None
+
+    def _write_end(self, completions: list[Completion]) -> Piece:
+        return Piece(self._request.write_end(completions), self._request.content_type)
 
     # In the thread that talks to the server.
 
@@ -174,16 +152,12 @@ class Session:
                 found = work.result()
             finally:
                 del work  # an exception would hold this frame, and through it the future and itself
-            if isinstance(found, Page):
-                return Piece(found.body, last=True, plain=True, content_type=found.content_type)
-            if isinstance(found, str):
-                return Piece(found, last=True, plain=True, content_type=self._request.content_type)
-            self._request = found.request
-            if found.sequences is None:
-                self._begin(self._lanes.heavy, self._submit, found.request)
+            if isinstance(found, Piece):
+                return found
+            if found is None:
+                self._begin(self._lanes.heavy, self._submit)
             else:
-                self._sequences = found.sequences
-                self._completions = [None] * len(self._sequences)
+                self._sequences, self._completions = found, [None] * len(found)
         return None
 
     def _check_time(self) -> None:
@@ -196,15 +170,13 @@ class Session:
         raise try_later(TOO_MANY_LARGE)
 
     def _news(self) -> Piece | None:
-        if self._work is not None:
-            return None
         text = self._collect()
         completions = [c for c in self._completions if c is not None]
         last = len(completions) == len(self._sequences)
         if not self._request.stream:
             if not last:
                 return None
-            self._begin(self._lane_for(completions), self._request.write_end, completions)
+            self._begin(self._lane_for(completions), self._write_end, completions)
             return self._finished_work()
         if last:
             text += self._request.write_end(completions)
@@ -213,7 +185,7 @@ class Session:
             return None
         plain = last and not self.started
         self.started = True
-        return Piece(text, last, plain, self._request.content_type)
+        return Piece(text, self._request.content_type, last, plain)
 
     def _lane_for(self, completions: Collection[Completion]) -> Executor:
         entries = [e for c in completions for e in (*(c.logprobs or ()), *(c.prompt_logprobs or ())) if e is not None]
@@ -222,8 +194,7 @@ class Session:
     def _collect(self) -> str:
         parts = []
         for i, sequence in enumerate(self._sequences):
-            delta = sequence.poll() if self._completions[i] is None else None
-            if delta is None:
+            if self._completions[i] is not None or (delta := sequence.poll()) is None:
                 continue
             if delta.finish_reason == "abort":
                 raise RequestError("the request was aborted: its time was up", "timeout_s", "timeout", 504)

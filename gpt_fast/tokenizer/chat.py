@@ -1,7 +1,5 @@
-"""Chat templates: messages to the prompt a checkpoint was tuned on, by the Jinja template that it carries.
-
-Templates come from strangers: they run in Jinja's immutable sandbox, without access to Python objects.
-"""
+"""Chat templates: messages to the prompt a checkpoint was tuned on, by the Jinja template that it carries. Templates
+come from strangers: they run in Jinja's immutable sandbox, without access to Python objects."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpt_fast.errors import RequestError
 from gpt_fast.params import MAX_SHOWN
-from gpt_fast.tokenizer.settings import token_text
+from gpt_fast.tokenizer.settings import read_json_object, token_text
 
 
 class ChatTemplate:
@@ -27,8 +25,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
         self._special = dict(special)
         try:
             self._template = environment.from_string(source)
@@ -36,9 +33,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template in {where} does not parse: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any) -> str:
-        """The prompt for ``messages`` (role and content each), special tokens written out. Encode it without adding BOS
-        and with special tokens allowed. Raises RequestError when the template refuses the messages (a role out of turn,
-        say)."""
+        """The prompt for ``messages`` (role and content each), special tokens written out; ``encode_chat`` turns it to
+        ids. Raises RequestError when the template refuses the messages (a role out of turn, say)."""
         variables = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(**variables, **self._special, **extra)
@@ -49,22 +45,18 @@ class ChatTemplate:
 
 def load_template(directory: str | Path) -> ChatTemplate | None:
     """The template in chat_template.jinja or tokenizer_config.json, or None where the checkpoint has none. Of several
-    named ones, ``default``. Raises ValueError for one that does not parse."""
-    directory = Path(directory)
-    config_path = directory / "tokenizer_config.json"
-    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    named ones, ``default``. Raises ValueError for a file that cannot be read."""
+    where, alone = Path(directory, "tokenizer_config.json"), Path(directory, "chat_template.jinja")
+    config = read_json_object(where)
     source = config.get("chat_template")
-    where = str(config_path)
     if isinstance(source, list):
         source = next((t.get("template") for t in source if t.get("name") == "default"), None)
-    alone = directory / "chat_template.jinja"
     if alone.is_file():
-        source, where = alone.read_text(encoding="utf-8"), str(alone)
+        source, where = alone.read_text(encoding="utf-8"), alone
     if not isinstance(source, str):
         return None
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    special = {name: token_text(config.get(name)) for name in names}
-    return ChatTemplate(source, {k: v for k, v in special.items() if v is not None}, where)
+    special = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return ChatTemplate(source, {k: v for k, v in special.items() if v is not None}, str(where))
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:

@@ -31,14 +31,14 @@ class SpecialNames:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = sorted({name for name in names if name})
-        self._pattern = re.compile(f"({_alternatives(self._names)})") if self._names else None
+        self._pattern = re.compile(f"({_alternatives(self._names)})")
         self._longest = max(map(len, self._names), default=0)
         self._heads = {name[:i] for name in self._names for i in range(1, len(name))}
         self._tails = {name[i:] for name in self._names for i in range(1, len(name))}
 
     def split(self, text: str) -> list[str]:
         """Alternately what is between names, perhaps empty, and a name."""
-        return self._pattern.split(text) if self._pattern else [text]
+        return self._pattern.split(text)
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
         """``text`` in pieces, each with whether it could be read as (part of) a special token in a prompt. A part
@@ -48,29 +48,21 @@ class SpecialNames:
         if stripped and len(stripped) < self._longest and any(stripped in name for name in self._names):
             return [(text, True)]
         pieces = [(part, bool(i % 2)) for i, part in enumerate(self.split(text))]
-        first, _ = pieces[0]
-        start = len(first) - len(first.lstrip())
-        if length := self._longest_in(self._tails, (first[start : start + n] for n in self._lengths(first[start:]))):
-            pieces[:1] = [(first[: start + length], True), (first[start + length :], False)]
-        last, _ = pieces[-1]
-        end = len(last.rstrip())
-        if length := self._longest_in(self._heads, (last[end - n : end] for n in self._lengths(last[:end]))):
-            pieces[-1:] = [(last[: end - length], False), (last[end - length :], True)]
+        first, bare = pieces[0][0], pieces[0][0].lstrip()
+        if length := next((n for n in range(self._longest, 0, -1) if bare[:n] in self._tails), 0):
+            cut = len(first) - len(bare) + length
+            pieces[:1] = [(first[:cut], True), (first[cut:], False)]
+        last, bare = pieces[-1][0], pieces[-1][0].rstrip()
+        starts = range(max(0, len(bare) - self._longest), len(bare))
+        if (start := next((i for i in starts if bare[i:] in self._heads), None)) is not None:
+            pieces[-1:] = [(last[:start], False), (last[start:], True)]
         return [piece for piece in pieces if piece[0]]
-
-    def _lengths(self, text: str) -> range:
-        return range(min(self._longest, len(text)), 0, -1)
-
-    @staticmethod
-    def _longest_in(parts: set[str], candidates: Iterable[str]) -> int:
-        return next((len(candidate) for candidate in candidates if candidate in parts), 0)
 
 
 @lru_cache(maxsize=8)
 def special_names(tokenizer: Tokenizer) -> SpecialNames:
-    """Of ``tokenizer``. Looks at every token the first time: a tenth of a second for a large vocabulary."""
-    special = [id for id in range(tokenizer.vocab_size) if tokenizer.is_special(id)]
-    return SpecialNames(tokenizer.token_bytes(id, skip_special=False).decode(errors="replace") for id in special)
+    """Of ``tokenizer``; compiled once."""
+    return SpecialNames(name.decode(errors="replace") for name in tokenizer.special.values())
 
 
 def encode_chat(
@@ -86,40 +78,39 @@ def encode_chat(
     if template is None:
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return tokenizer.encode("\n".join([*lines, "assistant:"] if add_generation_prompt else lines))
-    hidden: dict[str, str] = {}  # dangerous string: the character in its place
     names = special_names(tokenizer)
-    safe = _hide(messages, names, hidden)
+    safe, hidden = _hide(messages, names)
     # transformers gives these two to every template, and some only ask whether they are none.
     rendered = template.render(safe, add_generation_prompt, tools=None, documents=None, **(variables or {}))
     if not hidden:
         return tokenizer.encode(rendered, bos=False, allow_special=True)
-    return _encode_parts(tokenizer, names.split(rendered), {ord(char): text for text, char in hidden.items()})
+    return _encode_parts(tokenizer, names.split(rendered), hidden)
 
 
-def _hide(messages: Sequence[Mapping[str, str]], names: SpecialNames, hidden: dict[str, str]) -> list[dict[str, str]]:
-    """The messages with a character for each dangerous string, which is noted in ``hidden``."""
+def _hide(
+    messages: Sequence[Mapping[str, str]], names: SpecialNames
+) -> tuple[Sequence[Mapping[str, str]], dict[int, str]]:
+    """The messages with a character for each dangerous string, and the string by its character's number."""
     # The role is one of a few words, checked where it was read, and templates compare it.
     cut = [
         {key: [(text, False)] if key == "role" else names.pieces(text) for key, text in message.items()}
         for message in messages
     ]
-    if not any(dangerous for message in cut for pieces in message.values() for _, dangerous in pieces):
-        return [dict(message) for message in messages]
-    used = {char for message in messages for text in message.values() for char in text if ord(char) >= 0xF0000}
-    unused = (char for char in map(chr, _PRIVATE_USE) if char not in used)
+    found = [text for message in cut for pieces in message.values() for text, dangerous in pieces if dangerous]
+    if not found:
+        return messages, {}
+    strings = dict.fromkeys(map(str.strip, found))  # white space stays outside, for the template to trim or keep
+    used = {ord(char) for message in messages for text in message.values() for char in text}
+    hidden = dict(zip((code for code in _PRIVATE_USE if code not in used), strings, strict=False))
+    if len(hidden) < len(strings):
+        raise RequestError("messages use every private-use character there is", "messages")
+    in_place_of = {string: chr(code) for code, string in hidden.items()}
 
     def shown(text: str, dangerous: bool) -> str:
-        if not dangerous:
-            return text
-        bare = text.strip()  # white space stays outside, for the template to trim or keep
-        if bare not in hidden:
-            char = next(unused, None)
-            if char is None:
-                raise RequestError("messages use every private-use character there is", "messages")
-            hidden[bare] = char
-        return text.replace(bare, hidden[bare], 1)
+        return text.replace(text.strip(), in_place_of[text.strip()], 1) if dangerous else text
 
-    return [{key: "".join(shown(*piece) for piece in pieces) for key, pieces in message.items()} for message in cut]
+    safe = [{key: "".join(shown(*piece) for piece in pieces) for key, pieces in message.items()} for message in cut]
+    return safe, hidden
 
 
 def _encode_parts(tokenizer: Tokenizer, parts: Sequence[str], hidden: Mapping[int, str]) -> list[int]:
@@ -153,14 +144,13 @@ def _encode_behind(tokenizer: Tokenizer, text: str, special: str) -> list[int]:
 
 
 def _alternatives(names: Sequence[str]) -> str:
-    """A pattern that matches the longest of ``names``, which are sorted, in time that hardly depends on their number. A
-    plain "a|b|c" would try hundreds of names that begin alike at every "<" of a hostile text."""
+    """A pattern that matches the longest of ``names``, which are sorted, or nothing if there are none; in time that
+    hardly depends on their number: "a|b|c" would try hundreds of names that begin alike at every "<" of a text."""
     if len(names) == 1:
         return re.escape(names[0])
     by_first: dict[str, list[str]] = {}
-    for name in names:
-        if name:
-            by_first.setdefault(name[0], []).append(name)
-    branches = [re.escape(first) + _alternatives([n[1:] for n in group]) for first, group in by_first.items()]
-    choice = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+    for name in filter(None, names):
+        by_first.setdefault(name[0], []).append(name[1:])
+    branches = [re.escape(first) + _alternatives(rest) for first, rest in by_first.items()]
+    choice = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches) or '(?!)'})"
     return f"(?:{choice})?" if "" in names else choice

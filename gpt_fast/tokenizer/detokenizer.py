@@ -14,47 +14,30 @@ _MAX_UNFINISHED_BYTES = 3
 _WINDOW_CONTEXT = 5
 # No character needs more tokens than it has bytes; text that is still unfinished after this is simply invalid.
 _MAX_PENDING_TOKENS = 8
+_NO_TOKENIZER = Tokenizer({}, {})
 
 
 class IncrementalDetokenizer:
     """Streams the text of generated tokens: the pushes and the flush joined are what ``decode`` gives at once.
 
-    ``prompt_ids`` are the tokens before: their text is not returned, but it decides whether a leading space is the
-    dummy prefix of a text's start or a space between words, and it may end in half a character. The cost of a push
-    does not grow with the text.
-
-    Ids past the tokenizer's vocabulary have no text: models pad their vocabulary, and a broken one may choose such a
-    token. Without a tokenizer no id has text."""
+    ``prompt_ids``: the tokens before. Their text is not returned, but it decides whether a leading space is the dummy
+    prefix of a text or a space between words, and it may end in half a character. Ids past the tokenizer's vocabulary
+    have no text: models pad their vocabulary, and a broken one may choose such a token. Without a tokenizer no id has
+    text. The cost of a push does not grow with the text."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int] = ()) -> None:
-        self._stream: _ByteStream | _WindowStream | None = None
-        self._num_known = 0
-        if tokenizer is not None:
-            self._num_known = tokenizer.vocab_size
-            prompt_ids = [id for id in prompt_ids if id < self._num_known]
-            self._stream = (_ByteStream if tokenizer.bytewise else _WindowStream)(tokenizer, prompt_ids)
-
-    def push(self, id: int) -> str:
-        """The text that is certain now; empty while a character is unfinished."""
-        return self._stream.push(id) if self._stream is not None and id < self._num_known else ""
-
-    def flush(self) -> str:
-        """The rest at the end of the stream: an unfinished character as U+FFFD, else nothing."""
-        return self._stream.flush() if self._stream is not None else ""
-
-
-class _ByteStream:
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer or _NO_TOKENIZER
+        known = [id for id in prompt_ids if id < self._tokenizer.vocab_size]
+        self._window = None if self._tokenizer.bytewise else _Window(self._tokenizer, known)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._droppable_spaces = tokenizer.leading_spaces_dropped
-        for id in prompt_ids:  # ends with the first token that has text
+        self._droppable_spaces = self._tokenizer.leading_spaces_dropped
+        for id in known:
             if not self._droppable_spaces:
-                break
+                break  # a token has text
             self._take(id)
         tail = b""  # at least the last bytes: UTF-8 finds its character boundaries from anywhere
-        for id in reversed(prompt_ids):
-            tail = tokenizer.token_bytes(id) + tail
+        for id in reversed(known):
+            tail = self._tokenizer.token_bytes(id) + tail
             if len(tail) > _MAX_UNFINISHED_BYTES:
                 break
         self._decoder.decode(tail)
@@ -66,13 +49,17 @@ class _ByteStream:
         return data
 
     def push(self, id: int) -> str:
-        return self._decoder.decode(self._take(id))
+        """The text that is certain now; empty while a character is unfinished."""
+        if id >= self._tokenizer.vocab_size:
+            return ""
+        return self._window.push(id) if self._window else self._decoder.decode(self._take(id))
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        """The rest at the end of the stream: an unfinished character as U+FFFD, else nothing."""
+        return self._window.new_text(final=True) if self._window else self._decoder.decode(b"", final=True)
 
 
-class _WindowStream:
+class _Window:
     """For decoders that are more than a concatenation (WordPiece ...): compares the text of a few tokens with and
     without the new ones, as text-generation-inference and vLLM do."""
 
@@ -87,12 +74,9 @@ class _WindowStream:
         if self._tokenizer.is_special(id):
             return ""
         self._pending.append(id)
-        return self._new_text(len(self._pending) >= _MAX_PENDING_TOKENS)
+        return self.new_text(final=len(self._pending) >= _MAX_PENDING_TOKENS)
 
-    def flush(self) -> str:
-        return self._new_text(final=True)
-
-    def _new_text(self, final: bool) -> str:
+    def new_text(self, final: bool) -> str:
         before = self._tokenizer.decode(self._context)
         text = self._tokenizer.decode(self._context + self._pending)[len(before) :]
         if text.endswith("\N{REPLACEMENT CHARACTER}") and not final:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 from gpt_fast.errors import TokenizerError, TokenizerMissing
 from gpt_fast.tokenizer.base import Tokenizer
-from gpt_fast.tokenizer.settings import Settings, parse_json_object, read_added_tokens, read_json_object, read_settings
+from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, gpt2_spec
+from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
+from gpt_fast.tokenizer.settings import Settings, parse_json_object, read_json_object, read_settings
+from gpt_fast.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
-Format = Literal["sentencepiece", "tiktoken", "json"]
-
+_PREFERRED = ("sentencepiece", "json", "tiktoken", "gpt2")
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")
 _GPT2_END = "<|endoftext|>"
 
@@ -30,14 +30,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     If the library of one is not installed, the next is tried. Nothing is downloaded, unpickled or executed.
     Raises TokenizerMissing if there is none, TokenizerError if the file is corrupt: naming it, and what to do."""
     path = Path(path)
-    if path.is_file():
-        return _load_file({path: path.read_bytes()}, path, read_settings(path.parent))
-    if not path.is_dir():
+    if not path.exists():
         raise TokenizerError(f"{path} does not exist; give a checkpoint directory or a tokenizer file")
+    directory = path if path.is_dir() else path.parent
+    names = ["tokenizer.model", "tokenizer.json", *sorted(file.name for file in directory.glob("*.tiktoken"))]
+    files = [directory / name for name in names] if path.is_dir() else [path, directory / "tokenizer.json"]
+    found = {file: file.read_bytes() for file in files if file.is_file()}  # each is opened once
+    formats = {file: sniff(data, str(file)) for file, data in found.items() if path in (file, directory)}
+    if path.is_dir() and (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+        formats[path / "vocab.json"] = "gpt2"
+    settings = read_settings(directory)
     missing: ImportError | None = None
-    for load in _candidates(path):
+    for file in sorted(formats, key=lambda file: _PREFERRED.index(formats[file])):
         try:
-            return load()
+            return _load(formats[file], file, found, settings)
         except ImportError as error:
             missing = error
     if missing is not None:
@@ -46,14 +52,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     raise TokenizerMissing(f"{path} has no tokenizer: {what}; copy the model's tokenizer files into it")
 
 
-def sniff(data: bytes, source: str) -> Format:
+def sniff(data: bytes, source: str) -> str:
     """The format of a tokenizer file from its first bytes. Raises TokenizerError, saying what is wrong, for others."""
     start = data[:4096]
     if not data:
         raise TokenizerError(f"{source} is empty; fetch the file again")
     if start.startswith(b"version https://git-lfs"):
-        why = "is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository"
-        raise TokenizerError(f"{source} {why}")
+        raise TokenizerError(f"{source} is a Git LFS pointer, not the file; run `git lfs pull` in its repository")
     if start.startswith((b"\x80", b"PK\x03\x04")):
         raise TokenizerError(f"{source} is a pickle or an archive, which is never opened as a tokenizer")
     if start.lstrip().startswith(b"{"):
@@ -66,54 +71,20 @@ def sniff(data: bytes, source: str) -> Format:
     raise TokenizerError(f"{source} {why}; it starts with {start[:16]!r}; fetch the file again")
 
 
-def _candidates(directory: Path) -> list[Callable[[], Tokenizer]]:
-    settings = read_settings(directory)
-    files = [directory / "tokenizer.model", directory / "tokenizer.json", *sorted(directory.glob("*.tiktoken"))]
-    found = {file: file.read_bytes() for file in files if file.is_file()}  # each is opened once
-    formats = {file: sniff(data, str(file)) for file, data in found.items()}
-    rank: list[Format] = ["sentencepiece", "json", "tiktoken"]
-    ordered = sorted(formats, key=lambda file: rank.index(formats[file]))
-    candidates: list[Callable[[], Tokenizer]] = [partial(_load_file, found, file, settings) for file in ordered]
-    if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-        candidates.append(partial(_load_vocab_and_merges, directory, settings))
-    return candidates
-
-
-def _load_file(found: Mapping[Path, bytes], path: Path, settings: Settings) -> Tokenizer:
-    """The tokenizer in ``path``, one of the files ``found`` in its directory."""
-    data = found[path]
-    format = sniff(data, str(path))
+def _load(format: str, path: Path, found: Mapping[Path, bytes], settings: Settings) -> Tokenizer:
+    """The tokenizer in ``path``. ``found``: the content of the files, of a tokenizer.json beside it too."""
+    source = str(path)
     if format == "json":
-        from gpt_fast.tokenizer.hf_json import HfJsonTokenizer
-
-        return HfJsonTokenizer(parse_json_object(data, path), settings, source=str(path))
+        return HfJsonTokenizer(parse_json_object(found[path], path), settings, source=source)
     if format == "tiktoken":
-        from gpt_fast.tokenizer.tiktoken_ranks import TiktokenTokenizer
-
-        return TiktokenTokenizer(data, settings, source=str(path))
-    from gpt_fast.tokenizer.hf_json import prefixes_every_segment
-    from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
-
-    beside = path.parent / "tokenizer.json"
-    converted: dict[str, Any] = {}
-    if beside != path:
-        converted = parse_json_object(found[beside], beside) if beside in found else read_json_object(beside)
-    added = read_added_tokens(converted, str(beside))
-    added |= {token.id: token for token in settings.added}
-    return SentencePieceTokenizer(
-        data,
-        replace(settings, added=tuple(added[id] for id in sorted(added))),
-        source=str(path),
-        prefix_every_segment=prefixes_every_segment(converted) if converted else settings.legacy is not False,
-    )
-
-
-def _load_vocab_and_merges(directory: Path, settings: Settings) -> Tokenizer:
-    from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, gpt2_spec
-
-    vocab = read_json_object(directory / "vocab.json")
+        return TiktokenTokenizer(found[path], settings, source=source)
+    if format == "sentencepiece":
+        beside = path.parent / "tokenizer.json"
+        converted = parse_json_object(found[beside], beside) if beside in found and beside != path else {}
+        return SentencePieceTokenizer(found[path], settings, converted, source=source)
+    vocab = read_json_object(path)
     if not settings.special_names and _GPT2_END in vocab:  # GPT-2's own release has no file that names it
         settings = replace(settings, bos_token=_GPT2_END, eos_token=_GPT2_END, special_names=frozenset({_GPT2_END}))
-    source = str(directory / "vocab.json with merges.txt")
-    merges = (directory / "merges.txt").read_text(encoding="utf-8")
+    merges = path.with_name("merges.txt").read_text(encoding="utf-8")
+    source = f"{path} with merges.txt"
     return HfJsonTokenizer(gpt2_spec(vocab, merges, settings, source), settings, source=source)

@@ -1,20 +1,20 @@
-"""What tokenizer_config.json, special_tokens_map.json and added_tokens.json say about the vocabulary beside them.
-
-The formats are those of Hugging Face's transformers. ``auto_map`` and anything else that names code is ignored.
-"""
+"""What tokenizer_config.json, special_tokens_map.json and added_tokens.json (of Hugging Face's transformers) say about
+the vocabulary beside them. ``auto_map`` and anything else that names code is ignored."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gpt_fast.errors import TokenizerError
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,6 @@ class AddedToken:
     single_word: bool = False  # only where no letter or digit touches it
     normalized: bool = False  # matched after the text's normalization
 
-    @classmethod
-    def from_json(cls, id: int, entry: Mapping[str, Any]) -> AddedToken:
-        names = ("special", "lstrip", "rstrip", "single_word", "normalized")
-        return cls(id, str(entry["content"]), *(bool(entry.get(name)) for name in names))
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -47,23 +42,24 @@ class Settings:
     legacy: bool | None = None
     tokenizer_class: str | None = None
 
+    def prefix(self, bos: int | None, usual: tuple[int, ...]) -> tuple[int, ...]:
+        """What goes in front of a text: the ``usual`` ids, unless the files say whether to add ``bos``."""
+        if self.add_bos_token:
+            return usual or (() if bos is None else (bos,))
+        return usual if self.add_bos_token is None else ()
+
 
 def read_settings(directory: Path) -> Settings:
     """Reads what is there of the three files. Raises TokenizerError if one is not what it should be."""
     config = read_json_object(directory / "tokenizer_config.json")
     names = {**read_json_object(directory / "special_tokens_map.json"), **config}
-    try:
-        declared = config.get("added_tokens_decoder", {}).items()
-        added = {int(id): AddedToken.from_json(int(id), entry) for id, entry in declared}
-        # added_tokens.json has no flags. What is added beyond a vocabulary is nearly always markup of chats.
-        for content, id in read_json_object(directory / "added_tokens.json").items():
-            added.setdefault(int(id), AddedToken(int(id), content, special=True))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TokenizerError(f"{directory}: the added tokens of its JSON files are malformed: {error!r}") from error
+    # added_tokens.json has no flags. What is added beyond a vocabulary is nearly always markup of chats.
+    extra = read_json_object(directory / "added_tokens.json")
+    bare = [(id, {"content": content, "special": True}) for content, id in extra.items()]
     strings = [token_text(names.get(name)) for name in _NAMED_TOKENS]
     strings += [token_text(entry) for entry in names.get("additional_special_tokens") or ()]
     return Settings(
-        added=tuple(added[id] for id in sorted(added)),
+        added=_added_tokens(lambda: [*bare, *config.get("added_tokens_decoder", {}).items()], directory),
         special_names=frozenset(name for name in strings if name),
         bos_token=token_text(names.get("bos_token")),
         eos_token=token_text(names.get("eos_token")),
@@ -89,12 +85,34 @@ def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def read_added_tokens(spec: Mapping[str, Any], source: str) -> dict[int, AddedToken]:
-    """The added tokens of a tokenizer.json object by id. Raises TokenizerError, naming ``source``, if malformed."""
+def read_added_tokens(spec: Mapping[str, Any], source: str) -> tuple[AddedToken, ...]:
+    """The added tokens of a tokenizer.json object. Raises TokenizerError, naming ``source``, if malformed."""
+    return _added_tokens(lambda: [(entry["id"], entry) for entry in spec.get("added_tokens") or ()], source)
+
+
+def _added_tokens(entries: Callable[[], list[tuple[Any, Any]]], source: object) -> tuple[AddedToken, ...]:
+    """In the order of their ids; of several with one id the last."""
+    found: dict[int, AddedToken] = {}
     try:
-        return {entry["id"]: AddedToken.from_json(entry["id"], entry) for entry in spec.get("added_tokens") or ()}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise TokenizerError(f"{source}: its added_tokens are malformed: {error!r}") from error
+        for id, entry in entries():
+            found[int(id)] = AddedToken(int(id), str(entry["content"]), *(bool(entry.get(flag)) for flag in _FLAGS))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TokenizerError(f"{source}: its added tokens are malformed: {error!r}") from error
+    return tuple(found[id] for id in sorted(found))
+
+
+def merge_added_tokens(
+    *layers: Iterable[AddedToken], vocab: Mapping[str, int], special_names: frozenset[str]
+) -> dict[int, AddedToken]:
+    """The tokens of all layers, and those that ``special_names`` picks from ``vocab``, by id. The first layer's flags
+    count; a token is special if one layer or its name says so."""
+    named = [AddedToken(vocab[name], name, special=True) for name in sorted(special_names & vocab.keys())]
+    tokens: dict[int, AddedToken] = {}
+    for token in itertools.chain(*layers, named):
+        first = tokens.setdefault(token.id, token)
+        if token.special or first.content in special_names:
+            tokens[token.id] = replace(first, special=True)
+    return tokens
 
 
 def token_text(token: Any) -> str | None:
@@ -112,16 +130,14 @@ class AddedTokenSplitter:
         self._pattern = re.compile("|".join(map(_pattern, self._tokens))) if self._tokens else None
 
     def split(self, text: str) -> Iterator[str | int]:
-        """The text's parts in order: an id for each added token, a string that is not empty for what is between."""
+        """The text's parts in order: an id for each added token, a string, perhaps empty, for what is between."""
         start = 0
         for match in self._pattern.finditer(text) if self._pattern else ():
-            if match.start() > start:
-                yield text[start : match.start()]
+            yield text[start : match.start()]
             assert match.lastindex is not None  # every alternative is one group
             yield self._tokens[match.lastindex - 1].id
             start = match.end()
-        if start < len(text):
-            yield text[start:]
+        yield text[start:]
 
 
 def _pattern(token: AddedToken) -> str:

@@ -1,8 +1,6 @@
-"""Byte-pair encodings as tiktoken's rank files: Llama 3 and Qwen.
-
-A rank file has a line ``base64(token bytes) rank`` for each token, and nothing else. ``VOCABULARIES`` has the rest: the
-regular expression that splits text before merging, and the special tokens. https://github.com/openai/tiktoken.
-"""
+"""Byte-pair encodings as tiktoken's rank files (https://github.com/openai/tiktoken): Llama 3 and Qwen. A file has a
+line ``base64(token bytes) rank`` for each token, and nothing else. ``VOCABULARIES`` has the rest: the regular
+expression that splits text before merging, and the special tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ import itertools
 import re
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from gpt_fast.errors import TokenizerError
 from gpt_fast.tokenizer.base import Tokenizer
@@ -23,13 +21,11 @@ _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3_PATTERN = _PATTERN.replace("DIGITS", "{1,3}")
 QWEN_PATTERN = _PATTERN.replace("DIGITS", "")
 
 # The regular expression engine gives up on very long runs, so these are cut, at the length that Llama 3's code uses.
 _MAX_RUN_CHARS = 25_000
-_LONG_RUN = re.compile(rf"\s{{{_MAX_RUN_CHARS}}}|\S{{{_MAX_RUN_CHARS}}}")
-
+_UP_TO_A_LONG_RUN = re.compile(rf".*?(?:\s{{{_MAX_RUN_CHARS}}}|\S{{{_MAX_RUN_CHARS}}})|.+", re.DOTALL)
 
 # llama-models, models/llama3/tokenizer.py. Llama 3 and 3.1 share the file and these slots; 3.1 gave names to some that
 # 3 had reserved, which renumbered the reserved ones after them.
@@ -39,35 +35,30 @@ _LLAMA3_NAMES = (
 )
 
 
-def _special_tokens(named: str, *others: str) -> list[str]:
-    return [f"<|{name}|>" for name in [*named.split(), *others]]
-
-
-@dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(NamedTuple):
     """What a rank file does not say."""
 
     name: str
     pattern: str
-    special_tokens: list[str]  # their ids follow the ranks
+    special_names: list[str]  # of the tokens <|name|>, whose ids follow the ranks
     bos_token: str | None
     eos_tokens: tuple[str, ...]
-    normalize: Callable[[str], str] = str  # before splitting
+    normalize: Callable[[str], str] = str  # done before splitting
 
 
 # By the number of ranks, the one fact in a file that tells which it is.
 VOCABULARIES = {
     128_000: Vocabulary(
         name="Llama 3",
-        pattern=LLAMA3_PATTERN,
-        special_tokens=_special_tokens(_LLAMA3_NAMES, *(f"reserved_special_token_{i}" for i in range(2, 246))),
+        pattern=_PATTERN.replace("DIGITS", "{1,3}"),
+        special_names=[*_LLAMA3_NAMES.split(), *(f"reserved_special_token_{i}" for i in range(2, 246))],
         bos_token="<|begin_of_text|>",
         eos_tokens=("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"),
     ),
     151_643: Vocabulary(
         name="Qwen",
         pattern=QWEN_PATTERN,
-        special_tokens=_special_tokens("endoftext im_start im_end", *(f"extra_{i}" for i in range(205))),
+        special_names=["endoftext", "im_start", "im_end", *(f"extra_{i}" for i in range(205))],
         bos_token=None,
         eos_tokens=("<|endoftext|>", "<|im_end|>"),
         normalize=partial(unicodedata.normalize, "NFC"),
@@ -89,21 +80,17 @@ class TiktokenTokenizer(Tokenizer):
             known = ", ".join(f"{row.name} ({size})" for size, row in VOCABULARIES.items())
             why = "either it is incomplete, or its split pattern is unknown; use the model's tokenizer.json instead"
             raise TokenizerError(f"{source} has {len(ranks)} ranks, which is no vocabulary known here ({known}): {why}")
-        special = {len(ranks) + i: name for i, name in enumerate(row.special_tokens)}
+        special = {id: f"<|{name}|>" for id, name in enumerate(row.special_names, start=len(ranks))}
         special |= {token.id: token.content for token in settings.added if token.id >= len(ranks)}
         ids = {name: id for id, name in special.items()}
-        pieces = [b""] * (max(special) + 1)
-        for piece, rank in ranks.items():
-            pieces[rank] = piece
         bos = ids.get(settings.bos_token or row.bos_token or "")
-        add_bos = settings.add_bos_token if settings.add_bos_token is not None else row.bos_token is not None
         eos_names = dict.fromkeys((*row.eos_tokens, settings.eos_token or ""))
         super().__init__(
-            pieces,
+            {rank: piece for piece, rank in ranks.items()},
             special,
             bos_token_id=bos,
             eos_token_ids=tuple(ids[name] for name in eos_names if name in ids),
-            prefix_ids=(bos,) if add_bos and bos is not None else (),
+            prefix_ids=settings.prefix(bos, (bos,) if row.bos_token and bos is not None else ()),
         )
         self._normalize = row.normalize
         self._encoding = tiktoken.Encoding(
@@ -112,10 +99,10 @@ class TiktokenTokenizer(Tokenizer):
 
     def _encode(self, text: str, allow_special: bool) -> list[int]:
         allowed = self._encoding.special_tokens_set if allow_special else set()
-        ids: list[int] = []
-        for part in _cut_long_runs(self._normalize(text)):
-            ids += self._encoding.encode(part, allowed_special=allowed, disallowed_special=())
-        return ids
+        text = self._normalize(text)
+        parts = [text] if len(text) <= _MAX_RUN_CHARS else _UP_TO_A_LONG_RUN.findall(text)
+        encoded = (self._encoding.encode(part, allowed_special=allowed, disallowed_special=()) for part in parts)
+        return list(itertools.chain.from_iterable(encoded))
 
 
 def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
@@ -135,10 +122,3 @@ def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
     if any(bytes([value]) not in ranks for value in range(256)):
         raise TokenizerError(f"{source}: not every single byte has a rank, so some text has no tokens; fetch it again")
     return ranks
-
-
-def _cut_long_runs(text: str) -> list[str]:
-    if len(text) <= _MAX_RUN_CHARS:
-        return [text]
-    cuts = [0, *(match.end() for match in _LONG_RUN.finditer(text)), len(text)]
-    return [text[start:end] for start, end in itertools.pairwise(cuts) if end > start]

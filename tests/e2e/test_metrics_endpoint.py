@@ -33,8 +33,7 @@ class Handler:
     def initialize(self, ctx):
         checkpoint = ctx.model_yaml_config["handler"]["checkpoint"]
         self.llm = LLM(checkpoint, compile=False, dtype="float32", device="cpu", threads=1, max_batch=2)
-        self.metrics = Metrics(ctx.model_name, worker_id(sys.argv))
-        self.metrics.watch(self.llm.engine)
+        self.metrics = Metrics(self.llm.engine, ctx.model_name, worker_id(sys.argv))
         self.metrics.start(write_torchserve, interval_s=0.1, busy_interval_s=0.2)
 
     def handle(self, data, ctx):

@@ -3,7 +3,7 @@
 Plain C functions on raw pointers build in seconds; including torch's headers would take most of a minute. The library
 is kept in the user's own cache folder (user_cache.py), under a name made of the sources, the flags and the compiler,
 and put there by an atomic rename, so that processes may build at the same time. Without a compiler one of the same
-sources and flags is taken, whichever compiler built it.
+sources and flags is taken that any compiler built.
 
 It brings its own threads (``src/team.h`` says why), as many as ``torch.get_num_threads()`` at the time of the call.
 
@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.errors import CompilerError, UnavailableError
-from gpt_fast.user_cache import private_folder, why_untrusted
+from gpt_fast.user_cache import private_folder, trusted
 
 log = logging.getLogger(__name__)
 
@@ -69,48 +70,45 @@ def variants() -> list[str]:
 def _cpu_flags() -> set[str]:
     """What Linux names the CPU's extensions of the instruction set; empty elsewhere."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return set()
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return set(value.split())
-    return set()
+    found = re.search(r"^(?:flags|Features)\s*:(.*)", text, re.MULTILINE)
+    return set(found[1].split()) if found else set()
 
 
 def compiler() -> str:
     """The C++ compiler: $CXX, else the first of g++, c++, clang++. Raises UnavailableError."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
-    for name in names:
-        found = shutil.which(name)
-        if found:
-            return found
-    raise UnavailableError(f"no C++ compiler was found (tried {', '.join(names)})")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        raise UnavailableError(f"no C++ compiler was found (tried {', '.join(names)})")
+    return found
 
 
 def build() -> Path:
     """The shared library for this CPU, compiled now unless it is in the cache. Raises UnavailableError.
 
-    A compiler that does not know the newest instructions gets the next older ones. Without a compiler what another one
-    has built from the same sources is taken.
+    A compiler that does not know the newest instructions gets the next older ones. Without a compiler the library is
+    taken that another one has built from the same sources.
     """
     names = variants()
     try:
         cxx = compiler()
     except UnavailableError:
-        for name in names:
-            if (found := _find_built(name)) is not None:
-                return found
-        raise
+        folder = private_folder("kernels")
+        built = (path for name in names for path in sorted(folder.glob(f"{_stem(name)}-*.so")) if trusted(path))
+        found = next(built, None)
+        if found is None:
+            raise
+        return found
     for name in names:
         try:
             return build_variant(name, cxx)
         except CompilerError as error:
-            if name == names[-1]:
-                raise UnavailableError(f"the kernels could not be built: {error}") from error
             log.info("no %s kernels: %s", name, error)
-    raise AssertionError("no variant")
+            why = error
+    raise UnavailableError(f"the kernels could not be built: {why}") from why
 
 
 def build_variant(name: str, cxx: str) -> Path:
@@ -118,18 +116,11 @@ def build_variant(name: str, cxx: str) -> Path:
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
     try:
         target = private_folder("kernels") / f"{_stem(name)}-{_digest(version.encode())}.so"
-        if not _trusted(target):
+        if not trusted(target):
             _compile([cxx, *FLAGS, *VARIANTS[name], str(SOURCES / "kernels.cpp")], target)
-    except CompilerError:
-        raise
     except OSError as error:  # a full disk, a read-only cache
         raise UnavailableError(f"the kernels could not be built: {error}") from error
     return target
-
-
-def _find_built(name: str) -> Path | None:
-    """One of VARIANTS from the cache, whichever compiler made it."""
-    return next(filter(_trusted, sorted(private_folder("kernels").glob(f"{_stem(name)}-*.so"))), None)
 
 
 def _stem(name: str) -> str:
@@ -141,16 +132,6 @@ def _stem(name: str) -> str:
 
 def _digest(*parts: bytes) -> str:
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()[:16]
-
-
-def _trusted(library: Path) -> bool:
-    """Whether ``library`` is there and nobody else can have written it."""
-    if not library.exists():
-        return False
-    why = why_untrusted(library)
-    if why is not None:
-        log.warning("%s is not used: %s", library, why)
-    return why is None
 
 
 def _compile(command: Sequence[str], target: Path) -> None:
@@ -193,12 +174,8 @@ def available() -> bool:
     try:
         library()
     except UnavailableError as why:
-        chosen = os.environ.get("GPT_FAST_KERNELS") == "reference"
-        log.log(
-            logging.INFO if chosen else logging.WARNING,
-            "CPU kernels are off, plain torch runs instead and slower: %s",
-            why,
-        )
+        level = logging.INFO if os.environ.get("GPT_FAST_KERNELS") == "reference" else logging.WARNING
+        log.log(level, "CPU kernels are off, plain torch runs instead and slower: %s", why)
         return False
     return True
 
@@ -206,20 +183,6 @@ def available() -> bool:
 def read(data: Tensor) -> None:
     """Read all of ``data``, contiguous, a multiple of 128 kB long, as fast as memory allows."""
     library().gpt_fast_read(data.data_ptr(), data.numel() * data.element_size(), torch.get_num_threads())
-
-
-def pack(kind: str, rows: Tensor, packed: Tensor, units: int, group: int, header: int = 0) -> None:
-    """Fill ``packed`` from ``rows``, N contiguous rows of ``units`` units (pack.h); headers are left as they are."""
-    library().gpt_fast_pack(
-        FORMATS[kind],
-        rows.data_ptr(),
-        packed.data_ptr(),
-        rows.shape[0],
-        units,
-        group,
-        header,
-        torch.get_num_threads(),
-    )
 
 
 def runs(dtype: torch.dtype, device: torch.device) -> bool:

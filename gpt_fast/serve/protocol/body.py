@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from gpt_fast.errors import RequestError
+from gpt_fast.fields import show
 
 EXAMPLE = '{"prompt": "Once upon a time", "max_new_tokens": 50}'
 _BETTER = "send it with -T request.json, or add -H 'Content-Type: application/json'"
@@ -36,9 +37,8 @@ def read_body(entry: Mapping[str, Any], max_bytes: int, content_length: int | No
         _check_size(content_length, max_bytes)
     for name in ("body", "data"):
         if name in entry:
-            others = [key for key in entry if key != name]
-            if others:
-                _refuse(f"the form has the field {_quote(others[0])} beside {name!r}; put everything into the JSON")
+            if others := [key for key in entry if key != name]:
+                _refuse(f"the form has the field {show(others[0])} beside {name!r}; put everything into the JSON")
             return _object(entry[name], max_bytes)
     if not entry and content_length:
         lost = "the body was sent as a form (what curl -d does), of which TorchServe keeps nothing"
@@ -55,7 +55,8 @@ def parse_json(text: str | bytes | bytearray) -> dict[str, Any]:
     if not text.strip():
         _refuse(f"the body is empty; send a JSON object such as {EXAMPLE}", "empty_body")
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+        # A number that is cut stays far outside every field's range, so that the field's own check refuses it by name.
+        value = json.loads(text, object_pairs_hook=_unique, parse_int=lambda digits: int(digits[:MAX_INT_DIGITS]))
     except json.JSONDecodeError as error:
         _refuse(f"the body is not JSON: {error}; send an object such as {EXAMPLE}")
     except RecursionError:
@@ -100,13 +101,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise RequestError(f"the field {_quote(twice)} is there more than once", twice[:100], "duplicate_field")
+        raise RequestError(f"the field {show(twice)} is there more than once", twice[:100], "duplicate_field")
     return fields
-
-
-def _integer(digits: str) -> int:
-    # Cutting keeps it far outside every field's range, so that the field's own check refuses it by name.
-    return int(digits[:MAX_INT_DIGITS])
 
 
 def _from_form(entry: Mapping[str, Any], content_length: int | None) -> bytes:
@@ -114,7 +110,7 @@ def _from_form(entry: Mapping[str, Any], content_length: int | None) -> bytes:
     follows the last "&" is lost unless it has a "=" as well, percent escapes are decoded, and of a name that comes
     twice one stays: all of these show in the length. Only a "+" that became a blank does not."""
     if not next(iter(entry)).lstrip().startswith(("{", "[")):
-        names = ", ".join(_quote(name) for name in list(entry)[:5])
+        names = ", ".join(show(name) for name in list(entry)[:5])
         _refuse(f"the body is a form with the fields {names}; send a JSON object such as {EXAMPLE}", "form")
     pieces = []
     for name, value in entry.items():
@@ -124,10 +120,6 @@ def _from_form(entry: Mapping[str, Any], content_length: int | None) -> bytes:
     if content_length is not None and len(text) != content_length:
         _refuse(f"the body was sent as a form (what curl -d does), which changed it on the way; {_BETTER}", "form")
     return text
-
-
-def _quote(name: str) -> str:
-    return repr(name if len(name) <= 60 else name[:57] + "...")
 
 
 def _refuse(message: str, code: str = "invalid_json") -> NoReturn:

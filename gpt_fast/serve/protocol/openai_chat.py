@@ -13,15 +13,9 @@ from gpt_fast.errors import RequestError
 from gpt_fast.fields import check_values, texts_of, values_in
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
 from gpt_fast.params import MAX_STOP_STRINGS
-from gpt_fast.serve.protocol.openai_common import (
-    OpenAIContext,
-    OpenAIRequest,
-    check_count,
-    check_length,
-    finite,
-    token_bytes,
-)
-from gpt_fast.serve.protocol.openai_fields import CHAT, read_params, read_request, require
+from gpt_fast.serve.protocol.openai_common import OpenAIContext, OpenAIRequest, choice_of
+from gpt_fast.serve.protocol.openai_fields import CHAT, read_request
+from gpt_fast.serve.protocol.request import SAMPLING, read_sampling, require
 from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, encode_chat, special_names
 
 _OF_TEMPLATE = frozenset(
@@ -36,35 +30,25 @@ class ChatRequest(OpenAIRequest):
     _object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
-    def __init__(self, *facts: Any) -> None:
-        super().__init__(*facts)
-        self._begun: set[int] = set()
-
-    def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        chunks = []
-        if index not in self._begun:
-            self._begun.add(index)
-            chunks.append(_chunk(index, {"role": "assistant", "content": ""}))
+    def _chunks(self, index: int, delta: Delta, first: bool) -> list[dict[str, Any]]:
+        chunks = [choice_of(index, {"delta": {"role": "assistant", "content": ""}})] if first else []
         if delta.text or delta.logprobs:
             # A token's text may come later than its log probability: half characters wait for their other half.
-            logprobs = self._logprobs(delta.logprobs) if self._wants_logprobs else None
-            chunks.append(_chunk(index, {"content": delta.text}, logprobs))
+            chunks.append(choice_of(index, {"delta": {"content": delta.text}}, self._logprobs(delta.logprobs)))
         if delta.finish_reason is not None:
-            chunks.append(_chunk(index, {}, None, delta.finish_reason))
+            chunks.append(choice_of(index, {"delta": {}}, None, delta.finish_reason))
         return chunks
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        logprobs = self._logprobs(completion.logprobs or ()) if self._wants_logprobs else None
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": logprobs,
-            "finish_reason": completion.finish_reason,
-        }
+        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        logprobs = self._logprobs(completion.logprobs or ())
+        return choice_of(index, {"message": message}, logprobs, completion.finish_reason)
 
-    def _logprobs(self, entries: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+    def _logprobs(self, entries: tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
+        if self.params.logprobs is None:
+            return None
         content = []
-        for entry in map(finite, entries):
+        for entry in entries:
             top = [self._token(token, logprob) for token, logprob in entry.top]
             content.append(self._token(entry.token, entry.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
@@ -72,51 +56,28 @@ class ChatRequest(OpenAIRequest):
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._token_name(token).decode(errors="replace")
         # A special token has no bytes, so that the bytes of all tokens joined are the text.
-        return {"token": name, "logprob": logprob, "bytes": list(token_bytes(self.context.tokenizer, token) or b"")}
+        return {"token": name, "logprob": self._finite(logprob), "bytes": list(self._token_bytes(token) or b"")}
 
 
 def parse_chat(body: Mapping[str, Any], context: OpenAIContext) -> ChatRequest:
     """``body``, understood. Raises RequestError naming the field that is wrong as a path: messages.0.content."""
-    given = read_request(body, CHAT, context.models)
+    given = read_request(body, CHAT, context)
     messages = require(given, "messages")
-    if "max_tokens" in given and "max_completion_tokens" in given:
-        message = "max_completion_tokens and max_tokens are the same field; give one of them"
-        raise RequestError(message, "max_completion_tokens")
     wanted, num_top = given.get("logprobs", False), given.get("top_logprobs", 0)
     if num_top and not wanted:
         raise RequestError('top_logprobs needs "logprobs": true', "top_logprobs")
-    asked_as = "max_tokens" if "max_tokens" in given else "max_completion_tokens"
-    params = read_params(
-        given,
-        None,
-        context.default_temperature,
-        max_tokens=given.get(asked_as),
-        logprobs=num_top if wanted else None,
-        **({"stop": _fallback_stops(given)} if context.template is None else {}),
-    )
+    if context.template is None:
+        stops = SAMPLING["stop"](given.get("stop", ()), "stop")
+        given["stop"] = [*stops, *FALLBACK_STOPS][:MAX_STOP_STRINGS]  # as many as fit beside the client's own
+    params = read_sampling(given, None, logprobs=num_top if wanted else None)
     variables = _variables(given, context)
     if context.tokenizer is None:
         raise RequestError("this checkpoint has no tokenizer; POST v1/completions takes token ids", "messages")
     generate = given.get("add_generation_prompt", True)
     prompt = encode_chat(context.template, context.tokenizer, messages, generate, variables)
-    check_length(prompt, params.max_tokens if asked_as in given else None, context, "messages", asked_as)
-    check_count(1, params.n, context, "messages")
+    context.check_length(prompt, given, params, "messages")
+    context.check_count(1, params.n, "messages")
     return ChatRequest(given, (prompt,), params, context)
-
-
-def _chunk(
-    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _fallback_stops(given: Mapping[str, Any]) -> Any:
-    stop = given.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list):
-        return stop  # refused where all stops are checked
-    # As many as fit beside the client's own; if those are too many already, the refusal must say so.
-    return [*stop, *FALLBACK_STOPS][: max(MAX_STOP_STRINGS, len(stop))]
 
 
 def _variables(given: Mapping[str, Any], context: OpenAIContext) -> Mapping[str, Any]:

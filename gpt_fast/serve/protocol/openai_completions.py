@@ -13,25 +13,24 @@ from typing import Any
 
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
-from gpt_fast.serve.protocol.openai_common import OpenAIContext, OpenAIRequest, check_count, check_length, finite
-from gpt_fast.serve.protocol.openai_fields import COMPLETION, read_params, read_request, require
+from gpt_fast.serve.protocol.openai_common import OpenAIContext, OpenAIRequest, choice_of
+from gpt_fast.serve.protocol.openai_fields import COMPLETION, read_request
+from gpt_fast.serve.protocol.request import Prompt, read_sampling, require
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI documents it
-Prompt = str | list[int]
 
 
 class CompletionRequest(OpenAIRequest):
     """A completion request that is understood. ``echoes``: what is put in front of each prompt's completions."""
 
     _prefix = "cmpl-"
-    _object = "text_completion"
-    _chunk_object = "text_completion"
+    _object = _chunk_object = "text_completion"
 
-    def __init__(self, *facts: Any, echoes: Sequence[str] | None, scores_only: bool) -> None:
+    def __init__(self, *facts: Any, echoes: Sequence[str], scores_only: bool) -> None:
         super().__init__(*facts)
         self._echoes, self._scores_only = echoes, scores_only
-        self._streamed: dict[int, _Offsets | None] = {}  # the sequences that have begun
+        self._offsets: dict[int, _Offsets] = {}  # by sequence
 
     def write_delta(self, index: int, delta: Delta) -> str:
         if self._scores_only:
@@ -42,63 +41,55 @@ class CompletionRequest(OpenAIRequest):
 
     def write_end(self, completions: Sequence[Completion]) -> str:
         if self._scores_only:  # one token was generated all the same: the engine ends a request with a token
-            nothing: dict[str, Any] = {"text": "", "token_ids": (), "finish_reason": "length"}
-            nothing["logprobs"] = None if self.params.logprobs is None else ()
+            nothing: dict[str, Any] = {"text": "", "token_ids": (), "finish_reason": "length", "logprobs": None}
             completions = [dataclasses.replace(completion, **nothing) for completion in completions]
         return super().write_end(completions)
 
-    def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        text = delta.text
-        if index not in self._streamed:
-            text = self._echo(index) + text
-            self._streamed[index] = self._offsets(index) if self._wants_logprobs else None
+    def _chunks(self, index: int, delta: Delta, first: bool) -> list[dict[str, Any]]:
+        text = (self._echo(index) if first else "") + delta.text
         if not (text or delta.logprobs or delta.finish_reason):
             return []
-        offsets = self._streamed[index]
-        logprobs = None if offsets is None else self._logprobs(offsets, delta.logprobs)
-        return [_choice(index, text, logprobs, delta.finish_reason)]
+        logprobs = self._logprobs(index, delta.logprobs)
+        return [choice_of(index, {"text": text}, logprobs, delta.finish_reason)]
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        echo = self._echo(index)
-        logprobs = None
-        if self._wants_logprobs:
-            logprobs = self._logprobs(self._offsets(index), completion.logprobs or ())
-            if completion.prompt_logprobs is not None:
-                front = self._prompt_logprobs(index, completion.prompt_logprobs, len(echo))
-                logprobs = {name: front[name] + logprobs[name] for name in front}
-        return _choice(index, echo + completion.text, logprobs, completion.finish_reason)
+        logprobs = self._logprobs(index, completion.logprobs or ())
+        if logprobs is not None and completion.prompt_logprobs is not None:
+            front = self._prompt_logprobs(index, completion.prompt_logprobs)
+            logprobs = {name: front[name] + logprobs[name] for name in front}
+        return choice_of(index, {"text": self._echo(index) + completion.text}, logprobs, completion.finish_reason)
 
     def _prompt(self, index: int) -> list[int]:
         return self.prompts[index // self.params.n]
 
     def _echo(self, index: int) -> str:
-        return self._echoes[index // self.params.n] if self._echoes is not None else ""
+        return self._echoes[index // self.params.n]
 
-    def _offsets(self, index: int) -> _Offsets:
-        return _Offsets(self.context.tokenizer, self._prompt(index), len(self._echo(index)))
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]] | None:
+        """Of the next tokens of sequence ``index``."""
+        if self.params.logprobs is None:
+            return None
+        if index not in self._offsets:
+            self._offsets[index] = _Offsets(self.context.tokenizer, self._prompt(index), len(self._echo(index)))
+        return self._lists(self._offsets[index], entries)
 
-    def _prompt_logprobs(
-        self, index: int, entries: Sequence[TokenLogprobs | None], length: int
-    ) -> dict[str, list[Any]]:
-        offsets = _Offsets(self.context.tokenizer, (), 0, length)
-        prompt = self._prompt(index)
+    def _prompt_logprobs(self, index: int, entries: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
         # Nothing predicts the first token; it has a place in the lists, and null for its numbers.
-        known = [entry or TokenLogprobs(prompt[i], 0.0) for i, entry in enumerate(entries)]
-        lists = self._logprobs(offsets, known)
-        for i, entry in enumerate(entries):
-            if entry is None:
-                lists["token_logprobs"][i] = lists["top_logprobs"][i] = None
+        first = TokenLogprobs(self._prompt(index)[0], 0.0)
+        lists = self._lists(_Offsets(self.context.tokenizer, (), 0), [entry or first for entry in entries])
+        lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
+        lists["text_offset"] = [min(offset, len(self._echo(index))) for offset in lists["text_offset"]]
         return lists
 
-    def _logprobs(self, offsets: _Offsets, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+    def _lists(self, offsets: _Offsets, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for entry in map(finite, entries):
+        for entry in entries:
             name = self._name(entry.token)
             top: dict[str, float] = {}
             for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-                top.setdefault(self._name(token), logprob)  # likeliest first: of equal names, that one
+                top.setdefault(self._name(token), self._finite(logprob))  # likeliest first: of equal names, that one
             lists["tokens"].append(name)
-            lists["token_logprobs"].append(entry.logprob)
+            lists["token_logprobs"].append(self._finite(entry.logprob))
             lists["top_logprobs"].append(top)
             lists["text_offset"].append(offsets.push(entry.token))
         return lists
@@ -113,50 +104,38 @@ class CompletionRequest(OpenAIRequest):
 
 
 class _Offsets:
-    """Where each token begins in a text that starts behind ``prompt`` and counts from ``start``, at most ``end``."""
+    """Where each token begins in a text that starts behind ``prompt`` and counts from ``start``."""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], start: int, end: int | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], start: int) -> None:
         self._stream = IncrementalDetokenizer(tokenizer, prompt)
         self._next = start
-        self._end = end
 
     def push(self, token: int) -> int:
         offset = self._next
         self._next += len(self._stream.push(token))
-        return offset if self._end is None else min(offset, self._end)
+        return offset
 
 
 def parse_completion(body: Mapping[str, Any], context: OpenAIContext) -> CompletionRequest:
     """``body``, understood. Raises RequestError naming the field that is wrong."""
-    given = read_request(body, COMPLETION, context.models)
+    given = read_request(body, COMPLETION, context)
     prompts = require(given, "prompt")
-    echo = given.get("echo", False)
-    num_new = given.get("max_tokens")
-    scores_only = num_new == 0 and not isinstance(num_new, bool)
+    echo, logprobs = given.get("echo", False), given.get("logprobs")
+    scores_only = given.get("max_tokens") == 0 and not isinstance(given["max_tokens"], bool)
     if scores_only and not echo:
         raise RequestError("max_tokens 0 needs echo: there would be no answer", "max_tokens")
-    logprobs = given.get("logprobs")
+    if scores_only:
+        given["max_tokens"] = 1  # the engine ends a request with a token
     if echo and given.get("stream") and logprobs is not None:
         message = "echo with logprobs cannot be streamed; the prompt's log probabilities come with the whole answer"
         raise RequestError(message, "stream", "unsupported_value")
-    params = read_params(
-        given,
-        DEFAULT_MAX_TOKENS,
-        context.default_temperature,
-        max_tokens=1 if scores_only else num_new,
-        prompt_logprobs=logprobs if echo else None,
-    )
-    check_count(len(prompts), params.n, context, "prompt")
-    echoes = [_text(prompt, context) for prompt in prompts] if echo else None
+    params = read_sampling(given, DEFAULT_MAX_TOKENS, prompt_logprobs=logprobs if echo else None)
+    context.check_count(len(prompts), params.n, "prompt")
+    echoes = [_text(prompt, context) if echo else "" for prompt in prompts]
     encoded = [_encode(prompt, context) for prompt in prompts]
     for i, ids in enumerate(encoded):
-        path = "prompt" if len(prompts) == 1 else f"prompt.{i}"
-        check_length(ids, params.max_tokens if num_new else None, context, path, "max_tokens")
+        context.check_length(ids, given, params, "prompt" if len(prompts) == 1 else f"prompt.{i}")
     return CompletionRequest(given, encoded, params, context, echoes=echoes, scores_only=scores_only)
-
-
-def _choice(index: int, text: str, logprobs: dict[str, list[Any]] | None, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _encode(prompt: Prompt, context: OpenAIContext) -> list[int]:
@@ -172,5 +151,4 @@ def _text(prompt: Prompt, context: OpenAIContext) -> str:
         return prompt
     if context.tokenizer is None:
         raise RequestError("echo needs a tokenizer, and this checkpoint has none", "echo")
-    size = context.tokenizer.vocab_size
-    return context.tokenizer.decode([token for token in prompt if token < size])
+    return context.tokenizer.decode([token for token in prompt if token < context.tokenizer.vocab_size])

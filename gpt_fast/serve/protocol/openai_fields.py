@@ -1,8 +1,8 @@
 """The fields of OpenAI's requests: what each one means here, and what is refused by name.
 
-Three kinds. Those with an effect become SamplingParams or steer the answer's form. Those that could not change an
-answer of this server are accepted in silence (``WITHOUT_EFFECT``). Those that would change it, but are not supported,
-are refused unless they ask for what happens anyway (``UNSUPPORTED``).
+Fields with an effect become SamplingParams or steer the answer's form. Those that could not change an answer of this
+server are accepted in silence (``WITHOUT_EFFECT``). Those that would change it are refused unless they ask for what
+happens anyway (``UNSUPPORTED``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpt_fast.errors import RequestError
-from gpt_fast.fields import Kind, OneOf, Struct, Text, Whole, flag, json_object, refuse, show
-from gpt_fast.params import GRAMMARS, MAX_LOGPROBS, SamplingParams
-from gpt_fast.serve.protocol.request import SAMPLING, as_given, read_fields, read_prompt, read_sampling
+from gpt_fast.fields import Kind, OneOf, Struct, Text, Whole, as_given, flag, json_object, refuse, show
+from gpt_fast.params import MAX_LOGPROBS
+from gpt_fast.serve.protocol.openai_common import OpenAIContext
+from gpt_fast.serve.protocol.request import SAMPLING, Prompt, read_fields, read_prompt, require
 
 # Notes about the caller, and hints to OpenAI's cache of prompts; the cache here finds common prefixes without them.
 WITHOUT_EFFECT = frozenset(
@@ -23,37 +24,24 @@ WITHOUT_EFFECT = frozenset(
 
 # Field: the values besides null that ask for what happens anyway. read_request checks best_of.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    **dict.fromkeys(("best_of", "audio", "prediction", "web_search_options", "moderation"), ()),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "best_of": (),
     "suffix": ("",),
-    "audio": (),
     "modalities": (["text"],),
-    "prediction": (),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "web_search_options": (),
-    "moderation": (),
     # vLLM's
-    "prompt_logprobs": (),
-    "use_beam_search": (False,),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("prompt_logprobs", "chat_template"), ()),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "continue_final_message"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     "length_penalty": (1, 1.0),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "continue_final_message": (False,),
-    "chat_template": (),
     "documents": ([],),
     "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
 }
 _INSTEAD = {
     "best_of": "only best_of equal to n is possible",
@@ -66,43 +54,21 @@ _INSTEAD = {
 }
 
 
-def read_request(body: Mapping[str, Any], kinds: Mapping[str, Kind], models: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of ``body``, checked by ``kinds`` (COMPLETION or CHAT), and by the rules about several fields. Raises
-    RequestError naming the field; 404 for a model that is not one of ``models``."""
+def read_request(body: Mapping[str, Any], kinds: Mapping[str, Kind], context: OpenAIContext) -> dict[str, Any]:
+    """The fields of ``body``, checked by ``kinds`` (COMPLETION or CHAT) and by the rules about several fields. Raises
+    RequestError naming the field; 404 for a model that is not served."""
     given = read_fields(body, kinds, "unknown_parameter")
     model = require(given, "model")
-    if model not in models:
-        message = f"the model {show(model)} does not exist here; served: {', '.join(map(repr, models))}"
+    if model not in context.models:
+        message = f"the model {show(model)} does not exist here; served: {', '.join(map(repr, context.models))}"
         raise RequestError(message, "model", "model_not_found", 404)
     best_of = given.get("best_of")
     if best_of is not None and (isinstance(best_of, bool) or best_of != given.get("n", 1)):
         raise RequestError(f"best_of is not supported: {_INSTEAD['best_of']}", "best_of", "unsupported_parameter")
     if "stream_options" in given and not given.get("stream"):
         raise RequestError('stream_options is only allowed with "stream": true', "stream_options")
+    given.setdefault("temperature", context.default_temperature)
     return given
-
-
-def require(given: Mapping[str, Any], name: str) -> Any:
-    """The field's value. Raises RequestError if it is absent or null."""
-    if name not in given:
-        raise RequestError(f"{name} is missing", name, "missing_required_parameter")
-    return given[name]
-
-
-def read_params(
-    given: Mapping[str, Any], default_max_tokens: int | None, default_temperature: float | None, **values: Any
-) -> SamplingParams:
-    """Sampling as ``given`` asks for it; ``values``: what the two endpoints spell in different ways. The defaults are
-    for requests that do not say. Raises RequestError, naming the field as the client wrote it."""
-    # OpenAI documents 1; a checkpoint with a default temperature knows better.
-    default = 1.0 if default_temperature is None else default_temperature
-    values["temperature"] = given.get("temperature", default)
-    schema = given.get("response_format")
-    if schema is not None:
-        if other := next((name for name in GRAMMARS if name in given), None):
-            raise RequestError(f"response_format and {other} exclude each other", other)
-        values["json_schema"] = schema
-    return read_sampling(given, default_max_tokens, **values)
 
 
 # ---- kinds of fields ------------------------------------------------------------------------------------------------
@@ -147,13 +113,12 @@ def _messages(value: Any, name: str) -> list[dict[str, str]]:
         refuse(name, "a list of messages", value, "invalid_type")
     if not value:
         raise RequestError(f"{name} is empty; give at least one message", name)
-    return [_message(message, f"{name}.{i}") for i, message in enumerate(value)]
+    read = (_MESSAGE(message, f"{name}.{i}") for i, message in enumerate(value))
+    return [{key: text for key, text in message.items() if text is not None} for message in read]
 
 
-def _message(value: Any, name: str) -> dict[str, str]:
-    read = _MESSAGE(value, name)
-    read["role"] = _ROLES[read["role"]]
-    return {key: text for key, text in read.items() if text is not None}
+def _role(value: Any, name: str) -> str:
+    return _ROLES[OneOf(tuple(_ROLES))(value, name)]
 
 
 def _content(value: Any, name: str) -> str:
@@ -174,7 +139,7 @@ def _part(value: Any, name: str) -> str:
     return _TEXT(value.get("text"), f"{name}.text")
 
 
-def _prompts(value: Any, name: str) -> list[str | list[int]]:
+def _prompts(value: Any, name: str) -> list[Prompt]:
     several = isinstance(value, list) and value and isinstance(value[0], (str, list))
     return [read_prompt(one, f"{name}.{i}") for i, one in enumerate(value)] if several else [read_prompt(value, name)]
 
@@ -185,16 +150,15 @@ _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"de
 _LABEL = re.compile(r"[^\s<|\\/>]{1,64}")  # OpenAI's rule for a participant's name
 _MESSAGE = Struct(
     {
-        **{"role": OneOf(tuple(_ROLES)), "content": _content},
+        **{"role": _role, "content": _content},
         **dict.fromkeys(("name", "tool_call_id"), _label),  # short labels that templates may print
         # What OpenAI's own answers contain, so that one can be sent back as it came, as long as nothing is in it.
         **dict.fromkeys(("refusal", "annotations", "audio", "tool_calls", "function_call"), _must_be_empty),
     },
     needed=("role", "content"),
 )
-_STREAM_OPTIONS = Struct(
-    {"include_usage": flag, "continuous_usage_stats": flag, "include_obfuscation": _must_be_empty}  # the second: vLLM's
-)
+# The second one is vLLM's.
+_STREAM_OPTIONS = {"include_usage": flag, "continuous_usage_stats": flag, "include_obfuscation": _must_be_empty}
 # SamplingParams checks those of its fields that have its names: OpenAI's, vLLM's and our own.
 _BOTH: dict[str, Kind] = {
     **dict.fromkeys(SAMPLING, as_given),
@@ -203,7 +167,7 @@ _BOTH: dict[str, Kind] = {
     "best_of": as_given,
     "model": _TEXT,
     "stream": flag,
-    "stream_options": _STREAM_OPTIONS,
+    "stream_options": Struct(_STREAM_OPTIONS),
     "response_format": _response_format,
 }
 COMPLETION = _BOTH | {"prompt": _prompts, "echo": flag}

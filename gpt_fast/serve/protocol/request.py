@@ -1,73 +1,62 @@
-"""What the wire protocols share: a request that is understood, and the reading of its fields. No torch, no HTTP here.
-
-A protocol makes a :class:`WireRequest` of each HTTP request. The server gives ``sequences`` to the engine, hands every
-delta back to :meth:`WireRequest.write_delta` and sends what it returns.
-"""
+"""What the wire protocols share: requests that are understood, the reading of their fields, errors. No torch here."""
 
 from __future__ import annotations
 
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from gpt_fast.errors import RequestError
 from gpt_fast.fields import Kind, Text, kinds_of, refuse, unknown
 from gpt_fast.outputs import Completion, Delta
-from gpt_fast.params import SamplingParams
+from gpt_fast.params import GRAMMARS, SamplingParams
 
+JSON_TYPE = "application/json"
 SAMPLING = kinds_of(SamplingParams)
 # A field of SamplingParams, or of the prompt: the names under which the protocols know it.
-_WRITTEN = {
+WRITTEN = {
     "max_tokens": ("max_tokens", "max_completion_tokens", "max_new_tokens"),
     "json_schema": ("json_schema", "response_format"),
     "logprobs": ("top_logprobs", "logprobs"),
     "prompt_logprobs": ("prompt_logprobs", "logprobs"),
     "prompt": ("prompt", "messages"),
 }
+Prompt = str | list[int]  # text, or token ids as they are
 
 
-class Page(NamedTuple):
-    """An answer that needs no model."""
+class Piece(NamedTuple):
+    """The next part of an answer. ``plain``: it is the first and the last, so the answer was never a stream."""
 
+    text: str
     content_type: str
-    body: str
+    last: bool = True
+    plain: bool = True
 
 
-@dataclass(frozen=True)
-class SequenceRequest:
-    """One sequence for the engine. ``prompt``: text, or token ids as they are."""
+class WireRequest(ABC):
+    """One HTTP request that is understood: the prompts for the engine, and how its answer is written.
 
-    prompt: str | list[int]
-    params: SamplingParams
+    ``given``: the fields as the client wrote them. Each prompt has ``params.n`` sequences. They are numbered: those of
+    the first prompt, then those of the second. ``stream``: the answer goes out piece by piece."""
 
+    _stream_type: str  # content type
 
-class WireRequest(Protocol):
-    """One HTTP request that is understood: what to generate, and how its answer is written."""
+    def __init__(self, given: dict[str, Any], prompts: Sequence[Prompt], params: SamplingParams, stream: bool) -> None:
+        self.given, self.prompts, self.params, self.stream = given, prompts, params, stream
+        self.content_type = self._stream_type if stream else JSON_TYPE
 
-    @property
-    def sequences(self) -> tuple[SequenceRequest, ...]: ...  # params.n > 1 stands for that many in a row
-    @property
-    def stream(self) -> bool: ...  # the answer goes out piece by piece
-    @property
-    def content_type(self) -> str: ...  # of the answer, streamed or not
-
-    def as_written(self, error: RequestError) -> RequestError:
-        """``error`` of the engine about a sequence, its field named as the client wrote it."""
-
+    @abstractmethod
     def write_delta(self, index: int, delta: Delta) -> str:
-        """What to send, streaming, when sequence ``index`` has something new (its last delta has the completion);
-        empty to send nothing."""
+        """What to send, streaming, when sequence ``index`` has something new; may be empty."""
 
+    @abstractmethod
     def write_end(self, completions: Sequence[Completion]) -> str:
         """What to send when all sequences have ended: streaming, the closing words; else the whole answer."""
 
+    @abstractmethod
     def write_error(self, error: RequestError) -> str:
         """What to send, streaming, when the answer cannot go on after its status has been sent."""
-
-
-def as_given(value: Any, name: str) -> Any:
-    """The kind of a field that something else checks: SamplingParams, or a rule about several fields."""
-    return value
 
 
 def read_fields(body: Mapping[str, Any], kinds: Mapping[str, Kind], code: str, hint: str = "") -> dict[str, Any]:
@@ -79,13 +68,29 @@ def read_fields(body: Mapping[str, Any], kinds: Mapping[str, Kind], code: str, h
     return {name: kinds[name](value, name) for name, value in body.items() if value is not None}
 
 
+def require(given: Mapping[str, Any], name: str, code: str = "missing_required_parameter") -> Any:
+    """The field's value. Raises RequestError if it is absent or null."""
+    if name not in given:
+        raise RequestError(f"{name} is missing", name, code)
+    return given[name]
+
+
 def read_sampling(given: Mapping[str, Any], default_max_tokens: int | None, **values: Any) -> SamplingParams:
-    """Sampling as the fields ``given`` ask for it; ``values`` are those that the protocol spells in its own way. Where
-    ``max_tokens`` is None, ``default_max_tokens`` applies, raised to the request's ``min_tokens``. Raises RequestError,
-    naming the field as the client wrote it."""
+    """Sampling as the fields ``given`` ask for it; ``values`` take the place of fields. Without a number of tokens to
+    generate, ``default_max_tokens`` applies, raised to ``min_tokens``. Raises RequestError, naming the field as the
+    client wrote it."""
+    names = [name for name in WRITTEN["max_tokens"] if name in given]
+    if len(names) > 1:
+        raise RequestError(f"{names[1]} and {names[0]} are the same field; give one of them", names[1])
     values = {name: given[name] for name in SAMPLING if name in given} | values
-    if values.get("max_tokens") is None and default_max_tokens is not None:
-        values["max_tokens"] = max(default_max_tokens, SAMPLING["min_tokens"](given.get("min_tokens", 0), "min_tokens"))
+    most = given[names[0]] if names else default_max_tokens
+    if not names and most is not None:
+        most = max(most, SAMPLING["min_tokens"](given.get("min_tokens", 0), "min_tokens"))
+    values["max_tokens"] = most
+    if given.get("response_format") is not None:
+        if other := next((name for name in GRAMMARS if name in given), None):
+            raise RequestError(f"response_format and {other} exclude each other", other)
+        values["json_schema"] = given["response_format"]
     try:
         return SamplingParams(**values)
     except RequestError as error:
@@ -94,15 +99,15 @@ def read_sampling(given: Mapping[str, Any], default_max_tokens: int | None, **va
 
 def as_written(error: RequestError, given: Mapping[str, Any]) -> RequestError:
     """``error`` about a field of SamplingParams or the prompt, with the field named as the client wrote it."""
-    param = error.param
-    written = next((name for name in _WRITTEN.get(param or "", ()) if name in given), param)
-    if param is None or written is None or written == param:
+    param = error.param or ""
+    written = next((name for name in WRITTEN.get(param, ()) if name in given), param)
+    if written == param:
         return error
     message = written + error.message[len(param) :] if error.message.startswith(param) else error.message
     return RequestError(message, written, error.code, error.status, error.retry_after_s)
 
 
-def read_prompt(value: Any, name: str) -> str | list[int]:
+def read_prompt(value: Any, name: str) -> Prompt:
     """The kind of a prompt: a string or a list of token ids."""
     if isinstance(value, str):
         return Text()(value, name)
@@ -116,3 +121,17 @@ def read_prompt(value: Any, name: str) -> str | list[int]:
         if not 0 <= token < 2**31:
             raise RequestError(f"{name}.{i} is no token id: it is negative or too large", f"{name}.{i}")
     return value
+
+
+def token_counts(num_prompt: int, num_new: int) -> dict[str, Any]:
+    """The fields of ``usage`` that every answer has."""
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+
+def error_body(error: RequestError) -> str:
+    """What a refused or failed request is answered with. ASCII, so that whatever it quotes can be sent."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    body: dict[str, Any] = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    if error.retry_after_s is not None:
+        body["retry_after"] = error.retry_after_s
+    return json.dumps({"error": body}) + "\n"

@@ -1,5 +1,5 @@
-// Weights from rows to the tiles that the kernels stream (packing.py describes them and is the plain twin): a transpose
-// of R rows at a time, in units of 2 bytes (bfloat16) or 4 (a float32, four int8, eight int4).
+// Weights from rows to the tiles that the kernels stream (packing.py describes them): a transpose of R rows at a time,
+// in units of 2 bytes (bfloat16) or 4 (a float32, four int8, eight int4). Rows that the last tile lacks become zeros.
 #pragma once
 
 #include "common.h"

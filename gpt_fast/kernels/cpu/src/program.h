@@ -30,22 +30,24 @@ enum OpCode : int64_t {
     kRows
 };
 
-// Built by Python (program.py): 8 bytes a field, in this order. What an operation does not name is zero.
+// Built by Python, which reads here what fields this struct and those around it have (program.py): int64_t, double, a
+// struct or pointers, whole lines, 8 bytes each. Numbers have the names that model/description.py gives them. What an
+// operation does not name is zero.
 struct Op {
     int64_t code;
     int64_t x, out, add;  // buffers; add: -1 for none
     int64_t width;        // columns of x that count: of a norm, a gated activation's inner width, inputs of a product
-    int64_t column;       // product: first column of out
     int64_t quantize;     // also round the rows that this makes (norm, activation), or first those it takes (product)
     int64_t kind;         // norm: 0 rms, 1 layer; activation: Activation
     int64_t gated;
     const float* weight;  // norms
     const float* bias;
     double eps, scale, cap;
-    Linear linear;
+    const Linear* pieces;  // product: their outputs stand side by side
+    int64_t num_pieces;
     Embedding table;
     int64_t position_offset;
-    int64_t heads, kv_heads, head_dim, padded_dim, rotary, rope, window;
+    int64_t num_heads, num_kv_heads, head_dim, padded_dim, rotary, rope, window;
     int64_t norm_rows;  // the norm of queries and keys: 0 of each head, 1 of all heads together
     const float* q_norm;
     const float* k_norm;
@@ -110,8 +112,8 @@ public:
         for (int64_t i = 0; i < p.num_ops; ++i) {
             const Op& op = p.ops[i];
             if (op.code == kAttention)
-                scratch = std::max(scratch, 4 * attention_scratch(threads, s.slots, s.longest, op.heads, op.kv_heads,
-                                                                  op.padded_dim));
+                scratch = std::max(scratch, 4 * attention_scratch(threads, s.slots, s.longest, op.num_heads,
+                                                                  op.num_kv_heads, op.padded_dim));
             if (op.code == kExperts) scratch = std::max(scratch, experts_of(op).num_bytes(n));
         }
         shared = take(scratch);
@@ -126,8 +128,8 @@ public:
     static int64_t phases(const Program& program) {
         int64_t count = 0;
         for (int64_t i = 0; i < program.num_ops; ++i) {
-            const int64_t code = program.ops[i].code;
-            count += code == kProduct ? 2 : code == kAttention ? 3 : code == kExperts ? 6 : 1;
+            const Op& op = program.ops[i];
+            count += op.code == kProduct ? 1 + op.num_pieces : op.code == kAttention ? 3 : op.code == kExperts ? 6 : 1;
         }
         return count;
     }
@@ -201,16 +203,20 @@ private:
     void run_product(Team& team, const Op& op) const {
         const QuantizedRows q = QuantizedRows::in(q_memory, n, op.width);
         if (op.quantize) quantize_rows(team, buffers[op.x], n, op.width, q);
-        product(team, buffers[op.x], n, op.linear, q, buffers[op.out] + op.column,
-                op.add >= 0 ? buffers[op.add] + op.column : nullptr);
-        team.barrier();
+        int64_t column = 0;
+        for (int64_t i = 0; i < op.num_pieces; ++i) {
+            product(team, buffers[op.x], n, op.pieces[i], q, buffers[op.out] + column,
+                    op.add >= 0 ? buffers[op.add] + column : nullptr);
+            team.barrier();
+            column += op.pieces[i].n;
+        }
     }
 
     // Queries and keys normed and rotated in place, keys and values to the cache. Heads whose size is no multiple of 8
     // are filled up with zeros, into `out`.
     template <class Cached>
     void heads(Team& team, const Op& op, Cached*) const {
-        const int64_t d = op.head_dim, padded = op.padded_dim, all = op.heads + op.kv_heads;
+        const int64_t d = op.head_dim, padded = op.padded_dim, all = op.num_heads + op.num_kv_heads;
         auto* k_cache = static_cast<Cached*>(op.k_cache);
         auto* v_cache = static_cast<Cached*>(op.v_cache);
         const float* cos = op.rotary ? s.angles[2 * op.rope] : nullptr;
@@ -220,18 +226,18 @@ private:
         team.share(n, 1, [&](int64_t i, int64_t) {
             float* x = row(op.x, i);
             if (op.q_norm && op.norm_rows) {
-                rms_norm(x, op.q_norm, op.heads * d, eps, x, nullptr);
-                rms_norm(x + op.heads * d, op.k_norm, op.kv_heads * d, eps, x + op.heads * d, nullptr);
+                rms_norm(x, op.q_norm, op.num_heads * d, eps, x, nullptr);
+                rms_norm(x + op.num_heads * d, op.k_norm, op.num_kv_heads * d, eps, x + op.num_heads * d, nullptr);
             }
             for (int64_t head = 0; head < all; ++head) {
                 if (op.q_norm && !op.norm_rows)
-                    rms_norm(x + head * d, head < op.heads ? op.q_norm : op.k_norm, d, eps, x + head * d, nullptr);
+                    rms_norm(x + head * d, head < op.num_heads ? op.q_norm : op.k_norm, d, eps, x + head * d, nullptr);
                 if (half) rope_head(x + head * d, cos + i * half, sin + i * half, half);
             }
-            if (padded != d) x = pad_heads(x, all + op.kv_heads, d, padded, row(op.out, i));
-            const float* keys = x + op.heads * padded;
-            write_row(keys, op.kv_heads, padded, s.write_slots[i], k_cache, op.k_scale);
-            write_row(keys + op.kv_heads * padded, op.kv_heads, padded, s.write_slots[i], v_cache, op.v_scale);
+            if (padded != d) x = pad_heads(x, all + op.num_kv_heads, d, padded, row(op.out, i));
+            const float* keys = x + op.num_heads * padded;
+            write_row(keys, op.num_kv_heads, padded, s.write_slots[i], k_cache, op.k_scale);
+            write_row(keys + op.num_kv_heads * padded, op.num_kv_heads, padded, s.write_slots[i], v_cache, op.v_scale);
         });
         team.barrier();
     }
@@ -240,7 +246,7 @@ private:
     void attend(Team& team, const Op& op, Cached*) const {
         const int64_t past = s.query_start[s.slots];  // tokens from here on only pad the step and belong to nobody
         if (past < n) {
-            const int64_t width = op.heads * op.head_dim;
+            const int64_t width = op.num_heads * op.head_dim;
             team.share(n - past, 1, [&](int64_t i, int64_t) {
                 std::memset(row(op.out, past + i), 0, static_cast<size_t>(width) * sizeof(float));
             });
@@ -259,8 +265,8 @@ private:
                                   s.slots,
                                   s.pages_per_slot,
                                   p.page_size,
-                                  op.heads,
-                                  op.kv_heads,
+                                  op.num_heads,
+                                  op.num_kv_heads,
                                   op.padded_dim,
                                   op.head_dim,
                                   op.window,
