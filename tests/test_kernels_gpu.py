@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantized import dequantized
 from torch import Tensor
 
 from gpt_fast.config import ModelConfig, RopeScaling
@@ -35,7 +36,7 @@ from gpt_fast.model.attention import Scoring, paged_attention_eager, paged_atten
 from gpt_fast.model.rope import rotate
 from gpt_fast.model.transformer import Transformer, rms_norm
 from gpt_fast.quantize.apply import quantize_model
-from gpt_fast.quantize.linear import KINDS, QuantizedLinear
+from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import Scheme, quant_config
 
@@ -135,11 +136,9 @@ def weights(kind: str, n: int, k: int, dtype: torch.dtype, bias: bool = False, s
         return linear.prepare("dense", w.to(dtype), bias=b), w.to(dtype).float()
     name, _, size = kind.partition("-")
     scheme = Scheme(name, int(size or 0))  # type: ignore[arg-type]
-    q = {name: t.to(DEVICE) for name, t in quantize_rows(w.cpu(), scheme).items()}
-    module = KINDS[name](k, n, scheme, None if b is None else torch.nn.Parameter(b), DEVICE)
-    for name, tensor in q.items():
-        module.get_buffer(name).copy_(tensor)
-    return module.gpu_weights(dtype), module.dequantized()
+    module = QuantizedLinear(k, n, scheme, None if b is None else torch.nn.Parameter(b), DEVICE)
+    module.store(0, quantize_rows(w.cpu(), scheme))
+    return module.gpu_weights(dtype), dequantized(module)
 
 
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)

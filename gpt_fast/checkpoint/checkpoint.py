@@ -33,7 +33,6 @@ from gpt_fast.model.transformer import Transformer, weight_bytes
 from gpt_fast.quantize.apply import SchemeOf, quantized_part, swap_layers
 from gpt_fast.quantize.formats import Format, OwnFormat, RoundedFormat, Specs
 from gpt_fast.quantize.hub import HubFormat, parse_header, without_empty_biases
-from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.scheme import METHOD, Scheme, Split, parse_quant_config, quant_config
 from gpt_fast.tokenizer import Tokenizer, load_tokenizer
 
@@ -58,10 +57,7 @@ class Checkpoint:
         self.config, tensors = resolve_tying(config, whole_names(config, open_weights(self.files)))
         self.tensors = unstacked(tensors, (part.source for part in parts(self.config)))
         self.format = self._stored_format()
-        wanted: Specs = {}
-        for part in parts(self.config):
-            wanted |= self.format.tensors(*quantized_part(part, lambda name: self.format.scheme(name, self.config)))
-        check_tensors(wanted, self.tensors, str(directory))
+        check_tensors(self.format.specs(self.config), self.tensors, str(directory))
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
@@ -151,28 +147,21 @@ class Checkpoint:
 
         plan = [_read_by(part, shard, scheme_of) for part in parts(self.config)]
         model = empty_model(config, dtype, device, column_major, lambda m: swap_layers(m, scheme_of, device))
-        targets, layers = dict(model.named_parameters()), dict(model.named_modules())
         total = sum(tensor.num_bytes for tensor in self.tensors.values()) // (shard.num_ranks if shard else 1)
         with progress_bar(total, progress, "loading weights") as report, torch.no_grad():
-            for part, cut, scheme in plan:
-                if scheme is None:
-                    target = targets[part.target][part.start : part.start + part.shape[0]]
-                    cut.of(form.weight(part, self.tensors)).copy_to(target, report)
-                else:
-                    layer = layers[part.target.removesuffix(".weight")]
-                    assert isinstance(layer, QuantizedLinear)
-                    form.fill(layer, part, self.tensors, cut, report)
+            for part, cut in plan:
+                form.load(model, part, self.tensors, cut, report)
         _warn_not_finite(model, str(self.directory))
         return model
 
 
-def _read_by(part: Part, shard: Shard | None, scheme_of: SchemeOf) -> tuple[Part, Cut, Scheme | None]:
-    """``part`` as the model that is built holds it, what is read for it, and its scheme. Raises ConfigError."""
+def _read_by(part: Part, shard: Shard | None, scheme_of: SchemeOf) -> tuple[Part, Cut]:
+    """``part`` as the model that is built holds it, and what is read for it. Raises ConfigError."""
     cut, part = shard.cut(part) if shard else (Cut(), part)
     part, scheme = quantized_part(part, scheme_of)
     if scheme is not None and cut.num_columns > 1 and scheme.padded(part.shape[1]) != part.shape[1]:
         raise ConfigError(f"shard: {part.target} has {part.shape[1]} inputs a rank, no whole groups of {scheme}")
-    return part, cut, scheme
+    return part, cut
 
 
 def whole_names(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
