@@ -14,17 +14,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "Delta", "RequestError", "SamplingParams"]
 
-_HOME = {
-    "LLM": "gpt_fast.llm",
-    "Completion": "gpt_fast.outputs",
-    "Delta": "gpt_fast.outputs",
-    "RequestError": "gpt_fast.errors",
-    "SamplingParams": "gpt_fast.params",
-}
+_HOME = {"LLM": "llm", "Completion": "outputs", "Delta": "outputs", "RequestError": "errors",
+         "SamplingParams": "params"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     # Imported when first used: torch takes seconds, and protocol or client code does without it.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(f"gpt_fast.{_HOME[name]}"), name)

@@ -1,7 +1,4 @@
-"""``gpt-fast``: generate, bench, info, download, convert, quantize, eval and archive from a shell.
-
-Each command is a thin verb over the package.
-"""
+"""``gpt-fast``: generate, bench, info, download, convert, quantize, eval and archive from a shell."""
 
 from __future__ import annotations
 
@@ -18,15 +15,14 @@ COMMANDS = (generate, bench, info, download, convert, quantize, evaluate, archiv
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted."""
-    parser = argparse.ArgumentParser(prog="gpt-fast", description=__doc__.split(": ", 1)[1].splitlines()[0])
+    parser = argparse.ArgumentParser(prog="gpt-fast", description=__doc__.split(": ", 1)[1])
     parser.add_argument("--version", action="version", version=f"gpt-fast {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
     arguments = parser.parse_args(argv)
     try:
-        status: int = arguments.run(arguments)
-        return status
+        return int(arguments.run(arguments))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -37,7 +33,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"gpt-fast {arguments.command}: {error}", file=sys.stderr)
         return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,12 +1,12 @@
 """Frozen dataclasses for everything that is configured, and the one way to build them from outside.
 
-``ModelConfig`` describes a model's mathematics and is read from a checkpoint (families.py), never typed by
-hand. ``EngineConfig`` describes how a model is run; the command line, ``LLM(...)`` and model_config.yaml all
-build it through :func:`from_mapping`, which refuses keys it does not know by name.
+``ModelConfig`` describes a model's mathematics and is read from a checkpoint (families.py). ``EngineConfig`` describes
+how a model is run; the command line, ``LLM(...)`` and model_config.yaml all build it through :func:`from_mapping`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -27,8 +27,7 @@ class RopeScaling:
     sequence once it is longer than ``original_max_seq_len``. ``llama3``: per-frequency interpolation of Llama 3.1
     (``low_freq_factor``, ``high_freq_factor``). ``yarn`` (Peng et al. 2023, arXiv 2309.00071): interpolation between
     ``beta_fast`` and ``beta_slow`` rotations. ``longrope`` (Ding et al. 2024, arXiv 2402.13753): a divisor for each
-    frequency, ``long`` for sequences of more than ``original_max_seq_len`` tokens, else ``short``.
-    """
+    frequency, ``long`` for sequences of more than ``original_max_seq_len`` tokens, else ``short``."""
 
     type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float
@@ -106,14 +105,11 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
+        heads = f"num_attention_heads ({self.num_heads})"
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_attention_heads ({self.num_heads}) is not a multiple of num_key_value_heads ({self.num_kv_heads})"
-            )
+            raise ConfigError(f"{heads} is not a multiple of num_key_value_heads ({self.num_kv_heads})")
         if self.head_dim < 1:
-            raise ConfigError(
-                f"num_attention_heads ({self.num_heads}) is more than hidden_size ({self.dim}): heads would be empty"
-            )
+            raise ConfigError(f"{heads} is more than hidden_size ({self.dim}): heads would be empty")
         if self.rotary % 2:
             what = "head_dim" if self.rotary_dim is None else "rotary_dim"
             raise ConfigError(f"{what} ({self.rotary}) is odd; rotary embeddings need an even one")
@@ -156,49 +152,43 @@ class ModelConfig:
 
 
 DEFAULT_MAX_BATCH = 8
-PREFILL_CHUNKS = {"cpu": 256, "cuda": 512}  # tokens
+PREFILL_CHUNKS = {"cpu": 256, "cuda": 512}  # tokens; beside decodes a quarter of it
 MAX_POSITIONS = 2**30  # tokens; more than any model has, and few enough for every integer that counts them
 
 THREADS = Whole(1, 2**20)  # of these as many run as there are cores: placement.usable_threads
-_FLOATS = ("auto", "float32", "bfloat16", "float16")
+DTYPE = OneOf(("auto", "float32", "bfloat16", "float16"))
 
 
-def _device(value: Any, name: str) -> str:
-    """A device's name, with or without an index."""
-    if isinstance(value, str) and value.split(":")[0] in ("auto", "cpu", "cuda"):
+def device_name(value: Any, name: str) -> str:
+    """``auto``, or a device as torch names it, with or without an index."""
+    if isinstance(value, str) and re.fullmatch("auto|(cpu|cuda)(:(0|[1-9][0-9]?))?", value):
         return value
     refuse(name, "one of auto, cpu, cuda, cuda:N", value)
 
 
-_Device = Annotated[str, _device]
-_Quantize = Annotated[str | None, OneOf(("int8", "int4", "fp8"))]
-_CacheType = Annotated[str, OneOf((*_FLOATS, "int8"))]
 _Positions = Annotated[int | None, Whole(1, MAX_POSITIONS)]
-_Chunk = Annotated[int | None, Whole(1, 2**16)]
-_Share = Annotated[float | None, Real(0.01, 1)]
-_Threads = Annotated[int | None, THREADS]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """How a model is run. Field names are the keyword arguments of ``LLM`` and the keys of model_config.yaml."""
 
-    device: _Device = "auto"  # auto | cpu | cuda | cuda:N
-    dtype: Annotated[str, OneOf(_FLOATS)] = "auto"  # auto | float32 | bfloat16 | float16
-    quantize: _Quantize = None  # int8 | int4 | fp8: round the weights while loading
-    kv_cache_dtype: _CacheType = "auto"  # auto: as the weights | float32 | bfloat16 | float16 | int8
+    device: Annotated[str, device_name] = "auto"  # auto | cpu | cuda | cuda:N
+    dtype: Annotated[str, DTYPE] = "auto"  # auto | float32 | bfloat16 | float16
+    quantize: Annotated[str | None, OneOf(("int8", "int4", "fp8"))] = None  # round the weights to this while loading
+    kv_cache_dtype: Annotated[str, OneOf((*DTYPE.choices, "int8"))] = "auto"  # auto: as the weights
     compile: bool = True  # torch.compile, where the kernels do not run whole steps
     compile_cache: str | None = None  # file that keeps what was compiled; None: in the user's cache folder
     kernels: bool = True  # steps by own kernels, C++ on a CPU, Triton on a GPU; False: by plain torch
     max_seq_len: _Positions = None  # tokens, prompt and completion together; None: the model's, if memory has room
     max_batch: Annotated[int | None, Whole(1, 4096)] = None  # sequences decoded together; None: DEFAULT_MAX_BATCH
     max_waiting: Annotated[int | None, Whole(1, 2**20)] = None  # requests that may queue; None: any number
-    prefill_chunk: _Chunk = None  # prompt tokens per step, a quarter beside decodes; None: 512, on a CPU 256
+    prefill_chunk: Annotated[int | None, Whole(1, 2**16)] = None  # prompt tokens per step; None: see PREFILL_CHUNKS
     page_size: Annotated[int, Whole(1, 4096)] = 16  # tokens per KV-cache page
     num_pages: _Positions = None  # None: room for max_batch sequences of max_seq_len, if memory has it (memory.py)
-    memory_share: _Share = None  # of free memory, for the KV cache at most; None: 0.5 on a CPU, 0.9 on a GPU
+    memory_share: Annotated[float | None, Real(0.01, 1)] = None  # of free memory, for the KV cache; None: see memory.py
     prefix_cache: bool = True
-    threads: _Threads = None  # CPU threads; None: one for a model that fits a cache, else as torch has it
+    threads: Annotated[int | None, THREADS] = None  # on a CPU; None: one for a model that fits a cache, else torch's
 
     def __post_init__(self) -> None:
         try:
@@ -216,14 +206,8 @@ class EngineConfig:
         return self.prefill_chunk or PREFILL_CHUNKS[device_type]
 
 
-def at_least(name: str, value: float, minimum: float) -> None:
-    """Raise ConfigError unless ``value`` >= ``minimum``; NaN is not."""
-    if not value >= minimum:
-        raise ConfigError(f"{name}: {value} is too small, the least is {minimum}")
-
-
 def read_key(kind: Kind, value: object, name: str) -> Any:
-    """``value`` as ``kind`` reads it; ``name`` names the key, and where it stands, in the ConfigError."""
+    """``value`` as ``kind`` reads it. Raises ConfigError with ``name``: the key, and where it stands."""
     try:
         return kind(value, name)
     except RequestError as error:

@@ -24,11 +24,8 @@ class TokenizerMissing(TokenizerError):  # noqa: N818 - absence is a state, not 
 
 
 class RequestError(ValueError):
-    """A request cannot be served as written.
-
-    ``message`` is for the person who wrote it, ``param`` names the field, ``code`` is a stable identifier and
-    ``status`` the HTTP status that says the same. ``retry_after_s``: when trying again makes sense.
-    """
+    """A request cannot be served as written. ``message`` is for the person who wrote it, ``param`` names the field,
+    ``code`` is a stable identifier, ``status`` the HTTP status. ``retry_after_s``: when trying again makes sense."""
 
     def __init__(
         self,
@@ -39,11 +36,8 @@ class RequestError(ValueError):
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code
-        self.status = status
-        self.retry_after_s = retry_after_s
+        self.message, self.param, self.code = message, param, code
+        self.status, self.retry_after_s = status, retry_after_s
 
 
 class EngineError(RuntimeError):

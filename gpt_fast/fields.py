@@ -210,13 +210,18 @@ def check_text(text: str, name: str) -> None:
         raise RequestError(message, name.partition(".")[0], "invalid_text") from None
 
 
-def check_values(value: object, name: str) -> None:
-    """Raise RequestError if ``value`` holds half of a surrogate pair, or an integer of more than 64 bits."""
+def check_values(value: object, name: str) -> tuple[int, int]:
+    """How many values and how many characters ``value`` holds. Raises RequestError if it holds half of a surrogate
+    pair, or an integer of more than 64 bits."""
+    num_values = num_chars = 0
     for item in values_in(value):
+        num_values += 1
         for text in texts_of(item):
             check_text(text, name)
+            num_chars += len(text)
         if isinstance(item, int) and abs(item) >= _INT_LIMIT:
             raise RequestError(f"{name} holds a number of more than 64 bits", name)
+    return num_values, num_chars
 
 
 def unknown(name: str, known: Iterable[str], what: str = "field", where: str = "") -> str:

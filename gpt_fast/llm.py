@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -47,40 +47,39 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """Loads ``checkpoint`` (a Hugging Face directory, opened or not), compiles, warms up; then generates.
+    """Loads ``checkpoint`` (a Hugging Face directory, opened or not), compiles, warms up; then generates. Any number of
+    threads may call its methods: all requests share one batch.
 
     Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`. ``progress`` shows bars on a terminal.
-    Raises ConfigError, CheckpointError or TokenizerError (all ValueError).
-
-    ``generate`` and ``stream`` may be called from several threads: all requests share one batch."""
+    Raises ConfigError, CheckpointError or TokenizerError (all ValueError)."""
 
     def __init__(self, checkpoint: str | Path | Checkpoint, *, progress: bool = False, **options: Any) -> None:
-        self.engine_config = from_mapping(EngineConfig, options, "LLM()")
+        self.engine_config = o = from_mapping(EngineConfig, options, "LLM()")
         begin = time.perf_counter()
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
         self.checkpoint, self.config, self.defaults = opened.directory, opened.config, opened.defaults
-        self.tokenizer = _tokenizer(opened)
-        o = self.engine_config
+        try:
+            self.tokenizer: Tokenizer | None = opened.tokenizer
+        except TokenizerMissing as error:
+            log.warning("%s; until then prompts must be token ids, and completions have no text", error)
+            self.tokenizer = None
         where = choose_placement(self.config, opened.stored_dtype, device=o.device, dtype=o.dtype, kernels=o.kernels)
         self.device, self.dtype = where.device, where.dtype
         check_device(opened.format_for(o.quantize).quant, self.device)
         weight_bytes = opened.num_bytes(self.dtype, o.quantize)
         memory.check_weights(weight_bytes, self.device)
         self._plan_cache(memory.free_bytes(self.device) - weight_bytes)  # refuses what cannot fit before it is read
-        self._loaded: Transformer | Served = opened.build(
+        model = opened.build(
             self.dtype, self.device, quantize=o.quantize, progress=progress, column_major=where.column_major
         )
-        self.load_s = time.perf_counter() - begin
-        self._start()
+        self._start(model, time.perf_counter() - begin)
 
     @classmethod
     def from_model(cls, model: Transformer | Served, *, tokenizer: Tokenizer | None = None, **options: Any) -> LLM:
-        """Serve ``model`` as it is, on its device and in its dtype: random weights, or a model built in memory.
-
-        Without a ``tokenizer`` prompts are token ids and completions have no text. ``options`` are the fields of
-        EngineConfig, except ``device`` and ``dtype``. ``quantize`` changes ``model`` itself, and so do ``kernels``: its
-        linear layers are packed, and it is for inference from then on. Raises ConfigError. There is no
-        ``checkpoint`` attribute."""
+        """Serve a model that was built in memory, on its device and in its dtype. ``options`` are the other fields of
+        EngineConfig. ``quantize`` and ``kernels`` change ``model`` itself: its linear layers are packed, and it is for
+        inference from then on. Without a ``tokenizer`` prompts are token ids and completions have no text. There is no
+        ``checkpoint`` attribute. Raises ConfigError."""
         for name in ("device", "dtype"):
             if name in options:
                 raise ConfigError(f"{name} is the model's own here; leave it out")
@@ -88,58 +87,51 @@ class LLM:
         self.engine_config = from_mapping(EngineConfig, options, "LLM()")
         self.config, self.tokenizer = model.config, tokenizer
         self.defaults = GenerationDefaults((), None, SamplingParams())
-        self.device, self.dtype, self._loaded = model.device, model.dtype, model
+        self.device, self.dtype = model.device, model.dtype
         if self.engine_config.quantize is not None:
             if not isinstance(model, Transformer):
                 raise ConfigError("quantize: the weights of this model are packed already")
             quant = quant_config(self.engine_config.quantize)
             check_device(quant, self.device)
             quantize_model(model, quant)
-        self.load_s = 0.0
-        self._start()
+        self._start(model, load_s=0.0)
         return self
 
-    def _start(self) -> None:
-        begin = time.perf_counter()
-        self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
-        self.engine = self._build_engine()
-        self._ids = itertools.count()
-        self.engine.start(self._warm_up)
-        self.warm_up_s = time.perf_counter() - begin
-        log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
-
-    def _plan_cache(self, free: int) -> memory.CachePlan:
-        """The KV cache with ``free`` bytes left beside the weights. Raises ConfigError."""
-        o = self.engine_config
-        dtype = self.dtype if o.kv_cache_dtype == "auto" else getattr(torch, o.kv_cache_dtype)
-        return memory.plan_cache(self.config, o, dtype=dtype, free=free, device_type=self.device.type)
-
-    def _build_engine(self) -> Engine:
-        o = self.engine_config
-        self.model = serve(self._loaded, kernels=o.kernels, compile=o.compile)
-        del self._loaded
+    def _start(self, model: Transformer | Served, load_s: float) -> None:
+        """Build the engine around ``model`` and warm it up."""
+        begin, o = time.perf_counter(), self.engine_config
+        self.model = serve(model, kernels=o.kernels, compile=o.compile)
         plan = self._plan_cache(memory.free_bytes(self.device))
         log.info("%s", plan)
         if plan.max_seq_len < plan.wished:
             log.warning("%s", plan.shortened)
-        self.max_seq_len, self.prefill_chunk = plan.max_seq_len, o.chunk(self.device.type)
-        num_pages = 1 + plan.num_pages
-        sizes = {"max_batch": plan.max_batch, "max_seq_len": plan.max_seq_len, "prefill_chunk": self.prefill_chunk}
+        self.max_seq_len = plan.max_seq_len
+        num_pages, chunk = 1 + plan.num_pages, o.chunk(self.device.type)
+        sizes = {"max_batch": plan.max_batch, "max_seq_len": plan.max_seq_len, "prefill_chunk": chunk}
         runner = Runner(self.model, num_pages=num_pages, page_size=plan.page_size, cache_dtype=plan.dtype, **sizes)
         scaling = self.config.rope_scaling
         long_from = scaling.original_max_seq_len if scaling is not None and scaling.grows else 0
         anew = scaling is not None and scaling.type == "longrope"
         pages = PageAllocator(num_pages, plan.page_size, o.prefix_cache)
-        scheduler = Scheduler(pages, plan.max_batch, self.prefill_chunk, long_from, anew)
-        return Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
+        scheduler = Scheduler(pages, plan.max_batch, chunk, long_from, anew)
+        self.engine = Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
+        self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
+        self._ids = itertools.count()
+        self.engine.start(self._warm_up)
+        self.load_s, self.warm_up_s = load_s, time.perf_counter() - begin
+        log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
+
+    def _plan_cache(self, free: int) -> memory.CachePlan:
+        """The KV cache with ``free`` bytes left beside the weights. Raises ConfigError."""
+        device_type = self.device.type
+        return memory.plan_cache(self.config, self.engine_config, dtype=self.dtype, free=free, device_type=device_type)
 
     def _threads(self) -> int:
         """Threads of the engine: no more than there are cores."""
         # A model that fits a core's share of the cache gains nothing from a second one, and on a busy machine threads
         # that wait for each other lose a lot: 25 instead of 300 tokens/s were seen with a model of 260,000 weights.
-        small = self.model.bytes_per_token(0, self.dtype.itemsize) < SMALL_MODEL_BYTES
-        alone = small and self.device.type == "cpu"
-        return usable_threads(self.engine_config.threads or (1 if alone else torch.get_num_threads()))
+        small = self.model.bytes_per_token(0, self.dtype.itemsize) < SMALL_MODEL_BYTES and self.device.type == "cpu"
+        return usable_threads(self.engine_config.threads or (1 if small else torch.get_num_threads()))
 
     def _warm_up(self) -> None:
         runner, o = self.engine.runner, self.engine_config
@@ -164,9 +156,7 @@ class LLM:
         """Complete one prompt (a string or token ids) or a list of them; returns one completion or a list in order.
 
         ``params``: for all prompts, or a list with one entry for each prompt. With ``n`` > 1 a prompt has that many
-        completions, one after the other.
-
-        Raises RequestError for a prompt or parameters that cannot be served, before anything runs."""
+        completions, one after the other. Raises RequestError, before anything runs, for what cannot be served."""
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
         params = SamplingParams() if params is None else params
@@ -174,7 +164,7 @@ class LLM:
         if len(each) != len(several):
             message = f"{len(each)} sampling parameters for {len(several)} prompts: give one for all, or one for each"
             raise RequestError(message, "params")
-        parts = list(zip(several, each, strict=True))
+        parts = zip(several, each, strict=True)
         handles = self.submit_all([(prompt, sample) for prompt, own in parts for sample in own.samples()])
         try:
             completions = [d.completion for handle in handles for d in handle if d.completion is not None]
@@ -197,8 +187,8 @@ class LLM:
     def submit_all(
         self, parts: Sequence[tuple[Prompt, SamplingParams | None]], max_uncollected: int | None = None
     ) -> list[Handle]:
-        """Queue several prompts, all or, when one of them is refused, none; a handle for each. Encoding and compiling
-        grammars happen in the calling thread, which may be any."""
+        """Queue several prompts and return their handles. When one is refused, none is queued. Prompts are encoded and
+        grammars compiled in the calling thread."""
         requests = [self.prepare(prompt, params) for prompt, params in parts]
         for request in requests:
             request.group = requests[0].id
@@ -213,18 +203,14 @@ class LLM:
             most = f"at most {self.max_seq_len - 1} leave room for an answer in a context of {self.max_seq_len}"
             message = f"the prompt has {len(token_ids)} tokens; {most}"
             raise RequestError(message, "prompt", "context_length_exceeded")
-        eos_ids = () if resolved.ignore_eos else self.eos_token_ids
         for name in ("stop_token_ids", "logit_bias"):
-            for token in getattr(resolved, name):
-                if token >= self.config.vocab_size:
-                    message = f"token id {token} in {name} is not below the vocabulary size {self.config.vocab_size}"
-                    raise RequestError(message, name)
-        seed = secrets.randbits(63) if resolved.seed is None else resolved.seed
+            self._check_ids(getattr(resolved, name), name)
+        eos_ids = () if resolved.ignore_eos else self.eos_token_ids
         return Request(
             id=f"{os.getpid()}-{next(self._ids)}",
             token_ids=token_ids,
             params=resolved,
-            seed=seed,
+            seed=secrets.randbits(63) if resolved.seed is None else resolved.seed,
             max_tokens=min(room, resolved.max_tokens or room),
             end_ids=frozenset((*eos_ids, *resolved.stop_token_ids)),
             text=TextStream(IncrementalDetokenizer(self.tokenizer, token_ids), resolved.stop),
@@ -245,11 +231,14 @@ class LLM:
                     refuse("prompt", "a string or a list of token ids", token, "invalid_type")
         if not ids:
             raise RequestError("prompt is empty, and this tokenizer has no beginning-of-sequence token", "prompt")
+        self._check_ids(ids, "prompt")
+        return ids
+
+    def _check_ids(self, ids: Iterable[int], name: str) -> None:
         for token in ids:
             if not 0 <= token < self.config.vocab_size:
-                message = f"token id {token} in prompt is not between 0 and {self.config.vocab_size - 1}"
-                raise RequestError(message, "prompt")
-        return ids
+                message = f"token id {token} in {name} is not between 0 and {self.config.vocab_size - 1}"
+                raise RequestError(message, name)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -289,11 +278,3 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    try:
-        return checkpoint.tokenizer
-    except TokenizerMissing as error:
-        log.warning("%s; until then prompts must be token ids, and completions have no text", error)
-        return None

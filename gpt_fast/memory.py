@@ -1,9 +1,9 @@
 """How much memory is free, and how large the KV cache may be.
 
 The cache is allocated once, while loading: at most a share of what is free then (``memory_share``), and never more than
-``max_batch`` sequences of ``max_seq_len`` tokens can fill. What somebody asked for and does not fit is refused before
-anything is allocated; what nobody asked for shrinks. On a CPU "free" is what the kernel says is available, and no more
-than the control groups of this process (containers) leave.
+``max_batch`` sequences of ``max_seq_len`` tokens can fill. Sizes that were asked for and do not fit are refused before
+anything is allocated; sizes that nobody asked for shrink. On a CPU "free" is what the operating system says is
+available, and no more than the control groups of this process (containers) leave.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ SHARES = {"cpu": 0.5, "cuda": 0.9}  # of free memory, for the KV cache: the defa
 SHORT = 256  # tokens; a cache that has not even room for this of each sequence that was asked for is refused
 _ROOT = Path("/")
 _UNTOLD = 0.5  # of all memory, taken as free on systems that do not say what is
+# By version of control groups: their mount; below it the files of limits and of use; and the keys of memory.stat that
+# are counted as used, but given up under pressure.
+_CGROUPS = {
+    1: ("sys/fs/cgroup/memory", ["limit_in_bytes"], "usage_in_bytes", ["total_active_file", "total_inactive_file"]),
+    2: ("sys/fs/cgroup", ["max", "high"], "current", ["active_file", "inactive_file", "slab_reclaimable"]),
+}
 
 
 class HostMemory(NamedTuple):
@@ -31,21 +37,6 @@ class HostMemory(NamedTuple):
     free: int  # available without swapping; page cache that can be given up counts
     total: int
     spare: int  # what may come on top of ``free``: swap space, or what an estimate has left out
-
-
-class _Cgroups(NamedTuple):
-    """Where one version of control groups keeps its numbers, words separated by blanks."""
-
-    mount: str
-    limits: str
-    usage: str
-    reclaimable: str  # keys of memory.stat: counted as used, given up under pressure
-
-
-_V1_FILES = "total_active_file total_inactive_file"
-_V1 = _Cgroups("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", _V1_FILES)
-_V2_FILES = "active_file inactive_file slab_reclaimable"
-_V2 = _Cgroups("sys/fs/cgroup", "memory.max memory.high", "memory.current", _V2_FILES)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -79,17 +70,17 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        version = _V1 if controllers else _V2
+        mount, limit_files, use_file, reclaimable = _CGROUPS[1 if controllers else 2]
         below = PurePosixPath(path.lstrip("/"))
         if ".." in below.parts:  # seen from another namespace; the mount shows what holds here
             below = PurePosixPath()
         for group in (below, *below.parents):  # the last is ".", the mount itself
-            folder = root / version.mount / group
-            limits = [n for name in version.limits.split() if (n := _number(folder / name)) is not None]
-            used = _number(folder / version.usage)
+            folder = root / mount / group
+            limits = [n for name in limit_files if (n := _number(folder / f"memory.{name}")) is not None]
+            used = _number(folder / f"memory.{use_file}")
             if limits and used is not None:
                 stat = read_numbers(folder / "memory.stat")
-                yield min(limits), used - sum(stat.get(name, 0) for name in version.reclaimable.split())
+                yield min(limits), used - sum(stat.get(name, 0) for name in reclaimable)
 
 
 def _number(file: Path) -> int | None:
@@ -120,7 +111,7 @@ def check_weights(num_bytes: int, device: torch.device) -> None:
 
 
 class CachePlan(NamedTuple):
-    """How large the KV cache is and what it holds. Its text is a line for the log."""
+    """How large the KV cache is and what it holds. ``str`` gives a line for the log."""
 
     dtype: torch.dtype
     max_batch: int
@@ -141,29 +132,25 @@ class CachePlan(NamedTuple):
         return self.num_tokens / self.max_seq_len
 
     def __str__(self) -> str:
-        return (
-            f"KV cache: {gigabytes(self.num_bytes)} of {gigabytes(self.free)} free, {self.num_tokens} tokens: "
-            f"room for {self.num_sequences:.1f} sequences of {self.max_seq_len} tokens"
-        )
+        size = f"{gigabytes(self.num_bytes)} of {gigabytes(self.free)} free, {self.num_tokens} tokens"
+        return f"KV cache: {size}: room for {self.num_sequences:.1f} sequences of {self.max_seq_len} tokens"
 
     @property
     def shortened(self) -> str:
         """What to say when ``max_seq_len`` is less than ``wished``."""
-        return (
-            f"max_seq_len is {self.max_seq_len} and not {self.wished}: the KV cache of {gigabytes(self.num_bytes)} "
-            f"({gigabytes(self.free)} free) holds no more; set max_seq_len to what is needed, or raise memory_share "
-            "or num_pages"
-        )
+        why = f"the KV cache of {gigabytes(self.num_bytes)} ({gigabytes(self.free)} free) holds no more"
+        todo = "set max_seq_len to what is needed, or raise memory_share or num_pages"
+        return f"max_seq_len is {self.max_seq_len} and not {self.wished}: {why}; {todo}"
 
 
 def plan_cache(
     config: ModelConfig, options: EngineConfig, *, dtype: torch.dtype, free: int, device_type: str
 ) -> CachePlan:
-    """The KV cache for a model of ``config`` with ``free`` bytes left beside its weights; ``dtype``: the cache's.
-
-    ``options.num_pages`` decides if it is given. Else there is room for ``max_batch`` sequences of ``max_seq_len``
-    tokens, or for what fits. Raises ConfigError, naming keys, when what was asked for does not fit; where
-    ``max_seq_len`` is open, ``SHORT`` tokens of each sequence are enough."""
+    """The KV cache for a model of ``config`` with ``free`` bytes left beside its weights, which have ``dtype``: the
+    ``num_pages`` that were asked for, else room for ``max_batch`` sequences of ``max_seq_len`` tokens, or for what
+    fits. Raises ConfigError, naming keys, when what was asked for does not fit; without a ``max_seq_len``, room for
+    ``SHORT`` tokens of each sequence is enough."""
+    dtype = dtype if options.kv_cache_dtype == "auto" else getattr(torch, options.kv_cache_dtype)
     share, free = options.memory_share or SHARES[device_type], max(0, free)
     longest = options.max_seq_len or config.max_seq_len
     if config.learned_positions is not None and longest > config.max_seq_len:
@@ -188,8 +175,8 @@ def plan_cache(
 
 
 def _step_bytes(config: ModelConfig, rows: int) -> int:
-    """About what a step of ``rows`` tokens needs beside weights and cache: logits, twice, and a block's activations. Of
-    all rows, because a request may want the log probabilities of its whole prompt."""
+    """About what a step of ``rows`` tokens needs beside weights and cache: a block's activations, logits twice."""
+    # Logits of all rows, because a request may want the log probabilities of its whole prompt.
     width = 2 * config.vocab_size + 2 * config.ffn_dim + config.q_dim + 2 * config.kv_dim + 4 * config.dim
     if config.experts is not None:
         width += config.experts.top_k * (2 * config.dim + 3 * config.experts.ffn_dim)
@@ -201,12 +188,10 @@ def _refusal(options: EngineConfig, needed: int, allowed: int, free: int, share:
     what = ", ".join(f"{name}: {getattr(options, name)}" for name in asked) or "one sequence"
     if not {"num_pages", "max_seq_len"} & set(asked):
         what += f", of {SHORT} tokens at least"
+    rule = f"memory_share ({share:g}) of the {gigabytes(free)} that are free beside the weights, less what a step needs"
     lower = f"lower {' or '.join(asked)}, " if asked else ""
-    return (
-        f"the KV cache would need {gigabytes(needed)} ({what}), and {gigabytes(allowed)} are allowed: memory_share "
-        f"({share:g}) of the {gigabytes(free)} that are free beside the weights, less what a step needs; {lower}set "
-        "kv_cache_dtype: int8, raise memory_share, or take a machine with more memory"
-    )
+    todo = f"{lower}set kv_cache_dtype: int8, raise memory_share, or take a machine with more memory"
+    return f"the KV cache would need {gigabytes(needed)} ({what}), and {gigabytes(allowed)} are allowed: {rule}; {todo}"
 
 
 def gigabytes(num_bytes: int) -> str:

@@ -18,12 +18,12 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds on the monotonic clock's scale, all measured from the request's arrival except ``decode_s``."""
+    """Seconds of a request's phases."""
 
-    queue_s: float = 0.0  # until first scheduled
+    queue_s: float = 0.0  # from its arrival until it was first scheduled
     prefill_s: float = 0.0  # from there to the first token
-    first_token_s: float = 0.0
-    total_s: float = 0.0
+    first_token_s: float = 0.0  # from its arrival
+    total_s: float = 0.0  # from its arrival
     decode_s: float = 0.0  # from the first token to the last
 
     def tokens_per_second(self, num_tokens: int) -> float:
@@ -33,11 +33,8 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request.
-
-    ``logprobs``: one entry per token, where they were asked for. ``prompt_logprobs``: one per prompt token, None for
-    the first, which nothing predicts.
-    """
+    """A finished request. ``logprobs``: one for each token, if they were asked for. ``prompt_logprobs``: one for each
+    prompt token; None for the first, which nothing predicts."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -9,18 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from gpt_fast.errors import RequestError
-from gpt_fast.fields import (
-    Kind,
-    ListOf,
-    Real,
-    Text,
-    Whole,
-    check_fields,
-    check_values,
-    json_object,
-    texts_of,
-    values_in,
-)
+from gpt_fast.fields import Kind, ListOf, Real, Text, Whole, check_fields, check_values, json_object
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
@@ -56,15 +45,12 @@ def _grammar(kind: Kind) -> Kind:
 
     def read(value: Any, name: str) -> Any:
         value = kind(value, name)
-        num_chars = 0
-        for num_values, item in enumerate(values_in(value), 1):
-            num_chars += sum(map(len, texts_of(item)))
-            if num_chars > MAX_GRAMMAR_CHARS:
-                raise RequestError(f"{name} has more than {MAX_GRAMMAR_CHARS} characters", name, "grammar_too_large")
-            if num_values > MAX_SCHEMA_VALUES:
-                message = f"{name} has more than {MAX_SCHEMA_VALUES} values (objects, lists, strings, numbers)"
-                raise RequestError(message, name, "grammar_too_large")
-        check_values(value, name)
+        num_values, num_chars = check_values(value, name)
+        if num_chars > MAX_GRAMMAR_CHARS:
+            raise RequestError(f"{name} has more than {MAX_GRAMMAR_CHARS} characters", name, "grammar_too_large")
+        if num_values > MAX_SCHEMA_VALUES:
+            message = f"{name} has more than {MAX_SCHEMA_VALUES} values (objects, lists, strings, numbers)"
+            raise RequestError(message, name, "grammar_too_large")
         return value
 
     return read
@@ -74,13 +60,11 @@ _TOKEN = Whole(0, 2**31, or_float=True)
 _BIAS = Real(-100, 100)
 _STOP = f"strings of 1 to {MAX_STOP_LENGTH} characters"
 _STOPS = ListOf(Text(1, MAX_STOP_LENGTH), _STOP, most=MAX_STOP_STRINGS, or_text=True)
-_TOKENS = ListOf(_TOKEN, "token ids", most=MAX_STOP_TOKENS)
-_CHOICES = ListOf(Text(1), "non-empty strings", 1, MAX_CHOICES)
 _LOGPROBS = Whole(0, MAX_LOGPROBS, or_float=True)
 
 
 def try_later(message: str) -> RequestError:
-    """What a request is refused with that could be served at another time: 503, with the time to come back."""
+    """The refusal of a request that could be served at another time: 503, with the seconds to wait."""
     return RequestError(f"{message}; try again later", None, "queue_full", 503, RETRY_AFTER_S)
 
 
@@ -128,7 +112,7 @@ class SamplingParams:
     min_p: Annotated[float | None, Real(0, 1)] = None
     seed: Annotated[int | None, Whole(-(2**63), 2**64 - 1, or_float=True)] = None
     stop: Annotated[tuple[str, ...], _STOPS] = ()
-    stop_token_ids: Annotated[tuple[int, ...], _TOKENS] = ()
+    stop_token_ids: Annotated[tuple[int, ...], ListOf(_TOKEN, "token ids", most=MAX_STOP_TOKENS)] = ()
     ignore_eos: bool = False
     min_tokens: Annotated[int, Whole(0, 2**31, or_float=True)] = 0
     presence_penalty: Annotated[float, Real(-2, 2)] = 0.0
@@ -140,7 +124,7 @@ class SamplingParams:
     prompt_logprobs: Annotated[int | None, _LOGPROBS] = None
     json_schema: Annotated[Mapping[str, Any] | None, _grammar(json_object)] = None
     regex: Annotated[str | None, _grammar(Text())] = None
-    choice: Annotated[tuple[str, ...] | None, _grammar(_CHOICES)] = None
+    choice: Annotated[tuple[str, ...] | None, _grammar(ListOf(Text(1), "non-empty strings", 1, MAX_CHOICES))] = None
     timeout_s: Annotated[float | None, Real(0, 86400, above=True)] = None
     max_new_tokens: dataclasses.InitVar[int | None] = None
 
@@ -175,9 +159,7 @@ class SamplingParams:
         """A copy in which no field of sampling is None, from the checkpoint's ``defaults`` (generation_config.json)."""
         d = defaults or SamplingParams()
         narrowed = any(v is not None for v in (self.top_k, self.top_p, self.min_p))
-        temperature = self.temperature
-        if temperature is None:
-            temperature = d.temperature if d.temperature is not None else (1.0 if narrowed else 0.0)
+        temperature = _first(self.temperature, d.temperature, 1.0 if narrowed else 0.0)
         return dataclasses.replace(
             self,
             temperature=temperature if temperature >= GREEDY_BELOW else 0.0,

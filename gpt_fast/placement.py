@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from gpt_fast.config import THREADS, ModelConfig, read_key
+from gpt_fast.config import DTYPE, THREADS, ModelConfig, device_name, read_key
 from gpt_fast.errors import ConfigError
 from gpt_fast.kernels.cpu.library import runs
 from gpt_fast.memory import host_memory
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Placement(NamedTuple):
-    """The decision. ``dtype`` is that of the weights and of the KV cache."""
+    """``dtype``: of the weights, and of the KV cache unless another is asked for."""
 
     device: torch.device
     dtype: torch.dtype
@@ -29,28 +29,20 @@ class Placement(NamedTuple):
 def choose_placement(
     config: ModelConfig, stored: torch.dtype, *, device: str = "auto", dtype: str = "auto", kernels: bool = True
 ) -> Placement:
-    """Decide for a model of this shape whose weights are ``stored`` so. Options as in EngineConfig.
-
-    Raises ConfigError for a device that is not there.
-    """
+    """Decide for a model of this shape whose weights are ``stored`` in this dtype. Options as in EngineConfig. Raises
+    ConfigError for a device that is not there."""
     where = pick_device(device)
     chosen = pick_dtype(dtype, where, config, stored, kernels)
     fast = kernels and runs(chosen, where)
-    # torch's float32 products on a CPU want columns; the kernels have a layout of their own.
-    return Placement(where, chosen, fast, where.type == "cpu" and chosen == torch.float32 and not fast)
+    # torch's float32 products on a CPU want columns; the kernels lay matrices out themselves.
+    return Placement(where, chosen, fast, column_major=where.type == "cpu" and chosen == torch.float32 and not fast)
 
 
 def pick_device(name: str) -> torch.device:
     """``auto`` is the first CUDA device (ROCm included) where there is one, else the CPU. Raises ConfigError."""
-    if name == "auto":
+    if read_key(device_name, name, "device") == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    unknown = ConfigError(f"device: {name!r} is not one of auto, cpu, cuda, cuda:N")
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise unknown
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise unknown from None
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device: {name!r} is asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
     return device
@@ -60,11 +52,9 @@ def pick_dtype(
     name: str, device: torch.device, config: ModelConfig, stored: torch.dtype = torch.bfloat16, kernels: bool = True
 ) -> torch.dtype:
     """``auto``: bfloat16 on CUDA, and on CPUs for weights that are stored so and run by kernels or instructions that
-    take them; else float32 where it fits half the memory.
-
-    Elsewhere torch's bfloat16 products are emulated: 5 times slower than float32 in prefill.
-    """
-    if name != "auto":
+    take them; else float32 where it fits half the memory, because torch would emulate bfloat16 products: 5 times slower
+    in prefill. Raises ConfigError."""
+    if read_key(DTYPE, name, "dtype") != "auto":
         return cast(torch.dtype, getattr(torch, name))
     if device.type != "cpu":
         return torch.bfloat16
@@ -77,10 +67,8 @@ def pick_dtype(
 
 
 def usable_threads(asked: int) -> int:
-    """``asked`` CPU threads, but no more than the cores that this process may use; a warning says so.
-
-    Raises ConfigError for a number that is out of range.
-    """
+    """``asked`` CPU threads, but no more than the cores that this process may use; a warning says so. Raises
+    ConfigError for a number that is out of range."""
     read_key(THREADS, asked, "threads")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if asked > cores:

@@ -1,7 +1,7 @@
 """The user's own folder for what is made once: kernel libraries, and what torch.compile has made.
 
-What is loaded from there runs as code. So its folders are made for their owner alone, and a file is used only if nobody
-else could have written it: the same check for all of them.
+Files loaded from there run as code. So its folders are made for their owner alone, and a file is used only if nobody
+else could have written it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ def cache_dir() -> Path:
 
 
 def why_untrusted(path: Path) -> str | None:
-    """Why ``path``, a file or folder that is there, may hold what somebody else wrote; None if it cannot.
-
-    It and the folder around it must be this user's or root's, and nobody else may write either.
-    """
+    """Why somebody else could have written ``path``, a file or folder; None if nobody could. It and the folder around
+    it must be this user's or root's, and nobody else may write either."""
     for place in (path, path.parent):
         status = place.stat()
         if status.st_uid not in (os.getuid(), 0):
@@ -51,11 +49,9 @@ def trusted(file: Path) -> bool:
 
 
 def private_folder(name: str) -> Path:
-    """The folder ``name`` in :func:`cache_dir`, made if need be, for this user alone.
-
-    One that others could write in is emptied. Where there can be none, or others hold the folder around it, a temporary
-    one takes its place until this process ends, after one warning.
-    """
+    """The folder ``name`` in :func:`cache_dir`, made if need be, for this user alone. One that others could write in is
+    emptied. If it cannot be made, or others hold the folder around it, a temporary one replaces it until this process
+    ends, after one warning."""
     try:
         folder = cache_dir() / name
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

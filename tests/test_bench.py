@@ -44,20 +44,21 @@ class Steps:
         monkeypatch.setattr(llm.engine, "on_step", lambda plan, seconds: self.plans.append(plan))
 
     def num_full_decodes(self, batch_size: int) -> int:
-        return sum(len(p.sequences) == p.num_tokens == p.num_logits == batch_size for p in self.plans)
+        full = [(1, 1)] * batch_size
+        return [[(len(s.tokens), s.num_logits) for s in p.sequences] for p in self.plans].count(full)
 
 
 def test_decode_is_counted_while_all_sequences_decode(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(llm, monkeypatch)
     stamps: list[float] = []
-    emit = llm.engine._emit
+    note, running = llm.engine.on_step, llm.engine.scheduler.running
 
-    def noting(parts: Any, pieces: Any) -> None:
-        emit(parts, pieces)
-        if len(parts) == 3 and all(piece.tokens for piece in pieces):
-            stamps.append(max(request.last_token for request, _ in parts))
+    def noting(plan: StepPlan, seconds: float) -> None:
+        note(plan, seconds)
+        if len(plan.sequences) == 3 and all(s.num_logits for s in plan.sequences) and running:
+            stamps.append(max(request.last_token or 0.0 for request in running))
 
-    monkeypatch.setattr(llm.engine, "_emit", noting)
+    monkeypatch.setattr(llm.engine, "on_step", noting)
     run = bench.measure(llm, 3, 20, 8, random.Random(0))
     check_idle(llm)
     assert steps.num_full_decodes(3) >= 7  # the window; a step more can run until the others are cancelled

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from quantized import dequantized
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import parse_config, read_json, to_hf_config
-from gpt_fast.checkpoint.safetensors_file import read_safetensors, write_safetensors
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.checkpoint.weight_files import read_safetensors, write_safetensors
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.llm import LLM
@@ -286,8 +287,8 @@ def test_int4_is_divided_in_whole_groups(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     for name, dim in (("wqkv.queries", 0), ("wqkv.keys_values", None), ("wo", 1)):
-        found = [rank.get_submodule(name).dequantized() for rank in ranks]
-        expected = whole.get_submodule(name).dequantized()
+        found = [dequantized(rank.get_submodule(name)) for rank in ranks]
+        expected = dequantized(whole.get_submodule(name))
         if dim is None:
             keys, values = zip(*(half.chunk(2) for half in found), strict=True)
             assert torch.equal(torch.cat([*keys, *values]), expected)
@@ -457,6 +458,12 @@ def test_pickles_do_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         Checkpoint.open(tmp_path).build(torch.float32)
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match="cannot be read"):
+        Checkpoint.open(tmp_path).build(torch.float32)
+    torch.save({0: torch.zeros(1)}, path)
+    with pytest.raises(CheckpointError, match="0 is Tensor, not a tensor with a name"):
+        Checkpoint.open(tmp_path).build(torch.float32)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is no checkpoint known here"):
         Checkpoint.open(tmp_path).build(torch.float32)
 
 

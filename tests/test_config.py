@@ -36,7 +36,15 @@ def test_wrong_type(key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("dtype", "float8"), ("device", "tpu"), ("max_batch", 0), ("page_size", -1)]
+    ("key", "value"),
+    [
+        ("dtype", "float8"),
+        ("device", "tpu"),
+        ("device", "auto:1"),
+        ("device", "cuda:"),
+        ("max_batch", 0),
+        ("page_size", -1),
+    ],
 )
 def test_wrong_value(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=key):

@@ -219,6 +219,9 @@ def test_full_disk(hub: Hub, checkpoint: dict[str, bytes], tmp_path: Path, monke
 
 
 def test_choice_of_files() -> None:
+    assert choose(["config.json", "model.safetensors", "qwen.tiktoken", "tf_model.h5.index.json", "a/NOTICE"], "r") == [
+        "config.json", "model.safetensors", "qwen.tiktoken"
+    ]  # fmt: skip
     both = ["config.json", "model-1.safetensors", "model.safetensors.index.json", "pytorch_model-1.bin"]
     both += ["pytorch_model.bin.index.json"]
     assert choose(both, "r") == ["config.json", "model-1.safetensors", "model.safetensors.index.json"]

@@ -95,10 +95,12 @@ def test_drafts_that_are_right_save_steps_and_arrive_together() -> None:
     with FakeModelLLM() as llm:
         plain = llm.generate(*request)
     with drafting([request], num_drafts=5) as llm:
+        plans: list[StepPlan] = []
+        llm.engine.on_step = lambda plan, seconds: plans.append(plan)
         deltas = list(llm.submit(*request, max_uncollected=1))
         assert [token for delta in deltas for token in delta.token_ids] == list(plain.token_ids)
         assert [len(delta.token_ids) for delta in deltas] == [1, 6, 6, 6, 6]
-        assert llm.engine.num_steps == 5
+    assert len(plans) == 5
 
 
 ENDS = {

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_fast import LLM, Completion, RequestError, SamplingParams
+from gpt_fast.engine.grammar import CompiledGrammar
 from gpt_fast.engine.handle import Handle
 from gpt_fast.errors import EngineError, RequestFailedError
 
@@ -252,7 +253,7 @@ def test_queue_limit() -> None:
 
 def test_a_fault_in_one_request_ends_that_one_alone(llm: LLM) -> None:
     class Broken:
-        complete = False
+        complete, along = False, CompiledGrammar.along
 
         def allowed(self) -> torch.Tensor:
             raise ValueError("this grammar is broken")

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from gpt_fast import LLM, Completion, RequestError, SamplingParams
 from gpt_fast.engine import compute
 from gpt_fast.engine.engine import Engine
+from gpt_fast.engine.grammar import CompiledGrammar
 from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
@@ -234,7 +235,7 @@ def is_bad(request: Request) -> bool:
 
 
 class BrokenGrammar:
-    complete = False
+    complete, along = False, CompiledGrammar.along
 
     def allowed(self) -> torch.Tensor:
         raise Fault("in allowed")

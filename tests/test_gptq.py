@@ -16,11 +16,12 @@ from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.evaluate import perplexity
+from gpt_fast.kernels.reference import dequantize_int4
 from gpt_fast.model.building import random_model
 from gpt_fast.quantize import calibrate as calibrate_module
 from gpt_fast.quantize.apply import quantize_model
 from gpt_fast.quantize.calibrate import calibration_tokens, quantize_with_text
-from gpt_fast.quantize.gptq import Hessian, gptq, output_error
+from gpt_fast.quantize.gptq import Hessian, gptq
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import Scheme, quant_config
 from gpt_fast.tokenizer import load_tokenizer
@@ -40,6 +41,13 @@ def layer(num_inputs: int = 100, seed: int = 0) -> tuple[Tensor, Tensor, Hessian
     for batch in x.split(300):
         hessian.add(batch, batch)
     return weight, x, hessian
+
+
+def output_error(weight: Tensor, tensors: dict[str, Tensor], hessian: Tensor) -> float:
+    """Mean squared error of the outputs that int4 ``tensors`` cause in the place of ``weight`` [N, K]."""
+    quantized = dequantize_int4(tensors["weight"], tensors["scale"], tensors["zero"], tensors["row_scale"])
+    change = quantized[:, : weight.shape[1]] - weight
+    return float(((change @ hessian) * change).sum() / weight.shape[0])
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -150,12 +158,12 @@ def test_calibration_tokens_are_spread_over_the_text() -> None:
     def encode(text: str) -> list[int]:
         return list(map(int, text.split()))
 
-    found = calibration_tokens(["0 1 2", "3 4 5 6", "7 8 9 10 11"], encode, CONFIG, num_sequences=2, length=4)
+    found = calibration_tokens(["0 1 2", "3 4 5 6", "7 8 9 10 11"], encode, 4, num_sequences=2)
     assert found.tolist() == [[0, 1, 2, 3], [7, 8, 9, 10]]
-    long = calibration_tokens([" ".join(map(str, range(11))), "50 51"], encode, CONFIG, length=4)
+    long = calibration_tokens([" ".join(map(str, range(11))), "50 51"], encode, 4)
     assert long.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 50]]
     with pytest.raises(ConfigError, match="at least 128"):
-        calibration_tokens(["1 2 3"], encode, CONFIG)
+        calibration_tokens(["1 2 3"], encode, 128)
 
 
 def test_a_trained_model_changes_little(data_dir: Path, tmp_path: Path) -> None:
@@ -168,7 +176,8 @@ def test_a_trained_model_changes_little(data_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(source)
     text = (data_dir / "text" / "tinystories.txt").read_text()
     held_out, calibration = text[:12_000], text[25_000:]
-    sequences = calibration_tokens([calibration], tokenizer.encode, Checkpoint.open(source).config, num_sequences=16)
+    length = Checkpoint.open(source).config.max_seq_len
+    sequences = calibration_tokens([calibration], tokenizer.encode, length, num_sequences=16)
     quantize_with_text(Checkpoint.open(source), tmp_path / "b", quant_config("int4", 32), sequences)
 
     rounded = Checkpoint.open(source).build(torch.float32)

@@ -115,7 +115,7 @@ def plain(model: Transformer) -> tuple[Tensor, LayerCache]:
 def fast(model: Transformer) -> tuple[Tensor, LayerCache]:
     tokens, positions, lengths, layout = step()
     cache = empty_cache(model)
-    return gpu_model.gpu_program(model, cache).step(tokens, positions, lengths, *layout), cache[0]
+    return gpu_model.gpu_program(model, cache).step(tokens, positions, lengths, layout), cache[0]
 
 
 def assert_equal_to_plain(model: Transformer) -> Tensor:
@@ -245,11 +245,11 @@ def check_a_layer_is_six_launches(parallel: str, monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     model = Transformer(dataclasses.replace(CONFIG, num_layers=2, parallel=parallel)).requires_grad_(False)  # type: ignore[arg-type]
     launched: list[str] = []
-    for name in ("embed", "prepare_norm", "linear", "linear_residual", "rope_write", "attend", "launch"):
+    for name in ("embed", "prepare_norm", "linear", "linear_residual", "rope_write", "attend"):
         monkeypatch.setattr(program, name, noted(getattr(program, name), launched))
     tokens, positions, lengths, layout = step()
     cache = [*empty_cache(model), *empty_cache(model)]
-    got = gpu_model.gpu_program(model, cache).step(tokens, positions, lengths, *layout)
+    got = gpu_model.gpu_program(model, cache).step(tokens, positions, lengths, layout)
     layer = {
         "no": ["linear", "rope_write", "attend", "linear_residual", "linear", "linear_residual"],
         "one norm": ["linear", "rope_write", "attend", "linear", "linear", "linear_residual"],

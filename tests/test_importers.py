@@ -245,6 +245,18 @@ def test_changing_dtype_keeps_the_rest(data_dir: Path, tmp_path: Path) -> None:
         assert torch.equal(one, two.bfloat16().float())
 
 
+def test_what_goes_along(model: Transformer, tmp_path: Path) -> None:
+    """Tokenizer, generation and licence by pattern; notes, code and foreign configuration stay behind."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    torch.save(meta_state(model), folder / "model.pth")
+    along = ["qwen.tiktoken", "LICENSE.md", "NOTICE", "generation_config.json", "tokenizer_config.json"]
+    for name in [*along, "notes.txt", "modeling.py", "README.md", "adapter_config.json"]:
+        (folder / name).write_text("{}")
+    convert(folder / "model.pth", tmp_path / "out", config=TINY)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {*along, "config.json", "model.safetensors"}
+
+
 def test_tokenizers_are_told_by_content(
     data_dir: Path, model: Transformer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,6 +318,10 @@ def test_wrong_heads_and_shapes(model: Transformer, tmp_path: Path) -> None:
     (tmp_path / "params.json").write_text(json.dumps(PARAMS | {"dim": 64}))
     with pytest.raises(CheckpointError, match=r"params.json: dim 64"):
         convert(source, out)
+    (tmp_path / "params.json").write_text(json.dumps({"n_heads": 4}))
+    torch.save({name: t for name, t in state.items() if "wqkv" not in name}, source)
+    with pytest.raises(CheckpointError, match=r"6 tensors missing: model.layers.0.self_attn.q_proj.weight"):
+        convert(source, out)
     torch.save(state | {"layers.0.attention.lora.weight": torch.zeros(3)}, source)
     with pytest.raises(CheckpointError, match=r"unexpected: layers.0.attention.lora.weight"):
         convert(source, out, config=TINY)
@@ -341,7 +357,7 @@ def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("gpt_fast.checkpoint.convert.write_safetensors", full)
+        patch.setattr("gpt_fast.checkpoint.saving.write_safetensors", full)
         with pytest.raises(CheckpointError, match=r"out cannot be written: No space left.*GB"):
             convert(source, out)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantized import dequantized
 from torch import Tensor
 
 from gpt_fast.config import ModelConfig, RopeScaling
@@ -35,7 +36,7 @@ from gpt_fast.model.attention import Scoring, paged_attention_eager, paged_atten
 from gpt_fast.model.rope import rotate
 from gpt_fast.model.transformer import Transformer, rms_norm
 from gpt_fast.quantize.apply import quantize_model
-from gpt_fast.quantize.linear import KINDS, QuantizedLinear
+from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.rtn import quantize_rows
 from gpt_fast.quantize.scheme import Scheme, quant_config
 
@@ -132,14 +133,12 @@ def weights(kind: str, n: int, k: int, dtype: torch.dtype, bias: bool = False, s
     w = noise(n, k, seed=seed) / k**0.5
     b = noise(n, seed=seed + 1).to(dtype) if bias else None
     if kind == "dense":
-        return linear.prepare("dense", w.to(dtype), bias=b), w.to(dtype).float()
+        return linear.prepare(w.to(dtype), bias=b), w.to(dtype).float()
     name, _, size = kind.partition("-")
     scheme = Scheme(name, int(size or 0))  # type: ignore[arg-type]
-    q = {name: t.to(DEVICE) for name, t in quantize_rows(w.cpu(), scheme).items()}
-    module = KINDS[name](k, n, scheme, None if b is None else torch.nn.Parameter(b), DEVICE)
-    for name, tensor in q.items():
-        module.get_buffer(name).copy_(tensor)
-    return module.gpu_weights(dtype), module.dequantized()
+    module = QuantizedLinear(k, n, scheme, None if b is None else torch.nn.Parameter(b), DEVICE)
+    module.store(0, quantize_rows(w.cpu(), scheme))
+    return module.gpu_weights(dtype), dequantized(module)
 
 
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)
@@ -209,14 +208,15 @@ def check_every_byte_is_read_right() -> None:
     one = torch.ones(4, 1, device=DEVICE)
     for dtype in DTYPES:
         made = {
-            "fp8": linear.prepare("fp8", eight.view(torch.float8_e4m3fn), scale=one[:, 0]),
-            "int8": linear.prepare("int8", stored.view(torch.int8), scale=one[:, 0]),
-            "int4": linear.prepare("int4", stored, scale=one[:, 0], grid=(one.byte(), 64 * one.byte()), dtype=dtype),
+            "fp8": linear.prepare(eight.view(torch.float8_e4m3fn), scale=one[:, 0]),
+            "int8": linear.prepare(stored.view(torch.int8), scale=one[:, 0]),
+            "int4": linear.prepare(stored, scale=one[:, 0], grid=(one.byte(), 64 * one.byte()), dtype=dtype),
         }
         for kind, w in made.items():
             eye = torch.eye(w.in_features, device=DEVICE, dtype=dtype)
             for begin in range(0, w.in_features, 16):
-                got = linear.linear(eye[begin : begin + 16].contiguous(), w, out_dtype=torch.float32)
+                x = eye[begin : begin + 16].contiguous()
+                got = linear.linear(x, w, out=torch.empty(x.shape[0], 4, device=DEVICE))
                 assert torch.equal(got, wanted[kind][:, begin : begin + 16].T), (kind, dtype)
 
 
@@ -226,10 +226,8 @@ def check_what_a_product_refuses() -> None:
         linear.linear(noise(17, 64), w)
     with pytest.raises(ValueError, match="have 64 columns"):
         linear.linear(noise(1, 32), w)
-    with pytest.raises(ValueError, match="'int3' is not one of dense, int8"):
-        linear.prepare("int3", noise(4, 4))
     with pytest.raises(UnsupportedError, match="group_size 16, which is not one of"):
-        linear.prepare("int4", noise(4, 32).byte(), scale=noise(4), grid=(noise(4, 4).byte(), noise(4, 4).byte()))
+        linear.prepare(noise(4, 32).byte(), scale=noise(4), grid=(noise(4, 4).byte(), noise(4, 4).byte()))
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -277,7 +275,8 @@ class Case:
 
 
 def fast_attention(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring) -> Tensor:
-    out: Tensor = attention.paged_attention(q, k, v, cache, layout, scoring.window, scoring.scale)
+    cache.write(k, v, layout.write_slots)
+    out: Tensor = attention.attend(q, cache, layout, scoring.window, scoring.scale)
     return out
 
 
@@ -317,27 +316,25 @@ def check_a_cache_of_another_dtype_is_written_and_read() -> None:
 def check_a_query_is_the_same_in_any_company(window: int) -> None:
     case = Case([1, 2, 1], [91, 67, 3], 2, 1, 64)
     cache = LayerCache(case.k_cache, case.v_cache)
-    start, length, table, _ = case.layout
-    whole = attention.attend(case.q, cache, start, length, table, window, SCALE)
+    start, length, table, write = case.layout
+    whole = attention.attend(case.q, cache, case.layout, window, SCALE)
     for s in range(3):
         for token in range(int(start[s]), int(start[s + 1])):
             alone = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
             position = length[s : s + 1] - (start[s + 1] - token) + 1
-            got = attention.attend(case.q[token : token + 1], cache, alone, position, table[s : s + 1], window, SCALE)
+            layout = StepLayout(alone, position, table[s : s + 1], write[:0])
+            got = attention.attend(case.q[token : token + 1], cache, layout, window, SCALE)
             assert torch.equal(got, whole[token : token + 1])
 
 
-def check_one_launch_or_two_and_again() -> None:
+def check_scratch_is_ready_for_the_next_launch() -> None:
     case = Case([1, 2], [91, 40], 4, 2, 64)
     cache = LayerCache(case.k_cache, case.v_cache)
     room = attention.scratch(16, 4, 2, 64, torch.device(DEVICE))
     room.partial.fill_(torch.nan)
-    one, again, two = (
-        attention.attend(case.q, cache, *case.layout[:3], 0, SCALE, room, one_launch=flag)
-        for flag in (True, True, False)
-    )
-    assert torch.equal(one, again)
-    assert torch.equal(one, two)
+    first, again = (attention.attend(case.q, cache, case.layout, 0, SCALE, room) for _ in range(2))
+    assert torch.equal(first, again)
+    assert torch.equal(first, attention.attend(case.q, cache, case.layout, 0, SCALE))
     assert not room.arrivals.any()
 
 
@@ -353,22 +350,19 @@ def check_rows_that_only_pad_are_zero() -> None:
     case = Case([1, 1], [9, 5], 4, 2, 64)
     cache = LayerCache(case.k_cache, case.v_cache)
     q = torch.cat((case.q, noise(3, 4, 64)))
-    for one_launch in (True, False):
-        out = attention.attend(q, cache, *case.layout[:3], 0, SCALE, one_launch=one_launch)
-        assert not out[2:].any()
-        assert torch.equal(out[:2], attention.attend(case.q, cache, *case.layout[:3], 0, SCALE))
+    out = attention.attend(q, cache, case.layout, 0, SCALE)
+    assert not out[2:].any()
+    assert torch.equal(out[:2], attention.attend(case.q, cache, case.layout, 0, SCALE))
 
 
 def check_an_int8_cache() -> None:
     case = Case([1, 2], [80, 21], 4, 2, 64)
     keys, values = (torch.where(t.isfinite(), t, 0.0) for t in (case.k_cache, case.v_cache))
     (qk, ks), (qv, vs) = quantize_heads(keys), quantize_heads(values)
-    got = attention.attend(case.q, LayerCache(qk, qv, ks, vs), *case.layout[:3], 0, SCALE)
+    got = attention.attend(case.q, LayerCache(qk, qv, ks, vs), case.layout, 0, SCALE)
     exact = LayerCache(qk * ks[..., None], qv * vs[..., None])
-    assert_near(got, attention.attend(case.q, exact, *case.layout[:3], 0, SCALE), torch.float32)
-    assert (
-        got - attention.attend(case.q, LayerCache(keys, values), *case.layout[:3], 0, SCALE)
-    ).norm() < 0.02 * got.norm()
+    assert_near(got, attention.attend(case.q, exact, case.layout, 0, SCALE), torch.float32)
+    assert (got - attention.attend(case.q, LayerCache(keys, values), case.layout, 0, SCALE)).norm() < 0.02 * got.norm()
 
 
 # --- what stands between -------------------------------------------------------------------------------------------
@@ -515,7 +509,7 @@ def plain_step(model: Transformer, step: dict[str, Any], cache: Any) -> Tensor:
 
 
 def fast_step(run: Any, step: dict[str, Any]) -> Tensor:
-    out: Tensor = run.step(step["tokens"], step["positions"], step["lengths"], *step["layout"])
+    out: Tensor = run.step(step["tokens"], step["positions"], step["lengths"], step["layout"])
     return out
 
 
@@ -561,10 +555,7 @@ def check_decoding_alone_or_together_gives_the_same_bits() -> None:
         start = torch.tensor([0, 1, 1] if s == 0 else [0, 0, 1]).int().to(DEVICE)
         alone = fast.step(
             *(second[k][s : s + 1] for k in ("tokens", "positions", "lengths")),
-            start,
-            layout.context_len,
-            layout.page_table,
-            layout.write_slots[s : s + 1],
+            layout._replace(query_start=start, write_slots=layout.write_slots[s : s + 1]),
         )
         assert torch.equal(alone, together[s : s + 1])
 
@@ -573,11 +564,9 @@ def check_what_a_program_refuses() -> None:
     model = model_of(CONFIGS["plain"], "int4")
     cache = empty_cache(model.config)
     fast = gpu_model.gpu_program(model, cache)
-    assert fast.takes(16)
-    assert not fast.takes(17)
     many = torch.zeros(17, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="17 new tokens"):
-        fast.step(many, many, many, *steps()[0]["layout"])
+        fast.step(many, many, many, steps()[0]["layout"])
     with pytest.raises(ValueError, match="shorter"):
         gpu_model.gpu_program(model, cache[:0])
     with pytest.raises(ValueError, match="no other, has scales"):
@@ -620,7 +609,7 @@ def check_replays_equal_plain_calls() -> None:
         rows = torch.tensor([count - 1, 0], device=DEVICE)
         wanted = fast_step(direct, step)[rows]
         layout = step["layout"]._replace(page_table=table)
-        got = held.step(step["tokens"], step["positions"], step["lengths"], *layout, rows)
+        got = held.step(step["tokens"], step["positions"], step["lengths"], layout, rows)
         assert torch.equal(got, wanted)
         kept.append((got, wanted))
     assert all(torch.equal(got, wanted) for got, wanted in kept)  # no later step writes into an earlier result
@@ -629,7 +618,7 @@ def check_replays_equal_plain_calls() -> None:
         assert torch.equal(a[1][1:], b[1][1:])
     step = steps()[1]
     with pytest.raises(ValueError, match="recorded for"):
-        held.step(step["tokens"], step["positions"], step["lengths"], *step["layout"], rows)
+        held.step(step["tokens"], step["positions"], step["lengths"], step["layout"], rows)
 
 
 @torch.inference_mode()
@@ -785,11 +774,11 @@ def compile_products_of_float32(compiled: dict[str, Compiled]) -> None:
 def compile_the_rest(compiled: dict[str, Compiled]) -> None:
     case = Case([1, 2], [90, 33], 8, 2, 128)
     cache = LayerCache(case.k_cache.bfloat16(), case.v_cache.bfloat16())
-    attention.attend(case.q.bfloat16(), cache, *case.layout[:3], 7, SCALE, one_launch=False)
+    attention.attend(case.q.bfloat16(), cache, case.layout, 7, SCALE)
     small = LayerCache(cache.k.to(torch.int8), cache.v.to(torch.int8), cache.k[..., 0], cache.v[..., 0])
-    attention.attend(case.q.bfloat16(), small, *case.layout[:3], 0, SCALE)
+    attention.attend(case.q.bfloat16(), small, case.layout, 0, SCALE)
     many = Case([40, 0], [90, 0], 8, 2, 80)
-    attention.attend(many.q.half(), LayerCache(many.k_cache.half(), many.v_cache.half()), *many.layout[:3], 0, SCALE)
+    attention.attend(many.q.half(), LayerCache(many.k_cache.half(), many.v_cache.half()), many.layout, 0, SCALE)
     qkv, angles, norm = noise(3, 12 * 128).bfloat16(), noise(3, 64), noise(128).bfloat16()
     for stored in (cache, small):
         fused.rope_write(qkv, angles, angles, case.layout.write_slots, stored, 8, norm, norm, 1e-5)

@@ -361,7 +361,8 @@ CHAINS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("mode", ["float32", "int8"])
 def test_buffers_keep_what_is_still_read(name: str, mode: str) -> None:
-    from gpt_fast.quantize.linear import Int8Linear, QuantizedLinear
+    from gpt_fast.quantize.linear import QuantizedLinear
+    from gpt_fast.quantize.rtn import quantize_rows
     from gpt_fast.quantize.scheme import Scheme
 
     twin = Twin(
@@ -376,8 +377,8 @@ def test_buffers_keep_what_is_still_read(name: str, mode: str) -> None:
             if not m.name.startswith("fill_"):
                 linear = twin.block.get_submodule(m.name)
                 assert isinstance(linear, torch.nn.Linear)
-                made: QuantizedLinear = Int8Linear(m.inputs, m.outputs, Scheme("int8"), linear.bias, "cpu")
-                made.write(0, linear.weight.detach())
+                made = QuantizedLinear(m.inputs, m.outputs, Scheme("int8"), linear.bias, "cpu")
+                made.store(0, quantize_rows(linear.weight.detach(), Scheme("int8")))
                 made.rounded = True
                 setattr(twin.block, m.name, made)
     x = twin.input(9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from quantized import dequantized
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -28,12 +30,11 @@ from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
 from gpt_fast.model.description import describe, parts
 from gpt_fast.params import SamplingParams
-from gpt_fast.quantize import writer
-from gpt_fast.quantize.apply import quantize_model
-from gpt_fast.quantize.linear import KINDS, Int4Linear, QuantizedLinear, SplitLinear
+from gpt_fast.quantize.apply import quantize_model, swap_layers
+from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 from gpt_fast.quantize.rtn import encode, find_grid, pad_groups, quantize_rows
 from gpt_fast.quantize.scheme import Scheme, Split, parse_quant_config, quant_config
-from gpt_fast.quantize.writer import quantize_checkpoint
+from gpt_fast.quantize.writer import CheckpointWriter, quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,8 +59,8 @@ def write(directory: Path, config: ModelConfig = TINY, dtype: torch.dtype = torc
 
 def layer(scheme: Scheme, weight: Tensor, bias: Tensor | None = None) -> QuantizedLinear:
     parameter = None if bias is None else nn.Parameter(bias, requires_grad=False)
-    made = KINDS[scheme.kind](weight.shape[1], weight.shape[0], scheme, parameter, "cpu")
-    made.write(0, weight)
+    made = QuantizedLinear(weight.shape[1], weight.shape[0], scheme, parameter, "cpu")
+    made.store(0, quantize_rows(weight, scheme))
     return made
 
 
@@ -93,7 +94,9 @@ def test_config_round_trip(mode: str) -> None:
     assert parse_quant_config(raw, "x") == config
 
 
-@pytest.mark.parametrize("modules", [None, {}, {"layers": "int5"}, {"nothing": "int8"}, {"layers": "int4-g7"}])
+@pytest.mark.parametrize(
+    "modules", [None, {}, {"layers": "int5"}, {"nothing": "int8"}, {"layers": "int4-g7"}, {"layers": ["int8"]}]
+)
 def test_unknown_schemes_are_refused(modules: Any) -> None:
     with pytest.raises(CheckpointError, match=r"quantization_config\.modules"):
         parse_quant_config({"modules": modules}, "x")
@@ -124,7 +127,7 @@ def test_the_search_beats_the_plain_range(group_size: int) -> None:
 def test_groups_on_one_side_of_zero_are_not_cut_off() -> None:
     weight = 5 + torch.rand(4, 64, generator=torch.Generator().manual_seed(0))
     for w in (weight, -weight):
-        found = layer(Scheme("int4", 32), w).dequantized()
+        found = dequantized(layer(Scheme("int4", 32), w))
         assert (found - w).abs().max() < 0.6 * 6 / 15  # 0 needs a code: the steps are those of 0 to 6
 
 
@@ -132,7 +135,7 @@ def test_groups_on_one_side_of_zero_are_not_cut_off() -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.37, 3e-7, 2e4])
 def test_constant_rows_survive(scheme: Scheme, value: float) -> None:
     weight = torch.full((3, 40), value)
-    made = layer(scheme, weight).dequantized()
+    made = dequantized(layer(scheme, weight))
     assert torch.allclose(made, weight, rtol=1e-3 if scheme.kind != "fp8" else 0.07, atol=1e-7)
 
 
@@ -141,7 +144,7 @@ def test_any_rows_can_be_quantized_alone(scheme: Scheme) -> None:
     weight = noise(10, 172)
     whole, pieces = layer(scheme, weight), layer(scheme, torch.zeros(10, 172))
     for begin in (0, 3, 7):
-        pieces.write(begin, weight[begin : begin + 4])
+        pieces.store(begin, quantize_rows(weight[begin : begin + 4], scheme))
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor.view(torch.uint8), pieces.state_dict()[name].view(torch.uint8)), name
 
@@ -164,7 +167,7 @@ def test_products_are_those_of_the_dequantized_weight(scheme: Scheme, k: int, dt
     out = made(x)
     assert out.dtype == dtype
     assert made.bias is not None
-    expected = F.linear(x.float(), made.dequantized()) + made.bias.float()
+    expected = F.linear(x.float(), dequantized(made)) + made.bias.float()
     tolerance = 1e-4 if dtype == torch.float32 else 0.02
     assert torch.allclose(out.float(), expected, rtol=tolerance, atol=tolerance)
 
@@ -173,11 +176,10 @@ def test_sorted_columns_meet_their_own_inputs() -> None:
     weight = noise(8, 48)
     order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
     made = layer(Scheme("int4", 32), weight[:, order])
-    assert isinstance(made, Int4Linear)
     made.order = order
     x = noise(5, 48, seed=1)
-    assert torch.allclose(made(x), F.linear(x, made.dequantized()), atol=1e-5)
-    assert (made.dequantized() - weight).abs().max() < 0.3
+    assert torch.allclose(made(x), F.linear(x, dequantized(made)), atol=1e-5)
+    assert (dequantized(made) - weight).abs().max() < 0.3
 
 
 # Models: what is quantized, and every way to get there
@@ -213,11 +215,11 @@ def blocks(layer: dict[str, Scheme]) -> dict[str, Scheme]:
 def test_queries_beside_keys_and_values_in_another_format_are_one_layer() -> None:
     weight, bias, x = noise(24, 64), noise(24), noise(3, 64)
     split = SplitLinear(64, 24, Split(Scheme("int4", 32), Scheme("int8"), 16), nn.Parameter(bias), "cpu")
-    split.queries.write(0, weight[:16])
-    split.keys_values.write(0, weight[16:])
+    split.queries.store(0, quantize_rows(weight[:16], Scheme("int4", 32)))
+    split.keys_values.store(0, quantize_rows(weight[16:], Scheme("int8")))
     apart = [layer(Scheme("int4", 32), weight[:16], bias[:16]), layer(Scheme("int8"), weight[16:], bias[16:])]
     assert torch.equal(split(x), torch.cat([part(x) for part in apart], dim=-1))
-    assert torch.equal(split.dequantized(), torch.cat([part.dequantized() for part in apart]))
+    assert torch.equal(dequantized(split), torch.cat([dequantized(part) for part in apart]))
 
 
 def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +247,20 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = random_model(TINY, torch.float32)
     quantize_model(kept, quant_config("int4", quantize_head=False))
     assert isinstance(kept.head.output, nn.Linear)
+
+
+def test_weights_are_let_go_of_one_by_one() -> None:
+    model = random_model(TINY, torch.float32)
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    weights = {name: weakref.ref(model.get_parameter(f"{name}.weight")) for name in names}
+
+    def scheme_of(name: str) -> Scheme:
+        before = names[: max(0, names.index(name) - 1)]  # the one before may still be held by a variable
+        assert all(weights[other]() is None for other in before)
+        return Scheme("int8")
+
+    swap_layers(model, scheme_of, "cpu", rounded=True)
+    assert all(weight() is None for weight in weights.values())
 
 
 def test_bytes_per_token_count_the_quantized_weights() -> None:
@@ -396,15 +412,15 @@ def test_an_interrupted_rounding_goes_on_with_the_next_block(tmp_path: Path, mon
     source, quant = Checkpoint.open(write(tmp_path / "a")), quant_config("int8")
     quantize_checkpoint(source, tmp_path / "whole", quant)
     written: list[str] = []
-    real = writer.write_part
+    real = CheckpointWriter.write_part
 
     def interrupted(*arguments: Any) -> None:
-        written.append(arguments[2].target)
+        written.append(arguments[1].target)
         if len(written) == 12:
             raise KeyboardInterrupt
         real(*arguments)
 
-    monkeypatch.setattr(writer, "write_part", interrupted)
+    monkeypatch.setattr(CheckpointWriter, "write_part", interrupted)
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(source, tmp_path / "b", quant)
     before = {name.rpartition(".")[0].rpartition(".")[0] for name in written[:11]}

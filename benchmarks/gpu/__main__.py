@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [folder for folder in (str(ROOT / "benchmarks"), str(ROOT)) if folder not in sys.path]
 
 import torch  # noqa: E402
+import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from gpt_fast.config import ModelConfig  # noqa: E402
@@ -274,7 +275,7 @@ def main() -> int:
         return 0
     budget = Budget(args.budget)
     name = "the interpreter" if SMOKE else torch.cuda.get_device_name()
-    budget.say(f"torch {torch.__version__}, Triton {launching.version()}, {name}")
+    budget.say(f"torch {torch.__version__}, Triton {triton.__version__}, {name}")
     torch.manual_seed(int(time.time()))
     with torch.inference_mode():
         copy, product = ceilings(budget)

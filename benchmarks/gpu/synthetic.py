@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.config import ModelConfig
-from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu import linear
 from gpt_fast.kernels.gpu.graphs import CapturedProgram, Run
 from gpt_fast.kernels.gpu.program import BlockWeights, GpuProgram
@@ -23,17 +23,22 @@ PAGE = 16
 def random_weights(precision: str, n: int, k: int, device: torch.device) -> linear.Weights:
     """[n, k] of about 0.02, drawn on the device."""
     if precision == "bf16":
-        return linear.prepare("dense", torch.empty(n, k, dtype=torch.bfloat16, device=device).normal_(0, 0.02))
+        return linear.prepare(torch.empty(n, k, dtype=torch.bfloat16, device=device).normal_(0, 0.02))
     scale = torch.full((n,), 0.02, device=device)
     if precision == "int8":
         values = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device)
-        return linear.prepare("int8", values, scale=scale / 73)
+        return linear.prepare(values, scale=scale / 73)
     if precision == "fp8":
         values = torch.empty(n, k, dtype=torch.bfloat16, device=device).normal_().to(torch.float8_e4m3fn)
-        return linear.prepare("fp8", values, scale=scale)
+        return linear.prepare(values, scale=scale)
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
     steps = torch.full((n, k // GROUP), 200, dtype=torch.uint8, device=device)
-    return linear.prepare("int4", codes, scale=scale / 4.6 / 200, grid=(steps, torch.full_like(steps, 60)))
+    return linear.prepare(codes, scale=scale / 4.6 / 200, grid=(steps, torch.full_like(steps, 60)))
+
+
+def num_bytes(w: linear.Weights) -> int:
+    """What one product streams."""
+    return sum(t.nbytes for t in (w.data, w.scale, w.bias, w.pairs) if t is not None)
 
 
 def random_program(config: ModelConfig, precision: str, tokens: int, device: torch.device) -> tuple[GpuProgram, int]:
@@ -66,8 +71,8 @@ def random_program(config: ModelConfig, precision: str, tokens: int, device: tor
         )
         for block in description.blocks
     ]
-    num_bytes = sum(w.num_bytes for block in weights for found in block.matrices.values() for w in found)
-    return GpuProgram(description, weights, ropes, torch.bfloat16), num_bytes
+    streamed = sum(num_bytes(w) for block in weights for found in block.matrices.values() for w in found)
+    return GpuProgram(description, weights, ropes, torch.bfloat16), streamed
 
 
 def recorded_step(
@@ -79,14 +84,13 @@ def recorded_step(
     graph = CapturedProgram(program, table, (batch,), capture)
     graph.warm_up()
     ones = torch.ones(batch, dtype=torch.int64, device=device)
+    start, write_slots = torch.arange(batch + 1, device=device).int(), table[:, -1].long() * PAGE + (context - 1) % PAGE
+    layout = StepLayout(start, (ones * context).int(), table, write_slots)
     logits = graph.step(
         torch.arange(batch, device=device) * 3,
         ones * (context - 1),
         ones * context,
-        torch.arange(batch + 1, device=device).int(),
-        (ones * context).int(),
-        table,
-        table[:, -1].long() * PAGE + (context - 1) % PAGE,
+        layout,
         torch.arange(batch, device=device),
     )
-    return lambda: graph.replay(batch), logits
+    return graph.replays[batch], logits

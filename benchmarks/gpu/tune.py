@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt_fast.kernels.gpu import linear
 from gpt_fast.kernels.gpu.graphs import CudaCapture
-from gpu.synthetic import random_weights
+from gpu.synthetic import num_bytes, random_weights
 
 _COPIES = 6  # of some tens of megabytes: more than a second-level cache holds
 
@@ -53,7 +53,7 @@ def compare(
     for division in divisions(used):
         try:
             run = CudaCapture()(functools.partial(sweep, division))
-            rate = sum(w.num_bytes for w in copies) / seconds(run, 0.2)
+            rate = sum(num_bytes(w) for w in copies) / seconds(run, 0.2)
         except Exception as error:  # too much shared memory: Triton raises types of its own
             yield Tried(division, division == used, 0.0, str(error).splitlines()[0])
         else:

@@ -30,9 +30,10 @@ from typing import Any
 import torch
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.config import PREFILL_CHUNKS, ModelConfig, at_least
+from gpt_fast.config import MAX_POSITIONS, PREFILL_CHUNKS, ModelConfig, read_key
 from gpt_fast.engine.handle import Handle
 from gpt_fast.errors import ConfigError
+from gpt_fast.fields import Whole
 from gpt_fast.kernels.roofline import read_bandwidth
 from gpt_fast.llm import LLM
 from gpt_fast.memory import check_weights, read_numbers
@@ -58,9 +59,9 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "prompt_tokens"):
-            at_least(name, min(getattr(self, name), default=0), 1)
-        at_least("new_tokens", self.new_tokens, 2)  # the first one comes from prefill
-        at_least("repeats", self.repeats, 1)
+            read_key(Whole(1, MAX_POSITIONS), min(getattr(self, name), default=0), name)
+        read_key(Whole(2, MAX_POSITIONS), self.new_tokens, "new_tokens")  # the first one comes from prefill
+        read_key(Whole(1, MAX_POSITIONS), self.repeats, "repeats")
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def measure(llm: LLM, batch_size: int, prompt_tokens: int, new_tokens: int, rng:
     """One run; see the module's docstring."""
     prefilled = _run_together(llm, prompt_tokens, [1] * batch_size, rng)
     prefill_s = max(h.request.first_token or 0.0 for h in prefilled) - prefilled[0].request.arrival
-    slack = _slack(batch_size, prompt_tokens, llm.prefill_chunk)
+    slack = _slack(batch_size, prompt_tokens, llm.engine.runner.prefill_chunk)
     handles = _run_together(llm, prompt_tokens, [new_tokens + slack] * (batch_size - 1) + [new_tokens], rng)
     completions = [handle.completion for handle in handles if handle.completion is not None]
     starts = [handle.request.first_token or 0.0 for handle in handles]

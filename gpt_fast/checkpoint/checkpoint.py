@@ -9,6 +9,7 @@ leaves behind plus some megabytes. Formats that are not Hugging Face's go throug
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,17 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt_fast.checkpoint.families import (
-    GenerationDefaults,
-    parse_config,
-    read_generation_defaults,
-    read_json,
-)
+from gpt_fast.checkpoint.families import GenerationDefaults, parse_config, read_generation_defaults, read_json
 from gpt_fast.checkpoint.family_table import FAMILIES
-from gpt_fast.checkpoint.progress import progress_bar
 from gpt_fast.checkpoint.shard import Cut, Shard
 from gpt_fast.checkpoint.stacked import unstacked
-from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
 from gpt_fast.checkpoint.weight_files import open_weights, weight_files
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
@@ -38,7 +33,6 @@ from gpt_fast.model.transformer import Transformer, weight_bytes
 from gpt_fast.quantize.apply import SchemeOf, quantized_part, swap_layers
 from gpt_fast.quantize.formats import Format, OwnFormat, RoundedFormat, Specs
 from gpt_fast.quantize.hub import HubFormat, parse_header, without_empty_biases
-from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.scheme import METHOD, Scheme, Split, parse_quant_config, quant_config
 from gpt_fast.tokenizer import Tokenizer, load_tokenizer
 
@@ -63,10 +57,7 @@ class Checkpoint:
         self.config, tensors = resolve_tying(config, whole_names(config, open_weights(self.files)))
         self.tensors = unstacked(tensors, (part.source for part in parts(self.config)))
         self.format = self._stored_format()
-        wanted: Specs = {}
-        for part in parts(self.config):
-            wanted |= self.format.tensors(*quantized_part(part, lambda name: self.format.scheme(name, self.config)))
-        check_tensors(wanted, self.tensors, str(directory))
+        check_tensors(self.format.specs(self.config), self.tensors, str(directory))
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
@@ -110,9 +101,7 @@ class Checkpoint:
         if quantize is None:
             return self.format
         if self.format.method is not None:
-            raise ConfigError(
-                f"quantize: {self.directory} is quantized already ({self.format.method}); leave quantize out"
-            )
+            raise ConfigError(f"quantize: {self.directory} is quantized already ({self.format.method}); leave it out")
         return RoundedFormat(quant_config(quantize))
 
     def meta_model(self, dtype: torch.dtype, quantize: str | None = None) -> Transformer:
@@ -158,28 +147,21 @@ class Checkpoint:
 
         plan = [_read_by(part, shard, scheme_of) for part in parts(self.config)]
         model = empty_model(config, dtype, device, column_major, lambda m: swap_layers(m, scheme_of, device))
-        targets, layers = dict(model.named_parameters()), dict(model.named_modules())
         total = sum(tensor.num_bytes for tensor in self.tensors.values()) // (shard.num_ranks if shard else 1)
         with progress_bar(total, progress, "loading weights") as report, torch.no_grad():
-            for part, cut, scheme in plan:
-                if scheme is None:
-                    target = targets[part.target][part.start : part.start + part.shape[0]]
-                    cut.of(form.weight(part, self.tensors)).copy_to(target, report)
-                else:
-                    layer = layers[part.target.removesuffix(".weight")]
-                    assert isinstance(layer, QuantizedLinear)
-                    form.fill(layer, part, self.tensors, cut, report)
+            for part, cut in plan:
+                form.load(model, part, self.tensors, cut, report)
         _warn_not_finite(model, str(self.directory))
         return model
 
 
-def _read_by(part: Part, shard: Shard | None, scheme_of: SchemeOf) -> tuple[Part, Cut, Scheme | None]:
-    """``part`` as the model that is built holds it, what is read for it, and its scheme. Raises ConfigError."""
+def _read_by(part: Part, shard: Shard | None, scheme_of: SchemeOf) -> tuple[Part, Cut]:
+    """``part`` as the model that is built holds it, and what is read for it. Raises ConfigError."""
     cut, part = shard.cut(part) if shard else (Cut(), part)
     part, scheme = quantized_part(part, scheme_of)
     if scheme is not None and cut.num_columns > 1 and scheme.padded(part.shape[1]) != part.shape[1]:
         raise ConfigError(f"shard: {part.target} has {part.shape[1]} inputs a rank, no whole groups of {scheme}")
-    return part, cut, scheme
+    return part, cut
 
 
 def whole_names(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
@@ -197,11 +179,11 @@ def resolve_tying(
 
     The file has the last word, as in transformers: a missing head is tied, two tables that differ are not.
     """
-    sources = {part.target: part.source for part in parts(replace(config, tie_embeddings=False))}
-    table, head = sources["embed.tokens.weight"], sources["head.output.weight"]
+    names = FAMILIES[config.family].names
+    table, head = names["tokens"] + ".weight", names["output"] + ".weight"
     tensors = dict(tensors)
     tied = config.tie_embeddings
-    if head.removesuffix("weight") + "qweight" in tensors:  # a head that others quantized
+    if names["output"] + ".qweight" in tensors:  # a head that others quantized
         return config, tensors
     if head not in tensors:
         tied = True
@@ -214,33 +196,19 @@ def resolve_tying(
     return replace(config, tie_embeddings=tied), tensors
 
 
-def plain_specs(config: ModelConfig) -> Specs:
-    """What the unquantized checkpoint of ``config`` holds."""
-    return {part.source: (None, part.stored_shape) for part in parts(config)}
-
-
 def check_tensors(wanted: Specs, tensors: Mapping[str, StoredTensor], where: str) -> None:
     """Raise CheckpointError unless ``tensors``, of ``where``, are exactly ``wanted``."""
-    found = {name: tensors[name] for name in wanted if name in tensors}
-    problems = {
-        "missing": [name for name in wanted if name not in tensors],
-        "unexpected": [name for name in tensors if name not in wanted],
-        "of the wrong shape": [
-            f"{name} {list(tensor.shape)}, not {list(wanted[name][1])}"
-            for name, tensor in found.items()
-            if tensor.shape != wanted[name][1]
-        ],
-        "of the wrong dtype": [
-            f"{name} is stored as {tensor.dtype}, not as {wanted[name][0]}"
-            for name, tensor in found.items()
-            if wanted[name][0] not in (None, tensor.dtype)
-        ],
-        "not floating-point": [
-            f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
-            for name, tensor in found.items()
-            if wanted[name][0] is None and not tensor.dtype.is_floating_point
-        ],
-    }
+    problems: dict[str, list[str]] = defaultdict(list)
+    problems["missing"] = [name for name in wanted if name not in tensors]
+    problems["unexpected"] = [name for name in tensors if name not in wanted]
+    for name, tensor in tensors.items():
+        dtype, shape = wanted.get(name, (tensor.dtype, tensor.shape))
+        if tensor.shape != shape:
+            problems["of the wrong shape"].append(f"{name} {list(tensor.shape)}, not {list(shape)}")
+        if dtype is None and not tensor.dtype.is_floating_point:
+            problems["not floating-point"].append(f"{name} ({str(tensor.dtype).removeprefix('torch.')})")
+        elif dtype not in (None, tensor.dtype):
+            problems["of the wrong dtype"].append(f"{name} is stored as {tensor.dtype}, not as {dtype}")
     said = [f"{len(names)} tensors {what}: {_some(names)}" for what, names in problems.items() if names]
     if said:
         raise CheckpointError(f"{where} does not fit its configuration: " + "; ".join(said))
@@ -253,13 +221,8 @@ def _warn_not_finite(model: nn.Module, where: str) -> None:
     rows = {n: t if t.is_contiguous() else t.t() for n, t in tensors.items()}  # aminmax would copy columns
     damaged = [n for n, t in rows.items() if not all(extreme.isfinite() for extreme in t.aminmax())]
     if damaged:
-        log.warning(
-            "%s: %d weights are not finite (NaN or infinity): %s. The checkpoint is damaged, or too large in value for "
-            "the dtype; what it generates means nothing",
-            where,
-            len(damaged),
-            _some(damaged),
-        )
+        why = "The checkpoint is damaged, or too large in value for the dtype; what it generates means nothing"
+        log.warning("%s: %d weights are not finite (NaN or infinity): %s. %s", where, len(damaged), _some(damaged), why)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,80 +1,55 @@
 """Foreign checkpoints to Hugging Face directories: ``convert``.
 
 Reads gpt-fast's ``model.pth``, Meta's ``consolidated.00.pth``, llama2.c's ``ckpt.pt`` and ``.bin`` files, and Hugging
-Face directories themselves (to change the dtype or to merge shards). The format is told by the file's content.
+Face directories themselves (to change the dtype or to merge shards). The content of a file decides, not its name.
 
 All of Meta's line rotate neighbouring dimensions of a head where Hugging Face rotates its halves; the rows of q and k
-are reordered on the way. A ``.pth`` does not say how many heads its model has, so that a JSON file beside it, or the
-caller, must.
+are reordered on the way. A ``.pth`` does not say how many heads its model has; a JSON file beside it or the caller
+must.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from gpt_fast.checkpoint.checkpoint import Checkpoint, check_tensors, plain_specs, resolve_tying
+from gpt_fast.checkpoint.checkpoint import Checkpoint, check_tensors, resolve_tying
 from gpt_fast.checkpoint.families import parse_config, read_json, to_hf_config
+from gpt_fast.checkpoint.files import RIGHTS, companions, is_one
 from gpt_fast.checkpoint.llama2c import read_bin, read_header
-from gpt_fast.checkpoint.progress import progress_bar
-from gpt_fast.checkpoint.safetensors_file import write_safetensors
-from gpt_fast.checkpoint.stored import StoredTensor, read_torch_file, stored_tensors
+from gpt_fast.checkpoint.saving import write_checkpoint
+from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.checkpoint.weight_files import read_torch_file
 from gpt_fast.config import ModelConfig
-from gpt_fast.errors import CheckpointError, ConfigError
-from gpt_fast.model.description import parts
+from gpt_fast.errors import CheckpointError, ConfigError, TokenizerError
+from gpt_fast.model.description import Layout, parts
 from gpt_fast.model.shapes import SHAPES, shape
+from gpt_fast.quantize.formats import row_order
+from gpt_fast.tokenizer.loading import sniff
 
 log = logging.getLogger(__name__)
 
-# What goes along with the weights when it lies beside them.
-COMPANIONS = (
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "LICENSE",
-    "LICENSE.txt",
-)
-
-# Hugging Face's module within a model or layer -> Meta's.
+# Parts of Hugging Face's names -> Meta's.
+# fmt: off
 _META_NAMES = {
-    "model.embed_tokens": "tok_embeddings",
-    "input_layernorm": "attention_norm",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.down_proj": "feed_forward.w2",
+    "model.": "", "embed_tokens": "tok_embeddings", "lm_head": "output",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3",
-    "model.norm": "norm",
-    "lm_head": "output",
 }
+# fmt: on
 # Buffers that some writers left in: computed here, not read.
-_BUFFERS = ("freqs_cis", "freqs_cos", "freqs_sin", "rope.freqs", "causal_mask", "mask", "k_cache", "v_cache")
+_BUFFERS = ("freqs_cis", "freqs_cos", "freqs_sin", "rope.freqs", "mask", "k_cache", "v_cache")
 
-
-class Imported(NamedTuple):
-    """A checkpoint under Hugging Face's names, mapped, and the ``config.json`` to go with it, dtype apart."""
-
-    config: ModelConfig
-    tensors: dict[str, StoredTensor]
-    raw: dict[str, Any]
+Imported = tuple[dict[str, StoredTensor], dict[str, Any]]  # mapped, by Hugging Face's names, and their config.json
 
 
 def convert(
@@ -99,107 +74,64 @@ def convert(
         raise CheckpointError(f"{source} does not exist")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; choose another output directory")
-    imported = read_source(source, config)
-    companions = _companions(source, tokenizer)
-    if not any(name.startswith("tokenizer.") for name in companions):
+    tensors, raw = _read_source(source, config)
+    beside = _beside(source, tokenizer)
+    if not any(name.startswith("tokenizer.") for name in beside):
         log.warning("no tokenizer beside %s and none given; %s will have none", source, out)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-        for name, path in companions.items():
+        write_checkpoint(partial, tensors, raw, dtype, progress)
+        for name, path in beside.items():
             shutil.copyfile(path, partial / name)
-        _write(partial, imported, dtype, progress)
         if out.exists():
             out.rmdir()
         partial.rename(out)
     except OSError as e:
-        size = sum(t.num_bytes for t in imported.tensors.values()) / 1e9
+        size = sum(t.num_bytes for t in tensors.values()) / 1e9
         raise CheckpointError(f"{out} cannot be written: {e.strerror} (it needs up to {size:.2f} GB)") from e
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(directory: Path, imported: Imported, dtype: torch.dtype | None, progress: bool) -> None:
-    tensors = imported.tensors
-    most = max(tensors.values(), key=lambda t: t.num_bytes).dtype
-    raw = imported.raw | {"torch_dtype": str(dtype or most).removeprefix("torch.")}
-    total = sum(t.num_bytes for t in tensors.values())
-    with progress_bar(total, progress, "writing weights") as report:
-        write_safetensors(directory / "model.safetensors", tensors, dtype, report)
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-
-
-def _companions(source: Path, tokenizer: str | Path | None) -> dict[str, Path]:
+def _beside(source: Path, tokenizer: str | Path | None) -> dict[str, Path]:
     """Files to copy by the name they get. A tokenizer given takes the place of all of the source's."""
-    folder = source if source.is_dir() else source.parent
-    found = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+    found = {path.name: path for path in companions(source if source.is_dir() else source.parent)}
     if tokenizer is None:
         return found
     path = Path(tokenizer)
     if not path.is_file():
         raise CheckpointError(f"tokenizer {path} does not exist")
     with open(path, "rb") as file:
-        start = file.read(512)
-    if start.lstrip()[:1] == b"{":
-        name = "tokenizer.json"
-    elif start[:1] == b"\n" or _is_tiktoken(start):  # SentencePiece: field 1 of a protobuf message
-        name = "tokenizer.model"
-    else:
-        raise CheckpointError(
-            f"tokenizer {path} is neither a SentencePiece or tiktoken model nor a tokenizer.json; "
-            "llama2.c's tokenizer.bin does not hold all of a tokenizer, give the tokenizer.model it was made from"
-        )
-    others = {n: p for n, p in found.items() if n.startswith(("LICENSE", "generation_config"))}
-    return others | {name: path}
+        start = file.read(4096)
+    try:
+        name = "tokenizer.json" if sniff(start, str(path)) == "json" else "tokenizer.model"
+    except TokenizerError as e:
+        hint = "llama2.c's tokenizer.bin does not hold all of a tokenizer, give the tokenizer.model it was made from"
+        raise CheckpointError(f"tokenizer {e}; {hint}") from None
+    return {n: p for n, p in found.items() if is_one(n, (*RIGHTS, "generation_config.json"))} | {name: path}
 
 
-def _is_tiktoken(start: bytes) -> bool:
-    """Whether ``start`` reads as tiktoken's lines of base64 and rank."""
-    first = start.split(b"\n", 1)[0].split()
-    return len(first) == 2 and first[1].isdigit() and first[0].isascii()
-
-
-def read_source(source: Path, config: ModelConfig | str | Path | None = None) -> Imported:
-    """Open whatever ``source`` is. See :func:`convert`; nothing is written."""
+def _read_source(source: Path, config: ModelConfig | str | Path | None) -> Imported:
+    """The tensors of whatever ``source`` is, and their ``config.json`` without a dtype. See :func:`convert`."""
     if source.is_dir():
-        return _read_hf(source)
+        opened = Checkpoint.open(source)
+        if opened.format.method is not None:
+            raise CheckpointError(f"{source} is quantized ({opened.format.method}); convert the unquantized checkpoint")
+        raw = {key: value for key, value in opened.raw.items() if key != "dtype"}  # torch_dtype, for transformers 5
+        return opened.tensors, raw | {"tie_word_embeddings": opened.config.tie_embeddings}
     header = read_header(source)
-    if header is not None:
-        found, tensors = read_bin(source, header)
-        return _from_meta(tensors, found, {"bos_token_id": 1, "eos_token_id": 2}, source)
-    with open(source, "rb") as file:
-        start = file.read(4)
-    if start != b"PK\x03\x04" and start[:1] != b"\x80":
-        raise CheckpointError(f"{source} is no checkpoint known here: not llama2.c's .bin and not a torch file")
-    return _read_torch(source, config)
-
-
-def _read_hf(source: Path) -> Imported:
-    opened = Checkpoint.open(source)
-    if opened.format.method is not None:
-        raise CheckpointError(f"{source} is quantized ({opened.format.method}); convert the unquantized checkpoint")
-    # transformers 5 calls torch_dtype dtype
-    raw = {key: value for key, value in opened.raw.items() if key != "dtype"}
-    return Imported(opened.config, opened.tensors, raw | {"tie_word_embeddings": opened.config.tie_embeddings})
-
-
-def _read_torch(source: Path, config: ModelConfig | str | Path | None) -> Imported:
-    """A file of torch.save: a state dict, or llama2.c's training checkpoint around one."""
-    values, mapped = read_torch_file(source)
-    facts: Mapping[str, Any] | None = None
-    if isinstance(values.get("model"), dict) and isinstance(values.get("model_args"), dict):
-        values, facts = values["model"], values["model_args"]  # the optimizer's state stays behind
-    elif isinstance(values.get("model"), dict):
-        values = values["model"]
-    state = stored_tensors({name.removeprefix("_orig_mod."): value for name, value in values.items()}, source, mapped)
-    state = {name: t for name, t in state.items() if name.rsplit(".", 1)[-1] not in _BUFFERS and name not in _BUFFERS}
-    _refuse_foreign(state, source)
-    if facts is not None and config is None:
-        extra = {"bos_token_id": 1, "eos_token_id": 2}
-        return _from_meta(state, _config_from_facts(facts, state, str(source)), extra, source)
-    found, extra = _find_config(source, state, config)
-    return _from_meta(state, found, extra, source)
+    if header is None:
+        values, facts = read_torch_file(source)
+        state = {name.removeprefix("_orig_mod."): tensor for name, tensor in values.items()}
+        _refuse_foreign(state, source)
+    else:
+        state, facts = read_bin(source, header)
+        config = None  # the file says all
+    if isinstance(facts, dict) and config is None:
+        found, ids = _config_from_facts(facts, state, str(source)), {"bos_token_id": 1, "eos_token_id": 2}
+    else:
+        found, ids = _find_config(source, state, config)
+    return _from_meta(state, found, ids, source)
 
 
 def _refuse_foreign(state: Mapping[str, StoredTensor], source: Path) -> None:
@@ -225,21 +157,18 @@ def _find_config(
     unknown = {"bos_token_id": None, "eos_token_id": None}  # left to the tokenizer
     if isinstance(config, ModelConfig):
         return config, unknown
-    if config is None:
-        beside = [source.with_name(name) for name in ("config.json", "params.json")]
-        path = next((path for path in beside if path.is_file()), None)
-        if path is None:
-            raise CheckpointError(
-                f"{source} does not say how many heads its model has, and neither config.json nor params.json lies "
-                f"beside it; name one, or one of these shapes: {', '.join(SHAPES)}"
-            )
-    else:
-        path = Path(config)
-        if not path.is_file():
-            try:
-                return shape(str(config)), unknown
-            except ConfigError as e:
-                raise CheckpointError(f"{config} is not a file; {e}") from None
+    beside = (source.with_name("config.json"), source.with_name("params.json"))
+    path = next((p for p in beside if p.is_file()), None) if config is None else Path(config)
+    if path is None:
+        raise CheckpointError(
+            f"{source} does not say how many heads its model has, and neither config.json nor params.json lies "
+            f"beside it; name one, or one of these shapes: {', '.join(SHAPES)}"
+        )
+    if not path.is_file():
+        try:
+            return shape(str(config)), unknown
+        except ConfigError as e:
+            raise CheckpointError(f"{config} is not a file; {e}") from None
     raw = read_json(path)
     if "architectures" in raw or "model_type" in raw:
         return parse_config(raw, str(path)), {key: raw[key] for key in unknown if key in raw}
@@ -251,20 +180,13 @@ def _config_from_facts(facts: Mapping[str, Any], state: Mapping[str, StoredTenso
     num_heads = facts.get("n_heads")
     if not isinstance(num_heads, int) or num_heads < 1:
         raise CheckpointError(f"{where} must give n_heads, the number of query heads, not {num_heads!r}")
-    if facts.get("use_scaled_rope") and "rope_scaling_factor" not in facts:
-        raise CheckpointError(
-            f"{where}: use_scaled_rope without rope_scaling_factor: Llama 3.1 means 8 and Llama 3.2 means 32; "
-            "add it, or give Hugging Face's config.json"
-        )
     vocab_size, dim = state["tok_embeddings.weight"].shape
     if facts.get("dim", dim) != dim or dim % num_heads:
         raise CheckpointError(
-            f"{where}: dim {facts.get('dim')} and n_heads {num_heads} do not fit the tensors, {dim} wide"
+            f"{where}: dim {facts.get('dim', dim)} and n_heads {num_heads} do not fit the tensors, {dim} wide"
         )
-    head_dim = dim // num_heads
-    fused = state.get("layers.0.attention.wqkv.weight")
-    kv_rows = (fused.shape[0] - dim) // 2 if fused else state["layers.0.attention.wk.weight"].shape[0]
-    num_kv_heads = facts.get("n_kv_heads") or kv_rows // head_dim
+    fused, keys = (state.get(f"layers.0.attention.{name}.weight") for name in ("wqkv", "wk"))
+    kv_rows = (fused.num_rows - dim) // 2 if fused else keys.num_rows if keys else dim
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": vocab_size,
@@ -272,13 +194,18 @@ def _config_from_facts(facts: Mapping[str, Any], state: Mapping[str, StoredTenso
         "intermediate_size": state["layers.0.feed_forward.w1.weight"].shape[0],
         "num_hidden_layers": 1 + max(int(n.split(".")[1]) for n in state if n.startswith("layers.")),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
+        "num_key_value_heads": facts.get("n_kv_heads") or kv_rows // (dim // num_heads),
         "max_position_embeddings": facts.get("max_seq_len", 2048),  # Meta's files leave it out; Llama 1 had this
         "rms_norm_eps": facts.get("norm_eps", 1e-5),
         "rope_theta": facts.get("rope_theta", 10000.0),
         "tie_word_embeddings": "output.weight" not in state,
     }
     if facts.get("use_scaled_rope"):
+        if "rope_scaling_factor" not in facts:
+            raise CheckpointError(
+                f"{where}: use_scaled_rope without rope_scaling_factor: Llama 3.1 means 8 and Llama 3.2 means 32; "
+                "add it, or give Hugging Face's config.json"
+            )
         raw["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": facts["rope_scaling_factor"],
@@ -290,40 +217,28 @@ def _config_from_facts(facts: Mapping[str, Any], state: Mapping[str, StoredTenso
     return parse_config(raw, where)
 
 
-def _from_meta(state: Mapping[str, StoredTensor], config: ModelConfig, extra: dict[str, Any], source: Path) -> Imported:
+def _from_meta(state: Mapping[str, StoredTensor], config: ModelConfig, ids: dict[str, Any], source: Path) -> Imported:
     """Rename Meta's tensors to Hugging Face's, split a fused wqkv, and put q and k into the halves' order."""
-    state = {name: t for name, t in state.items() if name.rsplit(".", 1)[0] not in _BUFFERS}
+    state = {name: t for name, t in state.items() if not name.removesuffix(".weight").endswith(_BUFFERS)}
     for name in [name for name in state if name.endswith(".attention.wqkv.weight")]:
-        fused = state.pop(name)
+        fused, start = state.pop(name), 0
         sizes = {"wq": config.q_dim, "wk": config.kv_dim, "wv": config.kv_dim}
         if fused.num_rows != sum(sizes.values()):
             raise CheckpointError(f"{source}: {name} has {fused.num_rows} rows, not {sum(sizes.values())}")
-        start = 0
         for piece, rows in sizes.items():
             state[name.replace("wqkv", piece)] = fused.part(start, rows)
             start += rows
-    untied = replace(config, tie_embeddings=False)
+    pairs = Layout("pairs", head_dim=config.head_dim, pairs=config.head_dim)  # of neighbours, of a whole head
     renamed: dict[str, StoredTensor] = {}
-    for part in parts(untied):
-        name = _meta_name(part.source)
+    for part in parts(replace(config, tie_embeddings=False)):
+        name = part.source
+        for ours, metas in _META_NAMES.items():
+            name = name.replace(ours, metas)
         if name in state:
             tensor = state.pop(name)
             turned = part.source.endswith(("q_proj.weight", "k_proj.weight")) and tensor.num_rows == part.shape[0]
-            renamed[part.source] = tensor.picked(_halves(tensor.num_rows, config.head_dim)) if turned else tensor
+            renamed[part.source] = tensor.picked(row_order(pairs, tensor.num_rows)) if turned else tensor
     # These formats write a tied head out: one that equals the embeddings is taken for it.
     config, tensors = resolve_tying(replace(config, tie_embeddings=True), renamed)
-    check_tensors(plain_specs(config), tensors | state, str(source))
-    return Imported(config, tensors, to_hf_config(config, "") | extra)
-
-
-def _halves(num_rows: int, head_dim: int) -> torch.Tensor:
-    """The rows, int64 [num_rows], of heads whose rotary pairs are neighbours (2i, 2i + 1), as (i, i + D / 2)."""
-    return torch.arange(num_rows).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
-
-
-def _meta_name(source: str) -> str:
-    module, suffix = source.rsplit(".", 1)
-    if module in _META_NAMES:
-        return f"{_META_NAMES[module]}.{suffix}"
-    _, _, layer, inner = module.split(".", 3)
-    return f"layers.{layer}.{_META_NAMES.get(inner, inner)}.{suffix}"
+    check_tensors({part.source: (None, part.stored_shape) for part in parts(config)}, tensors | state, str(source))
+    return tensors, to_hf_config(config, "") | ids

@@ -5,22 +5,10 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, errors, snapshot_download
 
+from gpt_fast.checkpoint.files import COMPANIONS, is_one
 from gpt_fast.errors import DownloadError
-
-# Beside the weights: configuration, tokenizers, chat templates and the licence. No code, and no other pickles.
-_TEXT_SUFFIXES = (".json", ".jinja")
-_NAMES = ("tokenizer.model", "merges.txt", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
 
 
 def download(
@@ -43,70 +31,60 @@ def download(
         info = HfApi(endpoint=endpoint, token=token).model_info(repo, revision=revision)
         files = choose([sibling.rfilename for sibling in info.siblings or []], repo)
         # The commit instead of the branch, so that the files are those of the listing.
-        directory = snapshot_download(
+        found = snapshot_download(
             repo, revision=info.sha, local_dir=out_dir, token=token, endpoint=endpoint, allow_patterns=files
         )
-    except DownloadError:
-        raise
     except Exception as e:  # the library's, the system's, and its transport's, which has changed its name before
-        words = _explain(e, repo, revision, out_dir)
-        if words is None:
-            raise
-        raise DownloadError(words) from e
-    found = Path(directory)
-    missing = [name for name in files if not (found / name).is_file()]
+        if words := _explain(e, repo, revision, out_dir):
+            raise DownloadError(words) from e
+        raise
+    missing = [name for name in files if not Path(found, name).is_file()]
     if missing:
         # With the Hub gone half-way the library is content with whatever the directory held before.
         raise DownloadError(
             f"{repo}: {len(missing)} files did not arrive, such as {missing[0]}; run the same command again"
         )
-    return found
+    return Path(found)
 
 
 def choose(names: list[str], repo: str) -> list[str]:
     """The files of a repository that make a checkpoint. Raises DownloadError when there is none."""
     top = [name for name in names if "/" not in name]  # subfolders hold other formats of the same weights
-    files = [name for name in top if name.endswith(_TEXT_SUFFIXES) or name in _NAMES]
-    weights = [name for name in top if name.endswith(".safetensors")]
-    if not weights:
-        weights = [name for name in top if name.startswith("pytorch_model") and name.endswith(".bin")]
-    kept = [name for name in files if not name.endswith(".index.json") or _indexes(name, weights)]
-    if not weights or "config.json" not in kept:
+    safe = [name for name in top if name.endswith(".safetensors")]
+    weights = safe or [name for name in top if name.startswith("pytorch_model") and name.endswith(".bin")]
+    index = ".safetensors.index.json" if safe else ".bin.index.json"
+    texts = [name for name in top if name.endswith(".json") or is_one(name, COMPANIONS)]
+    if not weights or "config.json" not in texts:
         what = "no config.json" if weights else "no weights in .safetensors or pytorch_model*.bin files"
         raise DownloadError(f"{repo} is not a checkpoint that can be loaded: it has {what}")
-    return sorted(kept + weights)
-
-
-def _indexes(name: str, weights: list[str]) -> bool:
-    """Whether the index ``name`` is that of the format chosen."""
-    return Path(name.removesuffix(".index.json")).suffix == Path(weights[0]).suffix if weights else False
+    return sorted([name for name in texts if name.endswith(index) or not name.endswith(".index.json")] + weights)
 
 
 def _explain(error: Exception, repo: str, revision: str | None, out_dir: str | Path | None) -> str | None:
     """What went wrong and what to do; None for what nobody foresaw. The most particular kind first: they inherit."""
-    if isinstance(error, GatedRepoError):
-        return (
-            f"{repo} is gated: accept its licence on the model's page of the Hub, then set HF_TOKEN to an access "
-            "token of that account (or run `hf auth login`) and try again"
-        )
-    if isinstance(error, RevisionNotFoundError):
-        return f"{repo} has no revision {revision!r}; leave it out for the main branch"
-    if isinstance(error, RepositoryNotFoundError):
-        return (
+    # fmt: off
+    known: dict[type[Exception], str] = {
+        errors.GatedRepoError:
+            f"{repo} is gated: accept its licence on the model's page of the Hub, then set HF_TOKEN to an access token "
+            "of that account (or run `hf auth login`) and try again",
+        errors.RevisionNotFoundError: f"{repo} has no revision {revision!r}; leave it out for the main branch",
+        errors.RepositoryNotFoundError:
             f"{repo} does not exist on the Hub, or is private: check the spelling (owner/name), or set HF_TOKEN to a "
-            "token that may read it"
-        )
-    if isinstance(error, HFValidationError):
-        return f"{repo!r} is not the name of a repository, which is owner/name: {error}"
-    if isinstance(error, OfflineModeIsEnabled):
-        return f"{repo} cannot be fetched: HF_HUB_OFFLINE is set"
-    if isinstance(error, HfHubHTTPError):
+            "token that may read it",
+        errors.HFValidationError: f"{repo!r} is not the name of a repository, which is owner/name: {error}",
+        errors.OfflineModeIsEnabled: f"{repo} cannot be fetched: HF_HUB_OFFLINE is set",
+    }
+    # fmt: on
+    for kind, words in known.items():
+        if isinstance(error, kind):
+            return words
+    if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code if error.response is not None else "an error"
         if status == 401:
             return f"{repo}: the Hub refuses the access token (401); check HF_TOKEN, or unset it for public models"
         return f"{repo}: the Hub answered {status}; try again later. {_first_line(error)}"
     transport = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
-    if transport or isinstance(error, (LocalEntryNotFoundError, ConnectionError, TimeoutError)):
+    if transport or isinstance(error, (errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)):
         return (
             f"{repo}: the Hub cannot be reached ({_first_line(error)}); check the network, its proxy settings and "
             "HF_ENDPOINT, or copy the files by hand and give their directory"

@@ -6,32 +6,43 @@ import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 
 from gpt_fast.errors import ConfigError
 
-# By name, in small letters. Whatever else lies in the folder (notes, code, keys) is nobody's business.
+# By name, in small letters. What goes along with weights into every copy of them: tokenizer, generation, licence.
+RIGHTS = ("license*", "licence*", "copying*", "notice*", "use_policy*")
+COMPANIONS = (
+    *("tokenizer*.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.json", "*.jinja", "generation_config.json"),
+    *RIGHTS,
+)
+# All that a checkpoint has. Whatever else lies in the folder (notes, code, keys) is nobody's business.
 PATTERNS = (
-    *("*.safetensors", "*.bin", "*.pth", "*.pt", "*.index.json"),  # weights
-    *("*config.json", "params.json"),  # shape, generation, quantization, tokenizer
-    *("tokenizer*.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
-    *("special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.json", "*.jinja"),
-    *("license*", "licence*", "copying*", "notice*", "use_policy*", "readme*"),
+    *("*.safetensors", "*.bin", "*.pth", "*.pt", "*.index.json", "*config.json", "params.json"),
+    *("*.model", "readme*", *COMPANIONS),
 )
 # What a training run leaves beside the weights, under endings of weights.
 TRAINING = ("optimizer*", "scheduler*", "training_args*", "rng_state*")
 
 
-class Chosen(NamedTuple):
-    """The files of a folder that belong to a checkpoint, and the names of all that does not, folders with a slash."""
-
-    files: tuple[Path, ...]
-    left_out: tuple[str, ...]
+def belongs(name: str) -> bool:
+    """Whether a checkpoint has files of this name."""
+    return is_one(name, PATTERNS) and not is_one(name, TRAINING)
 
 
-def choose_files(folder: Path, named: str = "", follow_links: bool = False) -> Chosen:
-    """Sort what lies in ``folder``, an absolute path without links.
+def is_one(name: str, patterns: Sequence[str]) -> bool:
+    """Whether the name of a file, in small letters, fits one of ``patterns``."""
+    return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
+
+
+def companions(folder: Path) -> list[Path]:
+    """The files of ``folder`` that go along with its weights."""
+    return [path for path in sorted(folder.iterdir()) if path.is_file() and is_one(path.name, COMPANIONS)]
+
+
+def choose_files(folder: Path, named: str = "", follow_links: bool = False) -> tuple[tuple[Path, ...], list[str]]:
+    """Sort what lies in ``folder``, an absolute path without links: the files that belong to a checkpoint, and the
+    names of all that does not, folders with a slash.
 
     ``named``: a file that belongs to the checkpoint whatever its name. Folders are left out: they hold other formats of
     the same weights. Raises ConfigError for a link that leads nowhere or, without ``follow_links``, out of the folder;
@@ -39,22 +50,14 @@ def choose_files(folder: Path, named: str = "", follow_links: bool = False) -> C
     """
     files, left_out = [], []
     for path in sorted(folder.iterdir()):
-        if path.is_dir() or not (path.name == named or belongs(path.name)):
-            left_out.append(path.name + "/" * path.is_dir())
-            continue
-        if path.is_symlink():
+        wanted = not path.is_dir() and (path.name == named or belongs(path.name))
+        if wanted and path.is_symlink():
             _check_link(path, follow_links)
-        if path.is_file():
+        if wanted and path.is_file():  # no socket, no pipe
             files.append(path)
-        else:  # a socket, a pipe
-            left_out.append(path.name)
-    return Chosen(tuple(files), tuple(left_out))
-
-
-def belongs(name: str) -> bool:
-    """Whether a checkpoint has files of this name."""
-    small = name.lower()
-    return any(fnmatchcase(small, p) for p in PATTERNS) and not any(fnmatchcase(small, p) for p in TRAINING)
+        else:
+            left_out.append(path.name + "/" * path.is_dir())
+    return tuple(files), left_out
 
 
 def copy_files(files: Sequence[Path], into: Path) -> None:

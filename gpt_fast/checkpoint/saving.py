@@ -1,4 +1,4 @@
-"""A model in memory to a Hugging Face directory."""
+"""Writes Hugging Face directories: tensors, or a model in memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from typing import Any
 import torch
 
 from gpt_fast.checkpoint.families import to_hf_config
-from gpt_fast.checkpoint.safetensors_file import write_safetensors
 from gpt_fast.checkpoint.stacked import stacked
-from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
+from gpt_fast.checkpoint.weight_files import write_safetensors
 from gpt_fast.errors import CheckpointError
 from gpt_fast.model.description import parts
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.quantize.formats import row_order
 
 
+def write_checkpoint(
+    directory: Path, tensors: Mapping[str, StoredTensor], raw: Mapping[str, Any], dtype: torch.dtype | None, bar: bool
+) -> None:
+    """Write ``tensors``, in ``dtype`` or as stored, and ``raw`` with their dtype into ``directory``, which may exist.
+
+    ``bar``: show progress, when stderr is a terminal. Raises OSError when a file cannot be written.
+    """
+    largest = max(tensors.values(), key=lambda tensor: tensor.num_bytes)
+    text = json.dumps({**raw, "torch_dtype": str(dtype or largest.dtype).removeprefix("torch.")}, indent=2)
+    directory.mkdir(parents=True, exist_ok=True)
+    with progress_bar(sum(t.num_bytes for t in tensors.values()), bar, "writing weights") as report:
+        write_safetensors(directory / "model.safetensors", tensors, dtype, report)
+    (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
 def save_checkpoint(
-    model: Transformer,
-    directory: str | Path,
-    dtype: torch.dtype | None = None,
-    extra: Mapping[str, Any] | None = None,
+    model: Transformer, directory: str | Path, dtype: torch.dtype | None = None, extra: Mapping[str, Any] | None = None
 ) -> None:
     """Write ``model`` as a Hugging Face directory: ``config.json`` and ``model.safetensors``, in ``dtype`` or as held.
 
@@ -42,8 +54,5 @@ def save_checkpoint(
         elif part.layout.kind != "plain":
             stored = stored.picked(row_order(part.layout, part.shape[0]).argsort())
         tensors[part.source] = stored
-    directory, kind = Path(directory), dtype or next(iter(tensors.values())).dtype
-    raw = to_hf_config(model.config, str(kind).removeprefix("torch.")) | dict(extra or {})
-    directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory / "model.safetensors", stacked(tensors), dtype)
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    raw = to_hf_config(model.config, "") | dict(extra or {})
+    write_checkpoint(Path(directory), stacked(tensors), raw, dtype, bar=False)

@@ -70,14 +70,13 @@ class Shard(NamedTuple):
         if part.split != "rows":
             return Cut(), part
         taken: list[tuple[int, int]] = []
-        first, start, end = 0, 0, part.start + part.shape[0]
+        first, start = -part.start, 0  # of a run in this tensor, and of this tensor in the rank's own parameter
         for size in part.runs:
             own = size // self.num_ranks
-            low = first + self.rank * own
-            if low < part.start:
-                start += own  # rows of the tensors before this one
-            elif low < end:
-                taken.append((low - part.start, own))
+            if first < 0:
+                start += own
+            elif first < part.shape[0]:
+                taken.append((first + self.rank * own, own))
             first += size
         num_rows = sum(num for _, num in taken)
         return Cut(tuple(taken)), part._replace(start=start, shape=(num_rows, *part.shape[1:]))

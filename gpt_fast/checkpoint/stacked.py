@@ -8,6 +8,7 @@ first in its low half, and 32 numbers share a power of two.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -25,23 +26,20 @@ _BIAS = 127  # of the exponents
 class Mxfp4Tensor(StoredTensor):
     """``blocks`` [rows, columns / 2] and ``scales`` [rows, columns / 32] read as bfloat16, which holds them exactly."""
 
-    def __init__(self, blocks: Tensor, scales: Tensor, mapped: bool, order: Tensor | None = None) -> None:
-        order = torch.arange(len(blocks)) if order is None else order
-        super().__init__(blocks, mapped=mapped, order=order)
-        self.dtype, self.scales = torch.bfloat16, scales
-        self.shape = (len(order), 2 * blocks.shape[1])
-
-    def _view(self, data: Tensor, order: Tensor | None, shape: tuple[int, ...]) -> StoredTensor:
-        return Mxfp4Tensor(data, self.scales, self.mapped, order)
+    def __init__(self, blocks: Tensor, scales: Tensor, mapped: bool) -> None:
+        super().__init__(blocks, mapped=mapped)
+        self.dtype, self.scales, self.order = torch.bfloat16, scales, torch.arange(len(blocks))
+        self.shape = (len(blocks), 2 * blocks.shape[1])
 
     def columns(self, start: int, num_columns: int) -> StoredTensor:
         """As of any tensor; whole groups. Raises ConfigError."""
         if start % _GROUP or num_columns % _GROUP:
             raise ConfigError(f"shard: {num_columns} inputs a rank are no whole groups of MXFP4")
-        blocks = self.data.narrow(1, start // 2, num_columns // 2)
-        return Mxfp4Tensor(
-            blocks, self.scales.narrow(1, start // _GROUP, num_columns // _GROUP), self.mapped, self.order
-        )
+        out = copy.copy(self)
+        out.data = self.data.narrow(1, start // 2, num_columns // 2)
+        out.scales = self.scales.narrow(1, start // _GROUP, num_columns // _GROUP)
+        out.shape = (self.num_rows, num_columns)
+        return out
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), bfloat16."""
@@ -53,7 +51,7 @@ class Mxfp4Tensor(StoredTensor):
 
 
 def unstacked(tensors: Mapping[str, StoredTensor], wanted: Iterable[str]) -> dict[str, StoredTensor]:
-    """``tensors``, of which stacked ones are replaced by each expert's, as far as ``wanted`` names those."""
+    """``tensors``, where those that ``wanted`` names expert by expert take the place of the stacked ones."""
     out, stacks = dict(tensors), dict[tuple[str, str], list[str]]()
     for name in wanted:
         stem, _, kind = name.rpartition(".")
@@ -66,9 +64,8 @@ def unstacked(tensors: Mapping[str, StoredTensor], wanted: Iterable[str]) -> dic
         if stored is None or len(stored.shape) < 2 or len(stored.shape) > 4 or stored.shape[0] != len(names):
             continue  # check_tensors tells what is missing
         if len(stored.shape) < 4:
-            out |= {
-                name: StoredTensor(stored.rows(i, i + 1)[0].t(), mapped=stored.mapped) for i, name in enumerate(names)
-            }
+            for i, name in enumerate(names):
+                out[name] = StoredTensor(stored.rows(i, i + 1)[0].t(), mapped=stored.mapped)
         elif scales is not None and scales.shape == stored.shape[:-1] and stored.shape[-1] == _GROUP // 2:
             for i, name in enumerate(names):
                 blocks = stored.rows(i, i + 1)[0].flatten(1)

@@ -1,34 +1,41 @@
 """Tensors in files: mapped, read in pieces and let go again.
 
-A checkpoint's file is mapped into memory, not read. :class:`StoredTensor` is a view of such a mapping; ``copy_to``
-moves it into its destination a few megabytes at a time and tells the kernel that the pages read are no longer
-needed, so that a load holds the weights once and not twice.
-
-safetensors_file.py reads and writes safetensors; torch.save's files are read here, with ``weights_only=True``.
+A checkpoint's file is mapped into memory, not read. :class:`StoredTensor` is a view of such a mapping; ``pieces`` reads
+a few megabytes at a time and tells the kernel that the pages behind are no longer needed, so that a load holds the
+weights once and not twice. weight_files.py opens the files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import ctypes
 import math
 import mmap
-import pickle
-import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from gpt_fast.errors import CheckpointError
+from tqdm import tqdm
 
 _CHUNK = 4 << 20  # bytes read between two releases
-_MADV_DONTNEED = 4  # <sys/mman.h>
+# int madvise(void *address, size_t length, int advice). Elsewhere pages leave memory under pressure only.
+_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
 Report = Callable[[int], object] | None  # is called with the number of bytes of each piece that was read
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, wanted: bool, what: str) -> Iterator[Report]:
+    """A bar of ``total`` bytes, as the function that moves it on; None where nobody would see it."""
+    if wanted and sys.stderr.isatty():
+        with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=what) as bar:
+            yield bar.update
+    else:
+        yield None
 
 
 class StoredTensor:
@@ -38,19 +45,19 @@ class StoredTensor:
     ``data``. ``mapped``: whether the pages of ``data`` can leave memory and come back from the file.
     """
 
-    def __init__(self, data: Tensor, *, mapped: bool = False, order: Tensor | None = None) -> None:
-        self.dtype, self.mapped, self.order = data.dtype, mapped, order
-        num_rows = data.shape[:1] if order is None else order.shape
-        self.shape: tuple[int, ...] = (*num_rows, *data.shape[1:])
+    def __init__(self, data: Tensor, *, mapped: bool = False) -> None:
+        self.dtype, self.mapped = data.dtype, mapped
+        self.order: Tensor | None = None
+        self.shape: tuple[int, ...] = tuple(data.shape)
         self.data = data if data.dim() else data.view(1)
 
     @classmethod
-    def of_bytes(cls, raw: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, mapped: bool) -> StoredTensor:
-        """A tensor whose bytes are ``raw``, uint8 with one dimension."""
+    def of_bytes(cls, raw: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
+        """A tensor whose bytes are ``raw``, uint8 with one dimension, in a mapped file."""
         if raw.data_ptr() % dtype.itemsize == 0:
-            return cls(raw.view(dtype).view(shape), mapped=mapped)
+            return cls(raw.view(dtype).view(shape), mapped=True)
         # A header of odd length leaves every tensor behind it misaligned. Rows of bytes are copied when they are read.
-        out = cls(raw.view(math.prod(shape[:1]), -1), mapped=mapped)
+        out = cls(raw.view(math.prod(shape[:1]), -1), mapped=True)
         out.dtype, out.shape = dtype, shape
         return out
 
@@ -67,17 +74,16 @@ class StoredTensor:
         return self.num_rows * self.row_bytes
 
     def _view(self, data: Tensor, order: Tensor | None, shape: tuple[int, ...]) -> StoredTensor:
-        out = StoredTensor(data, mapped=self.mapped, order=order)
-        out.dtype, out.shape = self.dtype, shape
+        out = copy.copy(self)
+        out.data, out.order, out.shape = data, order, shape
         return out
 
     def part(self, start: int, num_rows: int) -> StoredTensor:
         """Rows [start, start + num_rows)."""
         assert start + num_rows <= self.num_rows
-        shape = (num_rows, *self.shape[1:])
-        if self.order is None:
-            return self._view(self.data[start : start + num_rows], None, shape)
-        return self._view(self.data, self.order[start : start + num_rows], shape)
+        rows = slice(start, start + num_rows)
+        data, order = (self.data[rows], None) if self.order is None else (self.data, self.order[rows])
+        return self._view(data, order, (num_rows, *self.shape[1:]))
 
     def picked(self, rows: Tensor) -> StoredTensor:
         """The rows with the indices ``rows``, int64 [n], in that order."""
@@ -115,46 +121,35 @@ class StoredTensor:
         span = sum((n - 1) * stride for n, stride in zip(piece.shape, piece.stride(), strict=True)) + 1
         if piece.numel():
             first = piece.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-            _madvise(first, piece.data_ptr() + span * piece.element_size() - first, _MADV_DONTNEED)
+            length = piece.data_ptr() + span * piece.element_size() - first
+            _madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
-    def chunks(self) -> list[tuple[int, int]]:
-        """Row ranges of about ``_CHUNK`` bytes that cover the tensor."""
-        step = max(1, _CHUNK // max(1, self.row_bytes))
-        return [(a, min(a + step, self.num_rows)) for a in range(0, self.num_rows, step)]
+    def pieces(self, report: Report = None, step: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """All rows, in pieces with the index of their first row. A piece's pages are released behind it.
+
+        A piece has ``step`` rows, or about ``_CHUNK`` bytes.
+        """
+        step = step or max(1, _CHUNK // max(1, self.row_bytes))
+        for begin in range(0, self.num_rows, step):
+            end = min(begin + step, self.num_rows)
+            yield begin, self.rows(begin, end)
+            self.release(begin, end)
+            if report:
+                report((end - begin) * self.row_bytes)
 
     def copy_to(self, target: Tensor, report: Report = None) -> None:
         """Copy into ``target`` of the same shape and of any dtype and device, converting piece by piece."""
         assert tuple(target.shape) == self.shape, (tuple(target.shape), self.shape)
-        rows = target if self.shape else target.view(1)
-        for begin, end in self.chunks():
-            rows[begin:end].copy_(self.rows(begin, end))
-            self.release(begin, end)
-            if report:
-                report((end - begin) * self.row_bytes)
+        target = target if self.shape else target.view(1)
+        for begin, rows in self.pieces(report):
+            target[begin : begin + len(rows)].copy_(rows)
 
     def equals(self, other: StoredTensor) -> bool:
         """Whether both hold the same values."""
         if self.shape != other.shape or self.dtype != other.dtype:
             return False
-        for begin, end in self.chunks():
-            same = torch.equal(self.rows(begin, end), other.rows(begin, end))
-            self.release(begin, end)
-            other.release(begin, end)
-            if not same:
-                return False
-        return True
-
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    if sys.platform != "linux":
-        return None  # elsewhere pages are dropped under pressure only
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    function.restype = ctypes.c_int
-    return function
-
-
-_madvise = _find_madvise()
+        pairs = zip(self.pieces(), other.pieces(), strict=True)
+        return all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
 
 
 def map_file(path: Path) -> Tensor:
@@ -167,35 +162,3 @@ def map_file(path: Path) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")  # nothing here writes to it
         return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def read_torch_file(path: Path) -> tuple[dict[str, Any], bool]:
-    """The dictionary in a file of torch.save, and whether it is mapped: the format from before torch 1.6 cannot be.
-
-    No code in the file is run. Raises CheckpointError when it is damaged or holds more than tensors and plain values.
-    """
-    with open(path, "rb") as file:
-        mapped = file.read(4) == b"PK\x03\x04"
-    try:
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as e:  # torch raises whatever its readers do: pickle, zip, runtime, key and index errors
-        # Not torch's own words: they say how to read the file all the same, which would run what is in it.
-        named = re.search(r"GLOBAL ([\w.]{1,100})", str(e)) if isinstance(e, pickle.UnpicklingError) else None
-        raise CheckpointError(
-            f"{path} cannot be read as a torch file of tensors and plain values: "
-            + (f"it holds {named[1]}, and reading that would run code" if named else "it is damaged or of another kind")
-        ) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, not a dictionary of tensors")
-    return value, mapped
-
-
-def stored_tensors(values: Mapping[str, Any], path: Path, mapped: bool) -> dict[str, StoredTensor]:
-    """Wrap the tensors of a state dict read by :func:`read_torch_file`."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{path}: {name!r} is {type(value).__name__}, not a tensor")
-        # A tensor may repeat one number without end; such a one would take memory that the file does not have.
-        if value.layout != torch.strided or value.nbytes > value.untyped_storage().nbytes():
-            raise CheckpointError(f"{path}: {name!r} of shape {list(value.shape)} is not stored whole")
-    return {name: StoredTensor(value.detach(), mapped=mapped) for name, value in values.items()}

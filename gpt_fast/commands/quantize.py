@@ -44,11 +44,17 @@ def run(arguments: argparse.Namespace) -> int:
     if gptq != bool(arguments.calibration):
         raise ValueError("--mode int4-gptq and --calibration need each other")
     quant = quant_config(mode, arguments.group_size or 32, quantize_head=not arguments.keep_head)
-    checkpoint = Checkpoint.open(arguments.checkpoint)
+    checkpoint, out = Checkpoint.open(arguments.checkpoint), Path(arguments.out)
     if gptq:
-        _quantize_with_text(arguments, checkpoint, quant)
+        from gpt_fast.evaluate import documents
+        from gpt_fast.quantize.calibrate import calibration_tokens, quantize_with_text
+
+        text = [d for file in arguments.calibration for d in documents(Path(file).read_text(encoding="utf-8"))]
+        length, count = min(512, checkpoint.config.max_seq_len), arguments.calibration_sequences
+        tokens = calibration_tokens(text, checkpoint.tokenizer.encode, length, count)
+        quantize_with_text(checkpoint, out, quant, tokens, resume=arguments.resume, progress=True)
     else:
-        quantize_checkpoint(checkpoint, arguments.out, quant, resume=arguments.resume, progress=True)
+        quantize_checkpoint(checkpoint, out, quant, resume=arguments.resume, progress=True)
     print(f"wrote {arguments.out}: {_what_became_what(arguments.out)}", file=sys.stderr)
     return 0
 
@@ -64,12 +70,3 @@ def _what_became_what(directory: str) -> str:
         if isinstance(module, QuantizedLinear):
             counts[str(module.scheme)] += module.in_features * module.out_features
     return ", ".join(f"{count / 1e6:,.1f} M weights in {scheme}" for scheme, count in counts.most_common())
-
-
-def _quantize_with_text(arguments: argparse.Namespace, checkpoint: Any, quant: Any) -> None:
-    from gpt_fast.evaluate import documents
-    from gpt_fast.quantize.calibrate import calibration_tokens, quantize_with_text
-
-    text = [d for file in arguments.calibration for d in documents(Path(file).read_text(encoding="utf-8"))]
-    tokens = calibration_tokens(text, checkpoint.tokenizer.encode, checkpoint.config, arguments.calibration_sequences)
-    quantize_with_text(checkpoint, arguments.out, quant, tokens, resume=arguments.resume, progress=True)

@@ -1,7 +1,5 @@
-"""The numbers of one step: logits, tokens and log probabilities. Nothing of a request changes here.
-
-So a step that fails can be tried again with fewer requests, until only the one that makes it fail is left.
-"""
+"""The numbers of one step: logits, tokens and log probabilities. No request changes here, so a step that fails can be
+tried again with fewer requests, until only the one that makes it fail is left."""
 
 from __future__ import annotations
 
@@ -67,9 +65,9 @@ def execute(runner: Runner, parts: Sequence[Scheduled]) -> list[Computed]:
 
 
 def sample_tokens(parts: Sequence[Computed]) -> list[Outcome | Exception]:
-    """The next tokens of each part, or the fault that is its own (a grammar, logits that are not finite). The token
-    behind each draft is sampled as if the draft were right; the tokens up to the first wrong draft are those that
-    sampling one token in each step gives. Raises what the work for all parts together raises."""
+    """The next tokens of each part, or its own fault (a grammar, logits that are not finite). The token behind each
+    draft is sampled as if the draft were right, and the tokens behind the first wrong draft are dropped: what is left
+    equals sampling one token in each step. Raises what the work for all parts together raises."""
     rows = attempt(lambda some: [_rows(part) for part in some], parts)
     logits: list[Tensor] = []
     sampling: list[SamplingRow] = []
@@ -87,7 +85,7 @@ def sample_tokens(parts: Sequence[Computed]) -> list[Outcome | Exception]:
 
 
 def _outcome(part: Computed, found: Sequence[tuple[int, TokenLogprobs | None]]) -> Outcome | Exception:
-    """Of the tokens that were ``found`` behind the known ones and behind each draft, those that count."""
+    """Of the tokens ``found`` behind the known ones and behind each draft, those up to the first wrong draft."""
     prompt_logprobs, num_known = _prompt_logprobs(part), len(part.plan.tokens) - len(part.drafts)
     if not found:
         return Outcome(num_known, prompt_logprobs)
@@ -103,18 +101,17 @@ def _outcome(part: Computed, found: Sequence[tuple[int, TokenLogprobs | None]]) 
 def _sample(logits: Tensor, sampling: Sequence[SamplingRow]) -> list[tuple[int, TokenLogprobs | None]]:
     """The token of each row of ``logits`` [R, V], and its log probabilities where they were asked for."""
     tokens: list[int] = sample(logits, sampling).tolist()
-    entries: list[TokenLogprobs | None] = [None] * len(tokens)
     wanting = [i for i, row in enumerate(sampling) if row.params.logprobs is not None and tokens[i] != NO_TOKEN]
-    if wanting:
-        num_top = [sampling[i].params.logprobs or 0 for i in wanting]
-        rows = logits[tensor_of(wanting, torch.int64, logits.device)]
-        for i, entry in zip(wanting, logprobs(rows, [tokens[i] for i in wanting], num_top), strict=True):
-            entries[i] = entry
-    return list(zip(tokens, entries, strict=True))
+    if not wanting:
+        return [(token, None) for token in tokens]
+    rows = logits[tensor_of(wanting, torch.int64, logits.device)]
+    found = logprobs(rows, [tokens[i] for i in wanting], [sampling[i].params.logprobs or 0 for i in wanting])
+    entries = dict(zip(wanting, found, strict=True))
+    return [(token, entries.get(i)) for i, token in enumerate(tokens)]
 
 
 def _prompt_logprobs(part: Computed) -> list[TokenLogprobs]:
-    """Of the prompt tokens that this step predicts and that are not known yet. Some are, after a preemption."""
+    """Of the prompt tokens that this step predicts; after a preemption, without those that are known already."""
     request, num_top = part.request, part.request.params.prompt_logprobs
     if num_top is None:
         return []
@@ -127,30 +124,12 @@ def _prompt_logprobs(part: Computed) -> list[TokenLogprobs]:
 
 
 def _rows(part: Computed) -> list[SamplingRow]:
-    """How the next token is sampled, and then the one behind each draft; nothing while the prompt goes on. A grammar
-    ends this at a draft that it forbids; it is left as it was found."""
+    """How the next token is sampled, and then the one behind each draft; nothing while the prompt goes on."""
     if part.num_drafts < 0:
         return []
-    request, drafts, grammar = part.request, part.drafts, part.request.grammar
-    if grammar is None:
-        return [_row(request, drafts[:i], None) for i in range(len(drafts) + 1)]
-    rows = [_row(request, (), grammar.allowed())]
-    num_advanced = 0
-    try:
-        for i, draft in enumerate(drafts):
-            if not grammar.allowed()[draft]:
-                break
-            grammar.advance(draft)
-            num_advanced += 1
-            if grammar.complete:
-                break
-            rows.append(_row(request, drafts[: i + 1], grammar.allowed()))
-    except RequestError:  # behind a draft that may be wrong: if it is right, the next step raises it again
-        pass
-    finally:
-        if num_advanced:
-            grammar.rollback(num_advanced)
-    return rows
+    request, drafts = part.request, part.drafts
+    masks = request.grammar.along(drafts) if request.grammar is not None else [None] * (len(drafts) + 1)
+    return [_row(request, drafts[:i], allowed) for i, allowed in enumerate(masks)]
 
 
 def _row(request: Request, drafts: tuple[int, ...], allowed: Tensor | None) -> SamplingRow:
@@ -172,8 +151,8 @@ def attempt(
     work: Callable[[Sequence[Item]], Sequence[Result | Exception]], items: Sequence[Item | Exception]
 ) -> list[Result | Exception]:
     """The result of ``work`` for each item; an item that is an exception already is its own result. Where ``work``
-    raises, it is done for each half by itself, down to single items. An item that fails alone has its exception for a
-    result, so that one bad item costs the others some repeated work and nothing else."""
+    raises, it is done again for each half, down to single items. The result of an item that fails alone is its
+    exception; the other items lose nothing."""
     sound = [item for item in items if not isinstance(item, Exception)]
     try:
         results = iter(work(sound) if sound else [])
@@ -184,8 +163,7 @@ def attempt(
 
 
 def probe(runner: Runner, slot: int) -> None:
-    """Compute and sample one token in ``slot``, which nobody needs, and the page that belongs to nobody. Raises what
-    ends an engine: nothing works."""
+    """Compute and sample one token that nobody needs, in ``slot`` and page 0. Raises if nothing works any more."""
     text = TextStream(IncrementalDetokenizer(None))
     request = Request("probe", [0], SamplingParams().resolved(), seed=0, max_tokens=1, end_ids=frozenset(), text=text)
     sample_tokens(execute(runner, [Scheduled(request, SequencePlan(slot, (0,), 0, 0, (0,), 1, 1))]))

@@ -1,7 +1,7 @@
 """The engine: one thread that owns the queue, the pages and the model, and serves every request in one batch.
 
-``step()`` is the whole story: schedule, execute, sample, advance, emit. Other threads only hand requests
-in and take text out (handle.py).
+``step()`` is the whole story: schedule, execute, sample, advance, emit. Other threads hand requests in and take text
+out (handle.py).
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -22,6 +21,7 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler, StepPlan
 from gpt_fast.errors import EngineError, RequestError, RequestFailedError
+from gpt_fast.outputs import Completion
 from gpt_fast.params import MAX_SHOWN, brief, try_later, without_frames
 
 log = logging.getLogger(__name__)
@@ -29,18 +29,10 @@ log = logging.getLogger(__name__)
 ABANDONED_S = 5.0  # a request that is paused this long without anybody fetching is aborted
 
 
-class _Piece(NamedTuple):
-    """What one request's caller gets of a step. ``begins``: the tokens are the first."""
-
-    text: str
-    tokens: list[int]
-    begins: bool
-
-
 class Engine:
     """Runs requests on ``runner`` as ``scheduler`` decides, in a thread from :meth:`start` to :meth:`close`. At most
-    ``max_waiting`` requests wait; one more is refused. ``on_finish`` hears of every request that ends, ``on_step`` of
-    every step's plan and seconds; both run in the engine's thread and must be quick."""
+    ``max_waiting`` requests wait. ``on_finish`` is called with every request that ends, ``on_step`` with every step's
+    plan and seconds; both in the engine's thread, so they must be quick."""
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, *, max_waiting: int | None = None, threads: int | None = None
@@ -49,12 +41,10 @@ class Engine:
         lock = threading.RLock()  # guards the inbox and every handle
         self.changed = threading.Condition(lock)  # notified whenever a request has something new
         self.begun_or_ended = threading.Condition(lock)  # first tokens and endings, for those who let tokens gather
-        self.num_steps = 0
         self.on_finish: Callable[[Request], None] = lambda request: None
         self.on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None
         self._threads = threads
         self._inbox: deque[Request] = deque()
-        self._cancelled: set[str] = set()
         self._handles: dict[str, Handle] = {}
         self._closing = False
         self._fatal: Exception | None = None
@@ -67,36 +57,27 @@ class Engine:
         return len(self._inbox) + len(self.scheduler.waiting)
 
     def start(self, warm_up: Callable[[], None]) -> None:
-        """Start the thread and run ``warm_up`` in it: what it compiles is then what service finds compiled."""
+        """Start the thread and run ``warm_up`` in it. Raises what ends the engine in there."""
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(warm_up, ready), name="gpt-fast-engine", daemon=True)
         self._thread.start()
-        while not ready.wait(0.1) and self._thread.is_alive():
-            pass
+        ready.wait()
         if self._fatal is not None:
             raise self._fatal
 
     def add_all(self, requests: Sequence[Request], max_uncollected: int | None = None) -> list[Handle]:
-        """Queue all of ``requests``, or raise and queue none; the handles give their texts. A request pauses while
-        ``max_uncollected`` of its tokens wait to be fetched. Raises RequestError (503, ``queue_full``) when
-        ``max_waiting`` are waiting, EngineError when the engine has stopped."""
-        handles = [Handle(request, self, max_uncollected) for request in requests]
+        """Queue all of ``requests``, or raise and queue none. ``max_uncollected``: see ``Handle``. Raises RequestError
+        (503, ``queue_full``) when more than ``max_waiting`` would wait, EngineError when the engine has stopped."""
+        handles = [Handle(request, self.changed, max_uncollected) for request in requests]
         with self.changed:
             if self._fatal is not None or self._closing:
-                raise EngineError(f"the engine has stopped: {self._fatal or 'it was closed'}")
+                raise self._stopped()
             if self.max_waiting is not None and self.num_waiting + len(handles) > self.max_waiting:
                 raise try_later(f"{self.num_waiting} requests are waiting, and at most {self.max_waiting} may")
             self._handles |= {handle.id: handle for handle in handles}
             self._inbox.extend(requests)
             self.changed.notify_all()
         return handles
-
-    def cancel(self, request_id: str) -> None:
-        """Ask that a request ends before the next step."""
-        with self.changed:
-            if request_id in self._handles:
-                self._cancelled.add(request_id)
-                self.changed.notify_all()
 
     def close(self) -> None:
         with self.changed:
@@ -108,9 +89,9 @@ class Engine:
     # The engine thread.
 
     def _run(self, warm_up: Callable[[], None], ready: threading.Event) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
         try:
+            if self._threads is not None:
+                torch.set_num_threads(self._threads)
             with torch.inference_mode():
                 warm_up()
                 ready.set()
@@ -120,30 +101,33 @@ class Engine:
             log.exception("the engine has stopped")
             self._fatal = error
         finally:
-            self._abandon(self._fatal)
+            with self.changed:
+                for handle in self._handles.values():
+                    handle.error = self._stopped()
+                self._handles.clear()
+                self._notify()
             ready.set()
+
+    def _stopped(self) -> EngineError:
+        return EngineError(f"the engine has stopped: {self._fatal or 'it was closed'}")
 
     def _wait_for_work(self) -> bool:
         """Take in new requests and cancellations; sleep when there is nothing to compute. False: close."""
         with self.changed:
-            while not (self._closing or self._inbox or self._cancelled or self.scheduler.has_work):
+            busy = self._closing or self._inbox or self.scheduler.has_work
+            if not busy and not any(handle.cancelled for handle in self._handles.values()):
                 self.changed.wait(1.0 if self._handles else None)  # paused requests still have deadlines
-                if self._handles:
-                    break
             while self._inbox:
                 self.scheduler.add(self._inbox.popleft())
-            cancelled, self._cancelled = self._cancelled, set()
             now = time.monotonic()
-            ending = [
-                handle.request
-                for handle in self._handles.values()
-                if handle.id in cancelled or now > handle.request.deadline or handle.paused_since < now - ABANDONED_S
-            ]
-        self._abort(ending)
-        return not self._closing
+            for handle in list(self._handles.values()):
+                if handle.cancelled or now > handle.deadline or handle.paused_since < now - ABANDONED_S:
+                    handle.request.finish_reason = "abort"
+                    self._try(self._finish, handle.request)
+            return not self._closing
 
     def step(self) -> None:
-        """One turn: schedule, execute, sample, advance, emit. What fails in it costs the requests that make it fail."""
+        """One turn: schedule, execute, sample, advance, emit. A failure costs only the requests that cause it."""
         begin = time.perf_counter()
         plan, parts = self._schedule()
         if not parts:
@@ -152,9 +136,11 @@ class Engine:
         outcomes = attempt(sample_tokens, computed)
         if all(isinstance(outcome, Exception) for outcome in outcomes):
             probe(self.runner, plan.sequences[0].slot)
-        pieces = self._advance(parts, outcomes)
-        self._emit(parts, pieces)
-        self.num_steps += 1
+        now = time.monotonic()
+        with self.changed:
+            for (request, _), outcome in zip(parts, outcomes, strict=True):
+                self._try(self._advance, request, outcome, now)
+            self.changed.notify_all()
         _observe(self.on_step, plan, time.perf_counter() - begin)
 
     def _schedule(self) -> tuple[StepPlan, list[Scheduled]]:
@@ -172,54 +158,32 @@ class Engine:
             plan, requests = self.scheduler.schedule()
         return plan, [Scheduled(*part) for part in zip(requests, plan.sequences, strict=True)]
 
-    def _advance(self, parts: Sequence[Scheduled], outcomes: Sequence[Outcome | Exception]) -> list[_Piece | Exception]:
-        """Give each request what the step found for it."""
-        now = time.monotonic()
-        pieces: list[_Piece | Exception] = []
-        for (request, _), outcome in zip(parts, outcomes, strict=True):
-            if isinstance(outcome, Exception):
-                pieces.append(outcome)
-                continue
-            try:
-                before = request.num_tokens
-                begins = bool(outcome.tokens) and request.first_token is None
-                text = request.append(outcome.tokens, now) if outcome.tokens else ""
-                tokens = request.token_ids[before:]
-                request.prompt_logprobs += outcome.prompt_logprobs
-                request.logprobs += outcome.logprobs[: len(tokens)]
-                self.scheduler.advance(request, outcome.kept)
-                pieces.append(_Piece(text, tokens, begins))
-            except Exception as error:
-                pieces.append(error)
-        return pieces
+    def _advance(self, request: Request, outcome: Outcome | Exception, now: float) -> None:
+        """Advance ``request`` by what the step found, and emit text and tokens to its caller. With the lock held."""
+        if isinstance(outcome, Exception):
+            raise outcome
+        before, begins = request.num_tokens, request.first_token is None
+        text = request.append(outcome.tokens, now)
+        tokens = request.token_ids[before:]
+        request.prompt_logprobs += outcome.prompt_logprobs
+        request.logprobs += outcome.logprobs[: len(tokens)]
+        self.scheduler.advance(request, outcome.kept)
+        if tokens:
+            self._handles[request.id].put(text, tokens)
+        if request.finish_reason is not None:
+            self._finish(request)
+        elif begins and tokens:
+            self.begun_or_ended.notify_all()
 
-    def _emit(self, parts: Sequence[Scheduled], pieces: Sequence[_Piece | Exception]) -> None:
-        """Hand over text and tokens, and end what has ended."""
-        with self.changed:
-            for (request, _), piece in zip(parts, pieces, strict=True):
-                if isinstance(piece, Exception):
-                    self._fail(request, piece)
-                    continue
-                try:
-                    if piece.tokens:
-                        self._handles[request.id].put(piece.text, piece.tokens)
-                    if request.finish_reason is not None:
-                        self._finish(request)
-                    if piece.begins or request.finish_reason is not None:
-                        self.begun_or_ended.notify_all()
-                except Exception as error:
-                    self._fail(request, error)
-            self.changed.notify_all()
-
-    def _notify(self) -> None:
-        self.changed.notify_all()
-        self.begun_or_ended.notify_all()
+    def _try(self, work: Callable[..., None], request: Request, *args: object) -> None:
+        """Do ``work`` for ``request``. A failure ends this request alone."""
+        try:
+            work(request, *args)
+        except Exception as error:
+            self._fail(request, error)
 
     def _finish(self, request: Request) -> None:
-        completion = request.completion()
-        self.scheduler.finish(request)
-        self._handles.pop(request.id).completion = completion
-        _observe(self.on_finish, request)
+        self._end(request, request.completion(), None)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End one request by its own fault; the others go on."""
@@ -228,29 +192,19 @@ class Engine:
         log.error("request %s failed: %s", request.id, why if explained else brief(error))
         without_frames(error)
         request.finish_reason = "abort"
+        self._end(request, None, error if explained else RequestFailedError(why))
+
+    def _end(self, request: Request, completion: Completion | None, error: Exception | None) -> None:
         self.scheduler.finish(request)
         with self.changed:
-            self._handles.pop(request.id).error = error if explained else RequestFailedError(why)
+            handle = self._handles.pop(request.id)
+            handle.completion, handle.error = completion, error
             self._notify()
         _observe(self.on_finish, request)
 
-    def _abort(self, requests: Iterable[Request]) -> None:
-        with self.changed:
-            for request in requests:
-                request.finish_reason = "abort"
-                try:
-                    self._finish(request)
-                except Exception as error:
-                    self._fail(request, error)
-                self._notify()
-
-    def _abandon(self, error: Exception | None) -> None:
-        """End every request: the engine stops."""
-        with self.changed:
-            for handle in self._handles.values():
-                handle.error = EngineError(f"the engine has stopped: {error or 'it was closed'}")
-            self._handles.clear()
-            self._notify()
+    def _notify(self) -> None:
+        self.changed.notify_all()
+        self.begun_or_ended.notify_all()
 
 
 def _observe(observer: Callable[..., None], *args: object) -> None:

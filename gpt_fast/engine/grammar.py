@@ -1,10 +1,9 @@
 """Completions that must match a JSON schema, a regular expression or one of several strings, by llguidance.
 
-llguidance is an optional package; a request that needs it where it is not installed is refused by name.
-
-Compiling takes up to a second, without Python's lock, in the thread that calls ``compile``. Every request has its own
-compiled grammar: two that shared one would share its cache of lexer states, and what one of them wrote would decide
-when the other meets a limit. The grammars that are alive share a budget of memory.
+llguidance is optional; without it a request that needs it is refused by name. Compiling takes up to a second, without
+Python's lock, in the thread that calls ``compile``. Every request has its own compiled grammar: two that shared one
+would share its cache of lexer states, and what one of them wrote would decide when the other meets a limit. All
+grammars in use share a budget of memory.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import re
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,39 +33,38 @@ _START = "\n"  # no tokenizer joins what follows to it
 
 
 class GrammarCompiler:
-    """Makes grammars over one tokenizer. ``vocab_size`` is the model's; ids beyond the tokenizer's are not allowed. Any
-    number of threads may call :meth:`compile`."""
+    """Makes grammars over one tokenizer, in any thread. Further ids below the model's ``vocab_size`` are forbidden."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
-        self._compiled: Any = None  # llguidance's view of the vocabulary, built at first use
+        self._vocabulary: Any = None  # llguidance's view of the vocabulary, built at first use
         self._building = threading.Lock()
         self._counting = threading.RLock()  # a grammar may be collected, and counted off, while another is counted
         self.live_chars = 0
 
     def compile(self, params: SamplingParams) -> CompiledGrammar | None:
         """The grammar that ``params`` asks for, or None. Raises RequestError naming the field: 400 for a grammar that
-        is wrong, too large or matches nothing, 503 when those of other requests take all the memory there is for
-        grammars."""
+        is wrong, too large or matches nothing, 503 when those of other requests take all the memory for grammars."""
         if (field := params.grammar) is None:
             return None
         try:
-            from llguidance import LLMatcher, LLParserLimits
+            from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
         except ImportError:
             message = f"{field} needs the optional package llguidance on the server: pip install llguidance"
             raise RequestError(message, field, "not_installed") from None
         if self._tokenizer is None:
             raise RequestError(f"{field} needs a tokenizer, and this checkpoint has none", field)
         source = _source(params, LLMatcher, field)
-        vocabulary = self._vocabulary()
+        with self._building:
+            if self._vocabulary is None:
+                self._vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer, self._eos_token_ids)))
+        # Verbose errors would quote the whole grammar.
+        limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self._count(len(source))
         try:
-            # Not verbose: its errors would quote the whole grammar.
-            sizes = {"max_items_in_row": MAX_ITEMS_IN_ROW, "initial_lexer_fuel": LEXER_FUEL}
-            limits = LLParserLimits(verbose_errors=False, **sizes)
-            matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
-            for last in (False, True):
-                self._rehearse(CompiledGrammar(matcher.deep_copy(), self._vocab_size, field), last)
+            matcher = LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+            for which in (0, -1):
+                self._rehearse(CompiledGrammar(matcher.deep_copy(), self._vocab_size, field), which)
             grammar = CompiledGrammar(matcher, self._vocab_size, field)
         except BaseException:
             self._count(-len(source))
@@ -73,15 +72,13 @@ class GrammarCompiler:
         weakref.finalize(grammar, self._count, -len(source)).atexit = False
         return grammar
 
-    def _rehearse(self, grammar: CompiledGrammar, last: bool) -> None:
-        """Take a few tokens, always the first or always the last that may come, but not the one that ends the text. So
-        what matches nothing or is too complex is refused at once, mostly."""
+    def _rehearse(self, grammar: CompiledGrammar, which: int) -> None:
+        """Take a few tokens, so that most grammars that match nothing or are too complex are refused at once."""
         for _ in range(REHEARSAL):
             ids = [i for i in grammar.allowed().nonzero()[:, 0].tolist() if i not in self._eos_token_ids]
-            if not ids:
-                return
-            grammar.advance(ids[-1 if last else 0])
-            if grammar.complete:
+            if ids:
+                grammar.advance(ids[which])
+            if not ids or grammar.complete:
                 return
 
     def _count(self, num_chars: int) -> None:
@@ -89,15 +86,6 @@ class GrammarCompiler:
             if num_chars > 0 and self.live_chars + num_chars > MAX_LIVE_CHARS:
                 raise try_later("the grammars of other requests take all the memory there is for them")
             self.live_chars += num_chars
-
-    def _vocabulary(self) -> Any:
-        with self._building:
-            if self._compiled is None:
-                from llguidance import LLTokenizer, TokenizerWrapper
-
-                assert self._tokenizer is not None
-                self._compiled = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer, self._eos_token_ids)))
-            return self._compiled
 
 
 class CompiledGrammar:
@@ -125,6 +113,26 @@ class CompiledGrammar:
             self._allowed = allowed
         return self._allowed
 
+    def along(self, drafts: Sequence[int]) -> list[Tensor]:
+        """[V] bool each: the tokens that may come next, and then behind each of ``drafts``, up to the first draft that
+        is forbidden or ends the text. The state stays as it is. Raises as :meth:`allowed` does."""
+        masks, num_advanced = [self.allowed()], 0
+        try:
+            for draft in drafts:
+                if not masks[-1][draft]:
+                    break
+                self.advance(draft)
+                num_advanced += 1
+                if self.complete:
+                    break
+                masks.append(self.allowed())
+        except RequestError:  # behind a draft that may be wrong: if it is right, the next step raises it again
+            pass
+        finally:
+            if num_advanced:
+                self.rollback(num_advanced)
+        return masks
+
     def advance(self, token: int) -> None:
         """Take note of the token that came, one that is allowed."""
         self._matcher.consume_token(token)
@@ -142,11 +150,10 @@ class CompiledGrammar:
 
 
 def _source(params: SamplingParams, matcher: Any, field: str) -> str:
-    if params.choice is not None:
-        # As one regular expression: as alternatives of a grammar, more than 2,000 exceed a limit of the parser.
-        return str(matcher.grammar_from_regex("|".join(map(re.escape, params.choice))))
-    if params.regex is not None:
-        return str(matcher.grammar_from_regex(params.regex))
+    # Choices as one regular expression: more than 2,000 alternatives of a grammar exceed a limit of the parser.
+    regex = params.regex if params.choice is None else "|".join(map(re.escape, params.choice))
+    if regex is not None:
+        return str(matcher.grammar_from_regex(regex))
     try:
         # One spelling of JSON: with free white space a weak model can go on with blanks for ever.
         spelling = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -156,7 +163,7 @@ def _source(params: SamplingParams, matcher: Any, field: str) -> str:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it."""
+    """A tokenizer as llguidance wants it: called with a text, it gives the ids."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
         ids = range(tokenizer.vocab_size)
@@ -166,32 +173,23 @@ class _Vocabulary:
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else (self.special_token_ids or [0])[0]
         self._tokenizer = tokenizer
         self._start = tokenizer.encode(_START, bos=False)
-        self._longest: dict[bytes, int] = {}
-        for i in reversed(ids):
-            if i not in self.special_token_ids and self.tokens[i]:
-                self._longest[self.tokens[i]] = i
-        self._max_bytes = max(map(len, self._longest), default=1)
+        texts = set(ids).difference(self.special_token_ids)
+        self._ids = {self.tokens[i]: i for i in reversed(ids) if i in texts and self.tokens[i]}
+        self._max_bytes = max(map(len, self._ids), default=1)
 
-    def __call__(self, text: bytes) -> list[int]:
-        """Token ids of ``text`` as it stands inside a text, that is without the space that SentencePiece puts first."""
-        try:
-            ids = self._tokenizer.encode(_START + text.decode("utf-8"), bos=False)
-        except UnicodeDecodeError:
-            return self._greedy(text)
-        start = len(self._start)
+    def __call__(self, text: str) -> list[int]:
+        """Token ids of ``text`` inside a longer text: without the space that SentencePiece puts first."""
+        ids, start = self._tokenizer.encode(_START + text, bos=False), len(self._start)
         # Some tokenizers drop or join blanks: what does not spell the text is of no use here.
-        spelled = ids[:start] == self._start and b"".join(self.tokens[i] for i in ids[start:]) == text
-        return ids[start:] if spelled else self._greedy(text)
+        spelled = ids[:start] == self._start and b"".join(self.tokens[i] for i in ids[start:]) == text.encode()
+        return ids[start:] if spelled else self._greedy(text.encode())
 
     def _greedy(self, text: bytes) -> list[int]:
         """The longest token at every place: valid, though not always what the tokenizer would choose."""
-        ids, at = [], 0
+        ids, at = list[int](), 0
         while at < len(text):
-            for end in range(min(len(text), at + self._max_bytes), at, -1):
-                if text[at:end] in self._longest:
-                    ids.append(self._longest[text[at:end]])
-                    break
-            else:
-                end = at + 1  # no token has this byte: llguidance then checks byte by byte
-            at = end
+            pieces = (text[at:end] for end in range(min(len(text), at + self._max_bytes), at, -1))
+            piece = next((piece for piece in pieces if piece in self._ids), b"")
+            ids += [self._ids[piece]] if piece else []
+            at += len(piece) or 1  # no token has this byte: llguidance then checks byte by byte
         return ids

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from gpt_fast.engine.request import Request
 from gpt_fast.outputs import Completion, Delta
 
-if TYPE_CHECKING:
-    from gpt_fast.engine.engine import Engine
-
 
 class Handle:
-    """``completion`` is there once the request has ended, ``error`` when it failed. With ``max_uncollected`` the
-    request pauses while that many tokens have not been fetched, and is given up if nobody comes for them, so that the
-    engine never runs ahead of a caller that is gone."""
+    """``completion`` is there once the request has ended, ``error`` once it has failed. The request pauses while
+    ``max_uncollected`` tokens wait to be fetched, and is aborted if nobody fetches them."""
 
-    def __init__(self, request: Request, engine: Engine, max_uncollected: int | None = None) -> None:
+    def __init__(self, request: Request, changed: threading.Condition, max_uncollected: int | None = None) -> None:
         self.id, self.request = request.id, request
+        self.deadline = request.arrival + (request.params.timeout_s or float("inf"))  # monotonic seconds
         self.completion: Completion | None = None
         self.error: Exception | None = None
         self.paused_since = float("inf")  # monotonic seconds
-        self._engine, self._changed = engine, engine.changed
-        self._max_uncollected = max_uncollected or float("inf")
+        self.cancelled = False
+        self._changed, self._max_uncollected = changed, max_uncollected or float("inf")
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._num_fetched = 0
@@ -53,8 +50,10 @@ class Handle:
             return self._take() if self._changed.wait_for(lambda: self.has_news, timeout_s) else None
 
     def cancel(self) -> None:
-        """Stop the request within a step and give its pages back. Harmless when it has finished."""
-        self._engine.cancel(self.id)
+        """Stop the request within a step. Harmless when it has finished."""
+        with self._changed:
+            self.cancelled = True
+            self._changed.notify_all()
 
     def __iter__(self) -> Iterator[Delta]:
         """All deltas to the end; leaving early cancels the request."""

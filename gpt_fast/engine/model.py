@@ -8,16 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gpt_fast.kernels.cache import LayerCache, StepLayout
-
-
-class CacheLayer(Protocol):
-    """What one layer of a model caches: pages of tokens (kernels.cache.PagedLayer), or a fixed state per slot."""
-
-    def allocate(
-        self, num_slots: int, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
-    ) -> LayerCache:
-        """An empty cache for ``num_slots`` sequences that share ``num_pages`` pages of ``page_size`` tokens."""
+from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout
 
 
 class Step(Protocol):
@@ -40,17 +31,14 @@ class Step(Protocol):
 
 
 class Model(Protocol):
-    """A model behind the engine. ``dtype``: of the activations, and of the cache unless another is asked for.
-    ``cache_layers``: what each layer caches, in order."""
+    """A model behind the engine."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the activations, and of the cache unless another is asked for
+    vocab_size: int
 
     @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def cache_layers(self) -> Sequence[CacheLayer]: ...
+    def cache_layers(self) -> Sequence[PagedLayer]: ...
 
     def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
         """Bytes read to decode one token of one sequence with ``context_len`` tokens cached."""

@@ -1,14 +1,11 @@
-"""One request's life in the engine: waiting, running, finished; its tokens, pages and text.
-
-State is owned by the engine thread. No torch here.
-"""
+"""One request's life in the engine: waiting, running, finished; its tokens, pages and text. The engine's thread alone
+changes it. No torch here."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from gpt_fast.engine.text import TextStream
@@ -17,12 +14,6 @@ from gpt_fast.params import SamplingParams
 
 if TYPE_CHECKING:
     from gpt_fast.engine.grammar import CompiledGrammar
-
-
-class Status(Enum):
-    WAITING = "waiting"  # holds no pages
-    RUNNING = "running"  # holds pages; prefilling while num_computed < num_tokens - 1, then decoding
-    FINISHED = "finished"
 
 
 @dataclass(eq=False)
@@ -41,8 +32,7 @@ class Request:
     num_prompt: int = 0
     rope_len: int = 0  # tokens that rotary scaling takes the sequence to have at least
     arrival: float = field(default_factory=time.monotonic)
-    status: Status = Status.WAITING
-    slot: int = -1  # while it runs
+    slot: int = -1  # while it runs, and holds pages; -1 before, after and while it is preempted
     pages: list[int] = field(default_factory=list)
     num_placed: int = 0  # pages that the runner has in its page table
     digest: bytes = b""  # of the last remembered page
@@ -50,7 +40,6 @@ class Request:
     num_computed: int = 0
     drafts: tuple[int, ...] = ()  # what may come next, for the next step to verify
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
-    num_preemptions: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -75,43 +64,27 @@ class Request:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def deadline(self) -> float:
-        """When to give up, on the monotonic clock."""
-        return self.arrival + (self.params.timeout_s or float("inf"))
-
-    @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
     def append(self, tokens: Iterable[int], now: float) -> str:
-        """Take generated tokens up to the one that ends the completion; returns the text that became certain. Sets
-        ``finish_reason`` at the end. Tokens behind it are dropped."""
+        """Take generated tokens up to the one that ends the completion, and drop those behind it; returns the text that
+        became certain. At the end ``finish_reason`` is set."""
         text = ""
         for token in tokens:
             self.first_token, self.last_token = self.first_token or now, now
-            text += self._take(token)
-            if self.finish_reason is not None:
-                break
+            self.token_ids.append(token)
+            if self.grammar is not None:
+                self.grammar.advance(token)
+            may_stop = self.num_output >= self.params.min_tokens
+            stops = may_stop and token in self.end_ids
+            if not stops:
+                text += self.text.push(token, may_stop)
+                stops = self.text.stopped or (self.grammar is not None and self.grammar.complete)
+            if stops or self.num_output >= self.max_tokens:
+                self.finish_reason = "stop" if stops else "length"
+                return text + self.text.flush()
         return text
-
-    def _take(self, token: int) -> str:
-        self.token_ids.append(token)
-        if self.grammar is not None:
-            self.grammar.advance(token)
-        may_end = self.num_output >= self.params.min_tokens
-        if may_end and token in self.end_ids:
-            return self._finish("stop")
-        text = self.text.push(token, may_stop=may_end)
-        if self.text.stopped:
-            self.finish_reason = "stop"
-            return text
-        if self.grammar is not None and self.grammar.complete:
-            return text + self._finish("stop")
-        return text + self._finish("length") if self.num_output >= self.max_tokens else text
-
-    def _finish(self, reason: FinishReason) -> str:
-        self.finish_reason = reason
-        return self.text.flush()
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
@@ -123,7 +96,7 @@ class Request:
         )
 
     def timings(self, now: float) -> Timings:
-        """The times of a request that ends at ``now`` (monotonic); a phase that it did not reach took no time."""
+        """The times of a request that ends at ``now`` (monotonic); phases that it did not reach took no time."""
         scheduled = now if self.first_scheduled is None else self.first_scheduled
         first = now if self.first_token is None else self.first_token
         last = first if self.last_token is None else self.last_token

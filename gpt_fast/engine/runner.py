@@ -1,7 +1,7 @@
 """Runs step plans on one device: builds tensors, calls the model, owns the KV cache and the page table.
 
-The runner decides nothing. Every sequence has a slot while it runs. A plan says only what changes in a slot's row of
-the page table, so a step costs the same after ten tokens and after a hundred thousand.
+A plan says only what changes in a slot's row of the page table, so a step costs the host the same after ten tokens and
+after a hundred thousand.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ _HOST = torch.device("cpu")
 
 
 class Runner:
-    """Executes plans of at most ``max_batch`` sequences, each of at most ``max_seq_len`` tokens. The cache of
-    ``num_pages`` pages of ``page_size`` tokens is allocated here, once, in ``cache_dtype``: None is the dtype of the
-    model."""
+    """Executes plans of at most ``max_batch`` sequences, each of at most ``max_seq_len`` tokens. Allocates the cache,
+    ``num_pages`` pages of ``page_size`` tokens. ``cache_dtype`` None: the model's."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor:
-        """Run one step; returns logits [plan.num_logits, vocab_size] in the plan's order, on the device."""
+        """Run one step; returns logits [R, vocab_size] on the device: ``num_logits`` rows of each sequence in order."""
         self._place(plan)
         tokens, positions, lengths, write_slots, rows = (list[int]() for _ in range(5))
         counts, context_len = [0] * self.max_batch, [0] * self.max_batch
@@ -84,7 +83,7 @@ class Runner:
         return self._step(new, places, totals, layout, tensor_of(rows, torch.int64, self.device))
 
     def _place(self, plan: StepPlan) -> None:
-        """Bring the page table up to date: what the plan changes is sent to the device, and nothing else."""
+        """Send what the plan changes in the page table to the device."""
         where: list[int] = []
         new: list[int] = []
         for sequence in plan.sequences:

@@ -1,18 +1,14 @@
-"""Logits to tokens.
+"""Logits to tokens. R rows, V vocabulary.
 
-The order of operations is that of ``SamplingParams``; what is left is renormalised and one token drawn by inversion of
-the cumulative distribution in vocabulary order. The one uniform number behind a draw is a hash of (seed, position), so
-a request draws the same wherever it runs and whatever runs beside it.
-
-Every operation is row-wise. Which rows need which of them is known on the host from their parameters, so a batch of
-mixed requests costs no host synchronisation on CUDA before the one that fetches the tokens.
-
-Legend: R rows, V vocabulary.
+The order of operations is that of ``SamplingParams``. One token is drawn from what they leave, by inversion of the
+cumulative distribution in vocabulary order. The one uniform number behind a draw is a hash of (seed, position), so a
+request draws the same wherever it runs and whatever runs beside it. The host knows from the parameters which rows need
+which operation, so on CUDA it waits for the device once, to fetch the tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +19,7 @@ from gpt_fast.outputs import TokenLogprobs
 from gpt_fast.params import SamplingParams
 
 NO_TOKEN = -1  # in the place of a token where none can be drawn
+_MASK = 2**64 - 1
 _CANDIDATES = 1024  # tokens looked at before a whole row is sorted for top_p
 
 
@@ -40,18 +37,13 @@ class SamplingRow(NamedTuple):
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that is a function of its arguments: splitmix64 (Steele et al. 2014) over a counter."""
-    z = _mix(seed * 0x9E3779B97F4A7C15 & _MASK)
-    z = _mix((z + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
+    z = 0
+    for word in (seed, position + 1):
+        z = (z + word * 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        z ^= z >> 31
     return (z >> 11) * 2.0**-53
-
-
-_MASK = 2**64 - 1
-
-
-def _mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -100,15 +92,12 @@ def _additions(row: SamplingRow) -> list[tuple[int, float]]:
 
 
 def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    def column(value: Callable[[SamplingParams], float]) -> Tensor:
-        return tensor_of([value(row.params) for row in rows], torch.float32, logits.device)[:, None]
-
+    penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in (row.params for row in rows)]
+    repetition, frequency, presence = tensor_of(penalties, torch.float32, logits.device)[:, :, None].unbind(1)
     generated = _counts(logits, [row.token_ids[row.num_prompt :] for row in rows])
     seen = generated + _counts(logits, [row.token_ids[: row.num_prompt] for row in rows]) > 0
-    repetition = column(lambda p: p.repetition_penalty)
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    logits = logits - generated * column(lambda p: p.frequency_penalty)
-    return logits - (generated > 0) * column(lambda p: p.presence_penalty)
+    return logits - generated * frequency - (generated > 0) * presence
 
 
 def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -126,9 +115,11 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     device = logits.device
     temperatures = tensor_of([p.temperature for p in params], torch.float32, device)
     scaled = logits.float() / temperatures[:, None]
-    scaled = _min_p(scaled, [p.min_p or 0.0 for p in params])
-    vocab_size = scaled.shape[1]
-    limited = [i for i, p in enumerate(params) if 0 < (p.top_k or 0) < vocab_size or (p.top_p or 1.0) < 1.0]
+    min_p = [p.min_p or 0.0 for p in params]
+    if any(min_p):  # Nguyen et al. 2024, arXiv 2407.01082; log 0 = -inf drops nothing
+        least = scaled.amax(dim=-1) + tensor_of(min_p, torch.float32, device).log()
+        scaled = scaled.masked_fill(scaled < least[:, None], -torch.inf)
+    limited = [i for i, p in enumerate(params) if 0 < (p.top_k or 0) < scaled.shape[1] or (p.top_p or 1.0) < 1.0]
     if limited:
         index = tensor_of(limited, torch.int64, device)
         part = scaled[index]
@@ -137,50 +128,37 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return scaled.softmax(dim=-1)
 
 
-def _min_p(scaled: Tensor, min_p: list[float]) -> Tensor:
-    """Drop tokens less likely than ``min_p`` times the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
-    if not any(min_p):
-        return scaled
-    limit = scaled.amax(dim=-1) + tensor_of(min_p, torch.float32, scaled.device).log()  # log 0 = -inf drops nothing
-    return scaled.masked_fill(scaled < limit[:, None], -torch.inf)
-
-
 def _least_kept(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """[R] the smallest logit that top_k and then top_p (Holtzman et al. 2019, arXiv 1904.09751) keep; ties are kept."""
-    vocab_size = scaled.shape[1]
+    count = vocab_size = scaled.shape[1]
     top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
-    top_p = [1.0 if p.top_p is None else p.top_p for p in params]
-    limited = [k for k in top_k if k < vocab_size]
+    top_p = [p.top_p or 1.0 for p in params]
     # On CUDA everything is sorted, since asking whether the candidates suffice would wait for the device.
     if scaled.device.type == "cpu" and vocab_size > _CANDIDATES:
-        count = max([_CANDIDATES if any(p < 1.0 for p in top_p) else 1, *limited])
-        ranked, keep = _ranked(scaled, top_k, top_p, count)
-        cut_short = torch.tensor([k > count for k in top_k])
-        if not bool((keep[:, -1] & cut_short).any()):
-            return _last_kept(ranked, keep)
-    return _last_kept(*_ranked(scaled, top_k, top_p, vocab_size))
+        limits = [k for k in top_k if k < vocab_size]
+        count = max([_CANDIDATES if any(p < 1.0 for p in top_p) else 1, *limits])
+    ranked, keep = _ranked(scaled, top_k, top_p, count)
+    if count < vocab_size and bool((keep[:, -1] & torch.tensor([k > count for k in top_k])).any()):
+        ranked, keep = _ranked(scaled, top_k, top_p, vocab_size)
+    last = keep.sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    return ranked.gather(1, last)[:, 0]
 
 
 def _ranked(scaled: Tensor, top_k: list[int], top_p: list[float], count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` largest of each row in falling order, and which of them top_k and top_p keep; both [R, count]."""
-    device, (rows, vocab_size) = scaled.device, scaled.shape
+    device = scaled.device
     ranked = scaled.topk(count, dim=-1).values
     keep = torch.arange(count, device=device)[None, :] < tensor_of(top_k, torch.int64, device)[:, None]
     if all(p >= 1.0 for p in top_p):
         return ranked, keep
     # top_p is a share of what top_k left: normalise over that, or over the whole row where top_k is off.
     kept = ranked.masked_fill(~keep, -torch.inf).logsumexp(dim=-1)
-    whole = tensor_of([k == vocab_size for k in top_k], torch.bool, device)
+    whole = tensor_of([k == scaled.shape[1] for k in top_k], torch.bool, device)
     total = torch.where(whole, scaled.logsumexp(dim=-1), kept)
     limit = tensor_of(top_p, torch.float32, device)[:, None]
     mass = (ranked - total[:, None]).exp().masked_fill(~keep, 0.0).cumsum(dim=-1)
-    likelier = torch.cat((mass.new_zeros(rows, 1), mass[:, :-1]), dim=-1)
+    likelier = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=-1)
     return ranked, keep & ((likelier < limit) | (limit >= 1.0))
-
-
-def _last_kept(ranked: Tensor, keep: Tensor) -> Tensor:
-    last = keep.sum(dim=-1, keepdim=True).clamp(min=1) - 1
-    return ranked.gather(1, last)[:, 0]
 
 
 def invert(probs: Tensor, noise: Tensor) -> Tensor:

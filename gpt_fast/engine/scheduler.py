@@ -1,6 +1,6 @@
-"""Decides what each step computes. Clients take turns as they arrived; decodes every step, prefills in chunks beside.
+"""Decides what each step computes: all decodes, and chunks of prompts beside them. Clients take turns as they arrived.
 
-The plan is a plain value: it can be sent to other ranks, which run it without deciding anything. No torch here.
+The plan is a plain value: other ranks could run it without deciding anything. No torch here.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpt_fast.engine.pages import PageAllocator, page_digest
-from gpt_fast.engine.request import Request, Status
+from gpt_fast.engine.request import Request
 
 
 class SequencePlan(NamedTuple):
-    """One sequence's part in a step: compute ``tokens``, the first at position ``start``, in ``slot``.
-
-    The last of the tokens may be drafts, which the request does not have yet. Of the slot's pages the first
-    ``num_placed`` are known from earlier steps; ``new_pages`` follow them and replace what followed. Logits are wanted
-    of the last ``num_logits`` tokens: none in a prefill that goes on, one to sample the next token, k + 1 to verify k
-    drafts. ``rope_len``: tokens that rotary scaling takes the sequence to have at least (model/rope.py)."""
+    """One sequence's part in a step: compute ``tokens``, the first at position ``start``, in ``slot``. The last tokens
+    may be drafts, which the request does not have yet. The slot's first ``num_placed`` pages are known from earlier
+    steps; ``new_pages`` follow them. Logits are wanted of the last ``num_logits`` tokens: none in a prefill that goes
+    on, one to sample the next token, k + 1 to verify k drafts. Rotary scaling takes the sequence to have at least
+    ``rope_len`` tokens (model/rope.py)."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -51,29 +50,20 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(len(s.tokens) for s in self.sequences)
 
-    @property
-    def num_logits(self) -> int:
-        return sum(s.num_logits for s in self.sequences)
-
 
 class Scheduler:
     """Owns the queue, the running set, the slots and the pages.
 
     A request keeps one of ``max_batch`` slots while it runs. ``prefill_chunk``: prompt tokens computed per step, over
-    all sequences; a quarter of it while others decode, since they wait for the step. ``salt_by_length``: of longer
-    prompts the cached contents depend on their length (dynamic rotary scaling), so prefixes are shared between equal
-    lengths only. ``computed_anew``: what has grown beyond that length is computed again (longrope)."""
+    all sequences; a quarter of it while others decode, since they wait for the step. ``long_from``: prompts of more
+    tokens share prefixes only with those of equal length, because their cache depends on it (dynamic rotary scaling).
+    ``computed_anew``: a sequence that grows beyond ``long_from`` is computed again (longrope)."""
 
     def __init__(
-        self,
-        pages: PageAllocator,
-        max_batch: int,
-        prefill_chunk: int,
-        salt_by_length: int = 0,
-        computed_anew: bool = False,
+        self, pages: PageAllocator, max_batch: int, prefill_chunk: int, long_from: int = 0, computed_anew: bool = False
     ) -> None:
         self.pages, self.max_batch, self.prefill_chunk = pages, max_batch, prefill_chunk
-        self._salt_by_length, self._computed_anew = salt_by_length, computed_anew
+        self._long_from, self._computed_anew = long_from, computed_anew
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
         self._free_slots = list(range(max_batch))  # a heap: the lowest first
@@ -88,16 +78,16 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self, among: Collection[Request] | None = None) -> tuple[StepPlan, list[Request]]:
-        """The next step and, for each sequence of its plan, the request it belongs to. ``among``: look at these
-        requests alone. Planning again before the step is computed plans the same of them."""
+        """The next step and the request of each sequence in its plan; the same again until the step is computed.
+        ``among``: look at these requests alone."""
         chosen: list[tuple[Request, int, tuple[int, ...]]] = []  # request, how many of its tokens, and drafts
         decoding = any(r.num_pending == 1 and not r.paused for r in self.running)
         budget = max(1, self.prefill_chunk // 4) if decoding else self.prefill_chunk
         num_waiting = len(self.waiting)
         for request in [r for r in self.running if among is None or r in among]:
-            if request.paused or request.status is not Status.RUNNING:  # preempted by an older one in this very loop
+            if request.paused or request.slot < 0:  # preempted by an older one in this very loop
                 continue
-            if self._computed_anew and request.rope_len <= self._salt_by_length < request.num_tokens:
+            if self._computed_anew and request.rope_len <= self._long_from < request.num_tokens:
                 request.rope_len = request.num_tokens
                 self._preempt(request)
                 continue
@@ -120,7 +110,7 @@ class Scheduler:
 
     def _next(self, among: Collection[Request] | None) -> Request | None:
         """Whose turn it is: who was preempted, else the first to arrive of the groups that have the fewest running. So
-        one client's many sequences do not keep another's single one waiting until the last of them."""
+        no client waits until all of another's many sequences have run."""
         if not self.waiting:
             return None
         running = Counter(r.group for r in self.running)
@@ -128,8 +118,7 @@ class Scheduler:
         return min(waiting, key=lambda r: (r.first_scheduled is None, running[r.group]), default=None)
 
     def _drafts(self, request: Request) -> tuple[int, ...]:
-        """The drafts that a step can verify: one token beside them may still be generated, and their pages are there
-        without preempting anybody."""
+        """The drafts that a step can verify: at most one less than the tokens to come, and without preempting."""
         drafts = request.drafts[: request.max_tokens - request.num_output - 1]
         missing = self._pages_for(request.num_tokens + len(drafts)) - len(request.pages)
         return drafts if missing <= self.pages.num_available else ()
@@ -153,8 +142,7 @@ class Scheduler:
         return -(-num_tokens // self.pages.page_size)
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` of ``request``, preempting the youngest sequences if need be. False when it was
-        itself the youngest and is back in the queue."""
+        """Make room for ``num_tokens`` of ``request``; preempts the youngest. False when that is ``request`` itself."""
         missing = self._pages_for(num_tokens) - len(request.pages)
         if missing <= 0:
             return True
@@ -169,14 +157,12 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Back to the head of the queue; its tokens are kept and computed again."""
         self._stop_running(request)
-        request.status = Status.WAITING
-        request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
     def _admit(self, request: Request) -> bool:
         """Start a waiting request if the pages for all its tokens so far are there."""
-        salted = 0 < self._salt_by_length < request.rope_len
+        salted = 0 < self._long_from < request.rope_len
         salt = request.rope_len.to_bytes(8, "little") if salted else b""
         whole = request.params.prompt_logprobs is None  # else the logits of every prompt token are wanted
         found = self.pages.match(request.token_ids, salt) if whole else []
@@ -186,50 +172,40 @@ class Scheduler:
             return False
         self.waiting.remove(request)
         self.running.append(request)
-        num_found = len(found) * self.pages.page_size
-        request.slot = heapq.heappop(self._free_slots)
-        request.pages, request.num_placed = found + fresh, 0
-        request.status = Status.RUNNING
-        request.num_computed = num_found
-        request.num_remembered, request.digest = 0, salt
-        self._advance_digest(request, len(found))
+        request.slot, request.num_placed = heapq.heappop(self._free_slots), 0
+        request.pages, request.num_computed = found + fresh, len(found) * self.pages.page_size
+        request.num_remembered, request.digest = len(found), self.pages.digest_of[found[-1]] if found else salt
         if request.first_scheduled is None:
             request.first_scheduled = time.monotonic()
-            request.num_cached = num_found
+            request.num_cached = request.num_computed
             self.pages.queries += request.num_tokens
-            self.pages.hits += num_found
+            self.pages.hits += request.num_cached
         return True
 
-    def _advance_digest(self, request: Request, num_pages: int) -> None:
-        size = self.pages.page_size
-        for i in range(request.num_remembered, num_pages):
-            request.digest = page_digest(request.digest, request.token_ids[i * size : (i + 1) * size])
-            self.pages.remember(request.pages[i], request.digest)
-        request.num_remembered = max(request.num_remembered, num_pages)
-
     def advance(self, request: Request, kept: int) -> None:
-        """The first ``kept`` tokens of the step's plan for ``request`` stay in the cache; full pages become findable.
-        To be called when the request has taken its new tokens: drafts past its end are not among them."""
+        """The first ``kept`` tokens of the plan for ``request`` stay in the cache, and full pages become findable. Call
+        it when the request has its new tokens: drafts past its end do not count."""
         request.num_computed = min(request.num_computed + kept, request.num_tokens)
         request.num_placed = len(request.pages)
         request.drafts = ()
-        if self.pages.prefix_cache:
-            self._advance_digest(request, request.num_computed // self.pages.page_size)
+        size = self.pages.page_size
+        for i in range(request.num_remembered, request.num_computed // size if self.pages.prefix_cache else 0):
+            request.digest = page_digest(request.digest, request.token_ids[i * size : (i + 1) * size])
+            self.pages.remember(request.pages[i], request.digest)
+            request.num_remembered = i + 1
 
     def finish(self, request: Request) -> None:
         """Take ``request`` out, wherever it is, and give its pages back."""
-        if request.status is Status.RUNNING:
+        if request.slot >= 0:
             self._stop_running(request)
-        elif request.status is Status.WAITING:
+        elif request in self.waiting:
             self.waiting.remove(request)
-        request.status = Status.FINISHED
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
         heapq.heappush(self._free_slots, request.slot)
         self.pages.release(request.pages)
-        request.pages, request.drafts = [], ()
-        request.num_computed = 0
+        request.slot, request.num_computed, request.pages, request.drafts = -1, 0, [], ()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every page and slot is accounted for and only running requests hold pages."""

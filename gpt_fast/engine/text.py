@@ -8,9 +8,8 @@ from gpt_fast.tokenizer import IncrementalDetokenizer
 
 
 class TextStream:
-    """Emits a request's text piece by piece, ends it at the first stop string. ``text`` is all text so far, ``stopped``
-    says that a stop string was met. Text is withheld while it is the beginning of a stop string, so a stop string is
-    never emitted, not even in part."""
+    """Emits a request's text piece by piece, up to the first stop string; then ``stopped`` is true. ``text``: all of it
+    so far. Text that may begin a stop string is withheld, so no part of a stop string is ever emitted."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
@@ -29,7 +28,9 @@ class TextStream:
         return self._release(may_stop, final=False)
 
     def flush(self) -> str:
-        """End of the completion: returns what was withheld, unless it holds a stop string."""
+        """The completion ends: returns what was withheld, up to a stop string."""
+        if self.stopped:
+            return ""
         self._withheld += self._detokenizer.flush()
         return self._release(may_stop=True, final=True)
 

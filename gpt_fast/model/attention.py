@@ -191,9 +191,10 @@ def _paged_attention(*arguments: Any) -> Tensor:
     if q.device.type == "cpu":
         return paged_attention_eager(q, k, v, cache, layout, scoring)
     if gpu.available() and scoring.plain:
-        from gpt_fast.kernels.gpu.attention import paged_attention
+        from gpt_fast.kernels.gpu.attention import attend as attend_written
 
-        return paged_attention(q, k, v, cache, layout, scoring.window, scoring.scale)
+        cache.write(k, v, layout.write_slots)
+        return attend_written(q, cache, layout, scoring.window, scoring.scale)
     return paged_attention_static(q, k, v, cache, layout, scoring)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from gpt_fast.kernels.cpu.library import available
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, check
 from gpt_fast.model import description as d
 from gpt_fast.model.transformer import Block, KVCache, Transformer
-from gpt_fast.quantize.linear import Int4Linear, Int8Linear, SplitLinear
+from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ def _check(model: Transformer, modules: Sequence[Block]) -> None:
         for matrix in module.block.matrices:
             for part in _parts(module.get_submodule(matrix.name)):
                 if not _known(part):
-                    raise UnsupportedError(f"{type(part).__name__} ({module.block.prefix}{matrix.name})")
+                    raise UnsupportedError(f"{part} ({module.block.prefix}{matrix.name})")
 
 
 def _parts(module: nn.Module) -> Sequence[nn.Module]:
@@ -122,12 +121,10 @@ def _parts(module: nn.Module) -> Sequence[nn.Module]:
 
 
 def _known(module: nn.Module) -> bool:
-    if isinstance(module, Int4Linear):
+    if isinstance(module, QuantizedLinear):
         # Columns that only fill up a group must end with the block that they are in: activations come in whole blocks.
-        return module.order is None and module.padding < packing.BLOCK
-    if isinstance(module, nn.Linear):
-        return module.weight.dtype in _DTYPES
-    return isinstance(module, Int8Linear)
+        return module.scheme.kind != "fp8" and module.order is None and module.padding < packing.BLOCK
+    return isinstance(module, nn.Linear) and module.weight.dtype in _DTYPES
 
 
 def pack_block(module: Block, tied: Sequence[PackedWeights] = ()) -> Weights:
@@ -144,10 +141,11 @@ def pack_block(module: Block, tied: Sequence[PackedWeights] = ()) -> Weights:
 def _take(module: Block, matrix: d.Matrix) -> list[PackedWeights]:
     """The pieces of one matrix, in the order of its rows, for each expert its own; the module is let go of."""
     found = []
-    for part in _parts(module.get_submodule(matrix.name)):
-        linear = cast("nn.Linear | Int8Linear | Int4Linear", part)
-        n = linear.out_features // max(1, matrix.num_experts)
-        found += [_pack_rows(linear, slice(i, i + n)) for i in range(0, linear.out_features, n)]
+    with torch.no_grad():
+        for part in _parts(module.get_submodule(matrix.name)):
+            assert isinstance(part, (nn.Linear, QuantizedLinear))
+            n = part.out_features // max(1, matrix.num_experts)
+            found += [_pack_rows(part, slice(i, i + n)) for i in range(0, part.out_features, n)]
     setattr(module, matrix.name, _Taken())
     return found
 
@@ -159,14 +157,14 @@ class _Taken(nn.Module):
         raise RuntimeError("the weights of this Transformer were packed for the C++ kernels; use what serve() returned")
 
 
-def _pack_rows(module: nn.Linear | Int8Linear | Int4Linear, rows: slice) -> PackedWeights:
+def _pack_rows(module: nn.Linear | QuantizedLinear, rows: slice) -> PackedWeights:
     n, k = rows.stop - rows.start, module.in_features
     bias = None if module.bias is None else module.bias.detach()[rows].float()
     weight = module.weight.detach()[rows]
-    if isinstance(module, Int8Linear):
+    if isinstance(module, nn.Linear):
+        return PackedWeights(_DTYPES[weight.dtype], packing.pack_dense(weight), n, k, bias=bias)
+    if module.scheme.kind == "int8":
         return PackedWeights("int8", packing.pack_int8(weight), n, k, module.scale[rows], 0, bias)
-    if isinstance(module, Int4Linear):
-        data = packing.pack_int4(weight, module.scale[rows], module.zero[rows])
-        k += module.padding
-        return PackedWeights("int4", data, n, k, module.row_scale[rows], module.scheme.group_size, bias)
-    return PackedWeights(_DTYPES[weight.dtype], packing.pack_dense(weight), n, k, bias=bias)
+    data = packing.pack_int4(weight, module.scale[rows], module.zero[rows])
+    k += module.padding
+    return PackedWeights("int4", data, n, k, module.row_scale[rows], module.scheme.group_size, bias)

@@ -15,13 +15,13 @@ from gpt_fast.model.transformer import Block, KVCache, Transformer
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 
 
-def gpu_program(model: Transformer, cache: KVCache, one_launch: bool = True) -> GpuProgram:
+def gpu_program(model: Transformer, cache: KVCache) -> GpuProgram:
     """The steps of ``model`` over ``cache``. Raises UnsupportedError for what the kernels do not run."""
     modules: Sequence[Block] = (model.embed, *model.layers, model.head)
     caches: Sequence[LayerCache | None] = (None, *cache, None)
     weights = [_block_weights(module, c, model.dtype) for module, c in zip(modules, caches, strict=True)]
     check_cache(cache)
-    return GpuProgram(model.description, weights, list(model.ropes), model.dtype, one_launch)
+    return GpuProgram(model.description, weights, list(model.ropes), model.dtype)
 
 
 def _block_weights(module: Block, cache: LayerCache | None, dtype: torch.dtype) -> BlockWeights:
@@ -43,5 +43,5 @@ def _pieces(module: nn.Module, name: str, dtype: torch.dtype) -> list[Weights]:
     if isinstance(module, QuantizedLinear):
         return [module.gpu_weights(dtype)]
     if isinstance(module, nn.Linear):
-        return [prepare("dense", module.weight, bias=module.bias)]
+        return [prepare(module.weight, bias=module.bias)]
     raise UnsupportedError(f"{type(module).__name__} ({name})")

@@ -80,7 +80,7 @@ class TorchStep:
 
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         if self._captured is not None and self._captured.takes(tokens.shape[0]):
-            return self._captured.step(tokens, positions, lengths, *layout, rows)
+            return self._captured.step(tokens, positions, lengths, layout, rows)
         return self._model.step(tokens, positions, lengths, self._cache, layout, rows).float()
 
     def reads_host(self, num_tokens: int) -> bool:

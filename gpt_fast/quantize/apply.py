@@ -1,4 +1,4 @@
-"""Puts quantized layers in the place of linear ones: in a model under construction, or in one that is there."""
+"""Puts quantized layers in the place of linear ones: in a model under construction, or in one that is complete."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.errors import ConfigError
 from gpt_fast.model.description import Part
 from gpt_fast.model.transformer import Transformer
-from gpt_fast.quantize.linear import KINDS, QuantizedLinear, SplitLinear
+from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
+from gpt_fast.quantize.rtn import quantized_pieces
 from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
-
-_CHUNK = 1 << 18  # weights quantized at a time: with what the search needs beside them they fit a cache
 
 SchemeOf = Callable[[str], Scheme | Split | None]  # how a linear layer is stored, by the module's name in Transformer
 
@@ -30,39 +30,33 @@ def quantized_part(part: Part, scheme_of: SchemeOf) -> tuple[Part, Scheme | None
     return part, scheme if kind == "weight" and len(part.shape) == 2 else None
 
 
-def swap_layers(model: nn.Module, scheme_of: SchemeOf, device: torch.device | str) -> None:
-    """Replace the linear layers that have a scheme by quantized ones on ``device``, not yet written.
+def swap_layers(model: nn.Module, scheme_of: SchemeOf, device: torch.device | str, *, rounded: bool = False) -> None:
+    """Replace the linear layers that have a scheme by quantized ones on ``device``. Biases stay.
 
-    For a model whose weights are not there yet (``empty_model``): theirs are not looked at. Biases stay.
+    ``rounded``: their weights are rounded to nearest, and each is let go of as soon as that is done. Otherwise the new
+    layers are not yet written, and the old weights are not looked at: they may be those of an ``empty_model``.
     """
-    for name, module in list(model.named_modules()):
-        scheme = scheme_of(name) if isinstance(module, nn.Linear) else None
-        if scheme is not None:
-            assert isinstance(module, nn.Linear)
-            _replace(model, name, _like(module, scheme, device))
+    for name in [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
+        scheme, old = scheme_of(name), model.get_submodule(name)
+        if scheme is None:
+            continue
+        assert isinstance(old, nn.Linear)
+        new: QuantizedLinear | SplitLinear
+        if isinstance(scheme, Split):
+            new = SplitLinear(old.in_features, old.out_features, scheme, old.bias, device)
+        else:
+            new = QuantizedLinear(old.in_features, old.out_features, scheme, old.bias, device)
+        if rounded:
+            sizes = [piece.out_features for piece in new.pieces()]
+            for piece, weight in zip(new.pieces(), old.weight.detach().split(sizes), strict=True):
+                for begin, tensors in quantized_pieces(StoredTensor(weight), piece.scheme, device):
+                    piece.store(begin, tensors)
+        model.set_submodule(name, new)
 
 
 def quantize_model(model: Transformer, config: QuantConfig) -> None:
-    """Round the weights of ``model``, in memory, to nearest, in place; each is let go of as soon as it is done."""
-    quantize_layers(model, lambda name: config.scheme(name, model.config))
-
-
-def quantize_layers(model: nn.Module, scheme_of: SchemeOf) -> None:
-    """Round those linear layers of ``model`` that ``scheme_of`` has one for, as :func:`quantize_model` does."""
-    with torch.no_grad():
-        for name, module in list(model.named_modules()):
-            scheme = scheme_of(name) if isinstance(module, nn.Linear) else None
-            if scheme is None:
-                continue
-            assert isinstance(module, nn.Linear)
-            layer = _like(module, scheme, module.weight.device)
-            first = 0
-            for piece in layer.pieces():
-                step = chunk_rows(piece.in_features)
-                for begin in range(0, piece.out_features, step):
-                    piece.write(begin, module.weight[first + begin : first + min(begin + step, piece.out_features)])
-                first += piece.out_features
-            _replace(model, name, layer)
+    """Round the weights of ``model``, in memory, to nearest, in place."""
+    swap_layers(model, lambda name: config.scheme(name, model.config), model.device, rounded=True)
 
 
 def check_device(quant: QuantConfig | None, device: torch.device) -> None:
@@ -70,24 +64,8 @@ def check_device(quant: QuantConfig | None, device: torch.device) -> None:
 
     fp8 needs CUDA with compute capability 8.9, or ROCm. Elsewhere int8 has the same size and a smaller error.
     """
-    if quant is None or "fp8" not in [scheme.kind for scheme in (quant.blocks, quant.head) if scheme]:
-        return
-    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 9)):
-        return
-    raise ConfigError(f"quantize: fp8 is not supported on {device}, which cannot multiply in it; use int8")
-
-
-def chunk_rows(width: int) -> int:
-    """Rows of ``width`` to quantize at a time."""
-    return max(1, _CHUNK // width)
-
-
-def _like(module: nn.Linear, scheme: Scheme | Split, device: torch.device | str) -> QuantizedLinear | SplitLinear:
-    if isinstance(scheme, Split):
-        return SplitLinear(module.in_features, module.out_features, scheme, module.bias, device)
-    return KINDS[scheme.kind](module.in_features, module.out_features, scheme, module.bias, device)
-
-
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, layer)
+    kinds = [scheme.kind for scheme in (quant.blocks, quant.head) if scheme] if quant else []
+    if "fp8" in kinds and not (
+        device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 9))
+    ):
+        raise ConfigError(f"quantize: fp8 is not supported on {device}, which cannot multiply in it; use int8")

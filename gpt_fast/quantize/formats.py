@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from gpt_fast.checkpoint.shard import Cut
 from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.config import ModelConfig
-from gpt_fast.model.description import Layout, Part
-from gpt_fast.quantize.apply import chunk_rows
+from gpt_fast.model.description import Layout, Part, parts
+from gpt_fast.quantize.apply import quantized_part
 from gpt_fast.quantize.linear import QuantizedLinear
-from gpt_fast.quantize.rtn import quantize_rows
+from gpt_fast.quantize.rtn import quantized_pieces
 from gpt_fast.quantize.scheme import METHOD, QuantConfig, Scheme, Split
 
 Specs = dict[str, tuple[torch.dtype | None, tuple[int, ...]]]  # dtype (None: any floating one) and shape by name
+Tensors = Mapping[str, StoredTensor]  # of a checkpoint, by name
 
 
 def row_order(layout: Layout, num_rows: int) -> torch.Tensor:
@@ -34,7 +36,7 @@ def row_order(layout: Layout, num_rows: int) -> torch.Tensor:
     return rows
 
 
-def plain_weight(part: Part, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
+def plain_weight(part: Part, tensors: Tensors) -> StoredTensor:
     """The unquantized tensor that ``part`` is read from, its rows in the parameter's order."""
     stored = tensors[part.source]
     if part.layout.kind == "transposed":
@@ -42,28 +44,54 @@ def plain_weight(part: Part, tensors: Mapping[str, StoredTensor]) -> StoredTenso
     return stored if part.layout.kind == "plain" else stored.picked(row_order(part.layout, stored.num_rows))
 
 
-class Format:
-    """Weights as they are. ``method``: ``quant_method`` of the checkpoint's ``config.json``."""
+def beside(part: Part, name: str) -> str:
+    """What the stored tensor ``name`` of the linear layer is called whose weight is ``part``."""
+    return part.source.removesuffix("weight") + name
 
-    method: str | None = None
-    quant: QuantConfig | None = None  # of the formats that are made here
+
+class Format:
+    """Weights as they are. ``quant``: of the formats that are made here."""
+
+    method: str | None = None  # quant_method of the checkpoint's config.json
     can_be_divided = True  # between tensor-parallel ranks
+
+    def __init__(self, quant: QuantConfig | None = None) -> None:
+        self.quant = quant
 
     def scheme(self, module: str, config: ModelConfig) -> Scheme | Split | None:
         """How the model of ``config`` holds the linear layer ``module``; None: unquantized."""
         return self.quant.scheme(module, config) if self.quant is not None else None
 
+    def held(self, part: Part, config: ModelConfig) -> tuple[Part, Scheme | None]:
+        """``part`` as the model of ``config`` holds it, and its scheme (``quantized_part``)."""
+        return quantized_part(part, lambda module: self.scheme(module, config))
+
     def tensors(self, part: Part, scheme: Scheme | None) -> Specs:
         """The stored tensors that ``part``, of a layer with ``scheme``, is made of."""
         return {part.source: (None, part.stored_shape)}
 
-    def weight(self, part: Part, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
+    def specs(self, config: ModelConfig) -> Specs:
+        """Every tensor that a checkpoint of ``config`` holds."""
+        found: Specs = {}
+        for part in parts(config):
+            found |= self.tensors(*self.held(part, config))
+        return found
+
+    def weight(self, part: Part, tensors: Tensors) -> StoredTensor:
         """The tensor of an unquantized ``part``, its rows in the parameter's order."""
         return plain_weight(part, tensors)
 
-    def fill(
-        self, layer: QuantizedLinear, part: Part, tensors: Mapping[str, StoredTensor], cut: Cut, report: Report
-    ) -> None:
+    def load(self, model: nn.Module, part: Part, tensors: Tensors, cut: Cut, report: Report = None) -> None:
+        """Write ``part``, the share ``cut`` of what is stored, into ``model``, whose layers have their schemes."""
+        name, _, kind = part.target.rpartition(".")
+        module = model.get_submodule(name)
+        if kind == "weight" and isinstance(module, QuantizedLinear):
+            self.fill(module, part, tensors, cut, report)
+        else:
+            target = module.get_parameter(kind)[part.start : part.start + part.shape[0]]
+            cut.of(self.weight(part, tensors)).copy_to(target, report)
+
+    def fill(self, layer: QuantizedLinear, part: Part, tensors: Tensors, cut: Cut, report: Report) -> None:
         """Write ``part``, the share ``cut`` of what is stored, as rows [``part.start``, ...) of ``layer``."""
         raise NotImplementedError
 
@@ -75,49 +103,26 @@ class RoundedFormat(Format):
     their largest value decides the scale, and ranks together hold what one alone would.
     """
 
-    def __init__(self, quant: QuantConfig) -> None:
-        self.quant = quant
-
-    def fill(
-        self, layer: QuantizedLinear, part: Part, tensors: Mapping[str, StoredTensor], cut: Cut, report: Report
-    ) -> None:
-        """Round and write."""
+    def fill(self, layer: QuantizedLinear, part: Part, tensors: Tensors, cut: Cut, report: Report) -> None:
         stored = cut.rows_of(plain_weight(part, tensors))
-        step = chunk_rows(stored.shape[1])
-        for begin in range(0, stored.num_rows, step):
-            end = min(begin + step, stored.num_rows)
-            rows = stored.rows(begin, end).to(layer.weight.device)
-            for name, tensor in quantize_rows(rows, layer.scheme).items():
-                layer.get_buffer(name)[part.start + begin : part.start + end].copy_(cut.columns_of(tensor))
-            stored.release(begin, end)
-            if report:
-                report((end - begin) * stored.row_bytes)
+        for begin, rows in quantized_pieces(stored, layer.scheme, layer.weight.device, report):
+            layer.store(part.start + begin, {name: cut.columns_of(tensor) for name, tensor in rows.items()})
 
 
 class OwnFormat(Format):
-    """Weights in the tensors that scheme.py declares, and all others too in the parameters' order of rows."""
+    """Weights in the tensors that scheme.py declares; rows of all tensors in the parameters' order."""
 
     method = METHOD
 
-    def __init__(self, quant: QuantConfig) -> None:
-        self.quant = quant
-
     def tensors(self, part: Part, scheme: Scheme | None) -> Specs:
-        """Those of the scheme, beside each other under the weight's name."""
         if scheme is None:
             return {part.source: (None, part.shape)}
-        prefix = part.source.removesuffix("weight")
-        return {prefix + name: spec for name, spec in scheme.tensors(*part.shape).items()}
+        return {beside(part, name): spec for name, spec in scheme.tensors(*part.shape).items()}
 
-    def weight(self, part: Part, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
-        """As it is."""
+    def weight(self, part: Part, tensors: Tensors) -> StoredTensor:
         return tensors[part.source]
 
-    def fill(
-        self, layer: QuantizedLinear, part: Part, tensors: Mapping[str, StoredTensor], cut: Cut, report: Report
-    ) -> None:
-        """Copy."""
-        prefix = part.source.removesuffix("weight")
+    def fill(self, layer: QuantizedLinear, part: Part, tensors: Tensors, cut: Cut, report: Report) -> None:
         for name, buffer in layer.named_buffers():
             target = buffer[part.start : part.start + part.shape[0]]
-            cut.of(tensors[prefix + name]).copy_to(target, report)
+            cut.of(tensors[beside(part, name)]).copy_to(target, report)

@@ -1,20 +1,22 @@
 """GPTQ (Frantar et al. 2022, arXiv 2210.17323): int4 weights chosen so that a layer's outputs change least.
 
 For inputs X of a linear layer the error of its outputs is ``tr(D H D^T)`` with H = X^T X and D the change of the
-weights. Columns are rounded one after the other, the most important first (act-order), and what each one's rounding
-costs is made up for by those not rounded yet, by the Cholesky factor of the inverse of H.
+weights. Columns are rounded one after the other, the most important first (act-order). The columns not rounded yet are
+then changed to make up for the error, by the Cholesky factor of the inverse of H.
 
-Groups are static: their ranges are found before, by the weights in their own order and weighed by the diagonal of H. So
+Groups are static: their ranges are found before, for the columns in their own order, weighed by the diagonal of H. So
 the rounding may take the columns in any order and the checkpoint needs neither a permutation nor a group index.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast.kernels.cpu.packing import nibbles
-from gpt_fast.kernels.reference import dequantize_int4
 from gpt_fast.quantize.refine import refine
 from gpt_fast.quantize.rtn import LEVELS, Grid, encode, find_grid, pad_groups
 
@@ -24,9 +26,9 @@ _DAMPING = 0.01  # of the mean of H's diagonal, added to it
 
 
 class Hessian:
-    """What is known of a layer's inputs X, given batch by batch: ``X^T X / count``, float32 [K, K].
+    """Sums over a layer's inputs X, which come batch by batch: of ``X^T X`` and ``(X' - X)^T X``, float32 [K, K].
 
-    And ``(X' - X)^T X / count`` of the inputs X' that the layer has in the unquantized model.
+    X' are the inputs that the layer has in the unquantized model.
     """
 
     def __init__(self, in_features: int) -> None:
@@ -42,7 +44,6 @@ class Hessian:
         self._count += rows.shape[0]
 
     def mean(self) -> Tensor:
-        """Of everything that was added."""
         return self._sum / max(1, self._count)
 
     def corrected(self, weight: Tensor, damping: float = _DAMPING) -> Tensor:
@@ -53,28 +54,23 @@ class Hessian:
         return weight + correction
 
 
-def gptq(
-    weight: Tensor, hessian: Tensor, group_size: int, damping: float = _DAMPING, num_sweeps: int = _SWEEPS
-) -> dict[str, Tensor]:
-    """``weight`` [N, K] with ``hessian`` float32 [K, K] -> tensors of int4 (scheme.py)."""
-    weight = weight.float()
+def gptq(weight: Tensor, hessian: Tensor, group_size: int, num_sweeps: int = _SWEEPS) -> dict[str, Tensor]:
+    """``weight`` [N, K] with ``hessian`` [K, K], both float32 -> tensors of int4 (scheme.py)."""
     num_columns = weight.shape[1]
-    diagonal = hessian.diagonal()
+    damped = hessian + _DAMPING * hessian.diagonal().mean() * torch.eye(num_columns)
     padded = pad_groups(weight, group_size)
-    importance = torch.zeros(padded.shape[1])
-    importance[:num_columns] = diagonal + damping * diagonal.mean()
+    importance = F.pad(damped.diagonal(), (0, padded.shape[1] - num_columns))
     grid = find_grid(padded, group_size, importance)
     codes = encode(padded, grid)
-    rounded = _round_columns(weight, hessian, grid, group_size, damping)
-    damped = hessian + damping * diagonal.mean() * torch.eye(num_columns)
+    rounded = _round_columns(weight, hessian, grid, group_size)
     codes[:, :num_columns], grid = refine(weight, damped, rounded, grid, group_size, num_sweeps)
     return {"weight": nibbles(codes), **grid._asdict()}
 
 
-def _round_columns(weight: Tensor, hessian: Tensor, grid: Grid, group_size: int, damping: float) -> Tensor:
+def _round_columns(weight: Tensor, hessian: Tensor, grid: Grid, group_size: int) -> Tensor:
     """Codes, uint8 [N, K]."""
     order = hessian.diagonal().argsort(descending=True)
-    factor = _inverse_factor(hessian[order][:, order], damping)
+    factor = _inverse_factor(hessian[order][:, order])
     groups = order // group_size
     # Rows are columns of the weight in their new order: each step works on contiguous memory.
     w = weight.t()[order].contiguous()  # [K, N]
@@ -94,7 +90,7 @@ def _round_columns(weight: Tensor, hessian: Tensor, grid: Grid, group_size: int,
     return codes[order.argsort()].t().contiguous()
 
 
-def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+def _inverse_factor(hessian: Tensor) -> Tensor:
     """Upper triangular U, float32, with U^T U the inverse of the damped ``hessian``.
 
     Inputs that are always zero get a diagonal of their own; damping grows until the matrix is positive definite.
@@ -104,19 +100,9 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     mean = diagonal.mean().clamp(min=1e-12)
     diagonal[diagonal == 0] = mean
     for attempt in range(6):
-        damped = h + damping * 10.0**attempt * mean * torch.eye(len(h), dtype=h.dtype)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if failed == 0:
-            inverse = torch.cholesky_inverse(lower)
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if failed == 0:
-                factor: Tensor = upper.float()
-                return factor
+        damped = h + _DAMPING * 10.0**attempt * mean * torch.eye(len(h), dtype=h.dtype)
+        with contextlib.suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+            factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+            return factor.float()
     raise ValueError("the inputs of a layer are not finite numbers: the calibration text or the weights are broken")
-
-
-def output_error(weight: Tensor, tensors: dict[str, Tensor], hessian: Tensor) -> float:
-    """Mean squared error of the outputs that int4 ``tensors`` cause in the place of ``weight`` [N, K]."""
-    quantized = dequantize_int4(tensors["weight"], tensors["scale"], tensors["zero"], tensors["row_scale"])
-    change = quantized[:, : weight.shape[1]] - weight
-    return float(((change @ hessian) * change).sum() / weight.shape[0])

@@ -12,7 +12,7 @@ AWQ      qweight int32 [K, N / 8]: outputs 8i .. 8i + 7  qzeros int32 [groups, N
 =======  =============================================  ===================================================
 
 GPTQ's first format stores ``zero - 1``. With ``desc_act`` the inputs of a group are scattered: columns are then sorted
-by group, and the layer gathers its inputs in that order (``Int4Linear.order``).
+by group, and the layer gathers its inputs in that order (``QuantizedLinear.order``).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gpt_fast.checkpoint.shard import Cut
 from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
-from gpt_fast.kernels.cpu.packing import nibbles
+from gpt_fast.kernels.cpu.packing import GROUP_SIZES, nibbles
 from gpt_fast.model.description import Part
-from gpt_fast.quantize.formats import Format, Specs
-from gpt_fast.quantize.linear import Int4Linear, QuantizedLinear
+from gpt_fast.quantize.formats import Format, Specs, Tensors, beside
+from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.rtn import LARGEST, ZERO_STEPS
-from gpt_fast.quantize.scheme import GROUP_SIZES, Scheme
+from gpt_fast.quantize.scheme import Scheme
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where outputs 0 .. 7 stand in an int32, in fours of bits from the lowest
 
@@ -44,6 +44,9 @@ class Header(NamedTuple):
     method: str  # gptq | awq
     group_size: int  # -1: one group
     zero_offset: int  # to add to stored zeros
+
+    def inputs_of_group(self, num_inputs: int) -> int:
+        return self.group_size if self.group_size > 0 else num_inputs
 
 
 def parse_header(raw: Mapping[str, Any], where: str) -> Header:
@@ -74,78 +77,83 @@ class HubFormat(Format):
 
     can_be_divided = False  # the groups of an input may lie anywhere, and the codes of several outputs in one number
 
-    def __init__(self, header: Header, wanted: Sequence[Part], tensors: Mapping[str, StoredTensor], where: str) -> None:
+    def __init__(self, header: Header, wanted: Sequence[Part], tensors: Tensors, where: str) -> None:
         """``tensors``: all of the checkpoint's. Raises CheckpointError for a fused layer that is quantized in part."""
-        self.method, self._header, self._where = header.method, header, where
-        self._packed = {part.source for part in wanted if _prefix(part) + "qweight" in tensors}
-        self._groups = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".g_idx")}
-        weights = [part for part in wanted if part.target.endswith(".weight")]
-        self._layers = {part.target.removesuffix(".weight") for part in weights if part.source in self._packed}
-        for part in weights:
-            module = part.target.removesuffix(".weight")
-            if module in self._layers and part.source not in self._packed:
+        super().__init__()
+        self.method, self._header, self._tensors, self._where = header.method, header, tensors, where
+        packed: dict[str, set[bool]] = {}  # by module
+        for part in wanted:
+            module, _, kind = part.target.rpartition(".")
+            if kind == "weight":
+                packed.setdefault(module, set()).add(beside(part, "qweight") in tensors)
+        for module, found in packed.items():
+            if len(found) > 1:
                 raise CheckpointError(f"{where}: only a part of {module} is quantized, which is one matrix here")
-        self._scheme = Scheme("int4", header.group_size if header.group_size > 0 else max(GROUP_SIZES))
+        self._layers = {module for module, found in packed.items() if found == {True}}
+        self._scheme = Scheme("int4", header.inputs_of_group(max(GROUP_SIZES)))
 
     def scheme(self, module: str, config: ModelConfig) -> Scheme | None:
-        """int4 for what is stored so."""
         return self._scheme if module in self._layers else None
 
     def tensors(self, part: Part, scheme: Scheme | None) -> Specs:
         """Codes, zeros, scales and, where they are stored, the groups of the inputs."""
-        if part.source not in self._packed:
+        if scheme is None:
             return super().tensors(part, None)
         n, k = part.shape
-        groups = -(-k // self._header.group_size) if self._header.group_size > 0 else 1
-        prefix = _prefix(part)
+        groups, g_idx = -(-k // self._header.inputs_of_group(k)), self._tensors.get(beside(part, "g_idx"))
         out: Specs = {
-            prefix + "qweight": (torch.int32, (k // 8, n) if self.method == "gptq" else (k, n // 8)),
-            prefix + "qzeros": (torch.int32, (groups, n // 8)),
-            prefix + "scales": (None, (groups, n)),
+            "qweight": (torch.int32, (k // 8, n) if self.method == "gptq" else (k, n // 8)),
+            "qzeros": (torch.int32, (groups, n // 8)),
+            "scales": (None, (groups, n)),
         }
-        if self.method == "gptq" and prefix + "g_idx" in self._groups:
-            out[prefix + "g_idx"] = (self._groups[prefix + "g_idx"], (k,))
-        return out
+        if self.method == "gptq" and g_idx is not None:
+            out["g_idx"] = (g_idx.dtype, (k,))
+        return {beside(part, name): spec for name, spec in out.items()}
 
-    def fill(
-        self, layer: QuantizedLinear, part: Part, tensors: Mapping[str, StoredTensor], cut: Cut, report: Report
-    ) -> None:
-        """Unpack a whole layer and store it."""
-        assert isinstance(layer, Int4Linear)
-        _store(layer, part, _read(tensors, part, self._header), self._where)
+    def fill(self, layer: QuantizedLinear, part: Part, tensors: Tensors, cut: Cut, report: Report) -> None:
+        """Raises CheckpointError for scales and groups of inputs that ``layer`` cannot have."""
+        k, size, where = part.shape[1], layer.scheme.group_size, f"{self._where}: {beside(part, '')}"
+        codes, zeros, scales, group_of = self._unpacked(part, tensors)
+        order = group_of.argsort(stable=True)
+        groups = group_of[order]
+        # A single group over all inputs is repeated; the inputs of every other must fill one of ours.
+        if scales.shape[0] > 1 and not torch.equal(groups, torch.arange(k) // size):
+            raise CheckpointError(f"{where}g_idx has groups of other sizes than {size}")
+        codes = F.pad(codes[:, order].to(torch.uint8), (0, -k % size)).contiguous()
+        first = groups[torch.arange(0, k, size)]
+        scale, zero = scales[first].t().float(), ZERO_STEPS * zeros[first].t()
+        if scale.amin() < 0:
+            raise CheckpointError(f"{where}scales has negative values")
+        row_scale = (scale.amax(1) / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+        scale = (scale / row_scale[:, None]).round_()
+        layer.store(part.start, {"weight": nibbles(codes), "scale": scale, "zero": zero, "row_scale": row_scale})
+        new = None if torch.equal(order, torch.arange(k)) else order.to(layer.weight.device)
+        before = layer.order
+        if part.start and not (new is before or (new is not None and before is not None and torch.equal(before, new))):
+            raise CheckpointError(f"{where}g_idx differs from that of the layers it is fused with")
+        layer.order = new
         for name in self.tensors(part, layer.scheme):
             tensors[name].release(0, tensors[name].num_rows)
             if report:
                 report(tensors[name].num_bytes)
 
+    def _unpacked(self, part: Part, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes int32 [N, K], zeros int32 [groups, N], scales [groups, N], and the group of each input, int64 [K]."""
+        qweight, qzeros, scales = (_whole(tensors[beside(part, name)]) for name in ("qweight", "qzeros", "scales"))
+        group_of = torch.arange(part.shape[1]) // self._header.inputs_of_group(part.shape[1])
+        if self.method == "awq":
+            return _unpack(qweight, _AWQ_ORDER).t(), _unpack(qzeros, _AWQ_ORDER), scales, group_of
+        g_idx = tensors.get(beside(part, "g_idx"))
+        group_of = group_of if g_idx is None else _whole(g_idx).long()
+        codes, zeros = _unpack(qweight.t().contiguous(), range(8)), _unpack(qzeros, range(8))
+        return codes, zeros + self._header.zero_offset, scales, group_of
 
-def without_empty_biases(wanted: Sequence[Part], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+
+def without_empty_biases(wanted: Sequence[Part], tensors: Tensors) -> dict[str, StoredTensor]:
     """``tensors`` without the biases of zeros that AutoGPTQ writes for layers that have none."""
     known = {part.source for part in wanted}
-    empty = {_prefix(part) + "bias" for part in wanted if _prefix(part) + "qweight" in tensors} - known
+    empty = {beside(part, "bias") for part in wanted if beside(part, "qweight") in tensors} - known
     return {name: t for name, t in tensors.items() if name not in empty or bool(_whole(t).any())}
-
-
-class _Layer(NamedTuple):
-    """One linear layer as stored, unpacked."""
-
-    codes: Tensor  # uint8 [N, K]
-    zeros: Tensor  # int32 [groups, N]
-    scales: Tensor  # [groups, N]
-    group_of: Tensor  # int64 [K]
-
-
-def _read(weights: Mapping[str, StoredTensor], part: Part, found: Header) -> _Layer:
-    k = part.shape[1]
-    qweight, qzeros, scales = (_whole(weights[_prefix(part) + name]) for name in ("qweight", "qzeros", "scales"))
-    size = found.group_size if found.group_size > 0 else k
-    if found.method == "awq":
-        codes, zeros = _unpack(qweight, _AWQ_ORDER).t(), _unpack(qzeros, _AWQ_ORDER)
-        return _Layer(codes, zeros, scales, torch.arange(k) // size)
-    codes = _unpack(qweight.t().contiguous(), range(8))
-    g_idx = weights.get(_prefix(part) + "g_idx")
-    group_of = torch.arange(k) // size if g_idx is None else _whole(g_idx).long()
-    return _Layer(codes, _unpack(qzeros, range(8)) + found.zero_offset, scales, group_of)
 
 
 def _unpack(packed: Tensor, order: Sequence[int]) -> Tensor:
@@ -154,36 +162,5 @@ def _unpack(packed: Tensor, order: Sequence[int]) -> Tensor:
     return ((packed[:, :, None] >> shifts) & 15).flatten(1)
 
 
-def _store(layer: Int4Linear, part: Part, found: _Layer, where: str) -> None:
-    """Write one stored layer as rows of ``layer``."""
-    n, k = part.shape
-    size = layer.scheme.group_size
-    order = found.group_of.argsort(stable=True)
-    groups = found.group_of[order]
-    # A single group over all inputs is repeated; the inputs of every other must fill one of ours.
-    if found.scales.shape[0] > 1 and not torch.equal(groups, torch.arange(k) // size):
-        raise CheckpointError(f"{where}: {_prefix(part)}g_idx has groups of other sizes than {size}")
-    codes = F.pad(found.codes[:, order].to(torch.uint8), (0, -k % size))
-    first = groups[torch.arange(0, k, size)]
-    scale, zero = found.scales[first].t().float(), found.zeros[first].t()
-    if scale.amin() < 0:
-        raise CheckpointError(f"{where}: {_prefix(part)}scales has negative values")
-    row_scale = (scale.amax(1) / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
-    rows = slice(part.start, part.start + n)
-    layer.weight[rows].copy_(nibbles(codes.contiguous()))
-    layer.scale[rows].copy_((scale / row_scale[:, None]).round_())
-    layer.zero[rows].copy_(ZERO_STEPS * zero)
-    layer.row_scale[rows].copy_(row_scale)
-    new = None if torch.equal(order, torch.arange(k)) else order.to(layer.weight.device)
-    before = layer.order
-    if part.start and not (new is before or (new is not None and before is not None and torch.equal(before, new))):
-        raise CheckpointError(f"{where}: {_prefix(part)}g_idx differs from that of the layers it is fused with")
-    layer.order = new
-
-
 def _whole(tensor: StoredTensor) -> Tensor:
     return tensor.rows(0, tensor.num_rows)
-
-
-def _prefix(part: Part) -> str:
-    return part.source.removesuffix("weight")

@@ -2,7 +2,7 @@
 
 GPTQ decides each code once, with ranges that were found for the weights, not for the outputs. Two kinds of sweeps go on
 from there. Over codes: each is set to the best level while all others stay (cyclic coordinate descent, Behdin et al.
-2023, arXiv 2309.01885). Over ranges: each group's scale and zero are set by least squares for the outputs, while
+2023, arXiv 2309.01885). Over ranges: the scale and zero of each group are set by least squares for the outputs, while
 all others and all codes stay. A sweep costs as much arithmetic as GPTQ itself.
 """
 
@@ -23,20 +23,19 @@ def refine(
     step, zero = grid.steps().t().contiguous(), grid.zeros().t().contiguous()  # [groups, N]
     bounds = [(a, min(a + group_size, len(q))) for a in range(0, len(q), group_size)]
     change = torch.cat([(q[a:b] - zero[g]) * step[g] - w[a:b] for g, (a, b) in enumerate(bounds)])  # D, [K, N]
-    for _ in range(num_sweeps):
+    for sweep in range(2 * num_sweeps):  # over ranges and over codes in turn
         slope = hessian @ change  # half the gradient; carried along, and computed anew against rounding errors
         for g, (a, b) in enumerate(bounds):
-            moved = _fit_range(q[a:b], step[g], zero[g], grid.row_scale, hessian[a:b, a:b], slope[a:b])
+            inside = hessian[a:b, a:b]
+            if sweep % 2 == 0:
+                moved = _fit_range(q[a:b], step[g], zero[g], grid.row_scale, inside, slope[a:b])
+            else:
+                moved = _choose_codes(q[a:b], step[g], inside, slope[a:b])
             change[a:b] += moved
             slope.addmm_(hessian[:, a:b], moved)
-        slope = hessian @ change
-        for g, (a, b) in enumerate(bounds):
-            moved = _choose_codes(q[a:b], step[g], hessian[a:b, a:b], slope[a:b])
-            change[a:b] += moved
-            slope.addmm_(hessian[:, a:b], moved)
-    scale, eighths = (step / grid.row_scale).round().t(), (zero * ZERO_STEPS).t()
-    found = Grid(scale.to(torch.uint8).contiguous(), eighths.to(torch.uint8).contiguous(), grid.row_scale)
-    return q.t().to(torch.uint8).contiguous(), found
+    found = (q, (step / grid.row_scale).round(), zero * ZERO_STEPS)
+    codes, scale, zero = (values.t().to(torch.uint8).contiguous() for values in found)
+    return codes, Grid(scale, zero, grid.row_scale)
 
 
 def _choose_codes(q: Tensor, step: Tensor, hessian: Tensor, slope: Tensor) -> Tensor:

@@ -1,22 +1,23 @@
 """Rounding to nearest: weights alone decide, row by row, so any rows can be quantized without the others.
 
 int8 and fp8 take a scale per output channel from its largest magnitude. int4 takes a scale and a zero per group, found
-by search: of several shrunken ranges, each refined by least squares over the codes it leads to (the idea of llama.cpp's
-k-quants), the one with the least squared error stays. Against the plain minimum and maximum that takes about an eighth
-off the squared error of normally distributed weights. The few values of scale and zero that can be stored near it are
-tried once more, so that storing them in a byte each costs nothing that could be measured.
+by search (the idea of llama.cpp's k-quants): several shrunken ranges are tried, each is refined by least squares over
+the codes it leads to, and the one with the least squared error stays. The squared error of normally distributed weights
+is about an eighth less than with the plain minimum and maximum. Then the few values of scale and zero that can be
+stored near it are tried, so that storing them in a byte each costs nothing that could be measured.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.kernels.cpu.packing import nibbles
 from gpt_fast.quantize.scheme import Scheme
 
@@ -26,13 +27,13 @@ ZERO_STEPS = 8  # of a zero, in one code
 _FP8_MAX = 448.0  # of float8_e4m3fn
 _SHRINKS = (1.0, 0.93, 0.86, 0.8, 0.73)  # parts of a group's range that are tried
 _TINY = 1e-30  # the least scale of a group
-
+_CHUNK = 1 << 18  # weights quantized at a time: with what the search needs beside them they fit a cache
 
 _Mean = Callable[[Tensor], Tensor]  # over the last dimension of [n, groups, group size], which stays as one
 
 
 class Grid(NamedTuple):
-    """Where the codes of each group lie: ``value = (q - zero / 8) * scale * row_scale``."""
+    """Where the codes of each group lie (scheme.py)."""
 
     scale: Tensor  # uint8 [N, groups]
     zero: Tensor  # uint8 [N, groups]
@@ -47,6 +48,14 @@ class Grid(NamedTuple):
         return self.zero.float() / ZERO_STEPS
 
 
+def quantized_pieces(
+    stored: StoredTensor, scheme: Scheme, device: torch.device | str, report: Report = None
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """``stored`` quantized on ``device``, a few rows at a time: the number of the first one, and the tensors."""
+    for begin, rows in stored.pieces(report, max(1, _CHUNK // stored.shape[1])):
+        yield begin, quantize_rows(rows.to(device), scheme)
+
+
 def quantize_rows(rows: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     """[n, K] of any floating dtype -> the tensors of ``scheme`` for these rows."""
     _keep_memory()
@@ -55,12 +64,11 @@ def quantize_rows(rows: Tensor, scheme: Scheme) -> dict[str, Tensor]:
         padded = pad_groups(rows, scheme.group_size)
         grid = find_grid(padded, scheme.group_size)
         return {"weight": nibbles(encode(padded, grid)), **grid._asdict()}
-    scale = rows.abs().amax(1) / (127.0 if scheme.kind == "int8" else _FP8_MAX)
+    dtype, most = (torch.int8, 127.0) if scheme.kind == "int8" else (torch.float8_e4m3fn, _FP8_MAX)
+    scale = rows.abs().amax(1) / most
     scale = torch.where(scale == 0, 1.0, scale)  # NaN stays, so that it is seen
-    scaled = rows / scale[:, None]
-    if scheme.kind == "int8":
-        return {"weight": scaled.round_().clamp_(-127, 127).to(torch.int8), "scale": scale}
-    return {"weight": scaled.clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn), "scale": scale}
+    scaled = (rows / scale[:, None]).clamp_(-most, most)
+    return {"weight": (scaled.round_() if scheme.kind == "int8" else scaled).to(dtype), "scale": scale}
 
 
 @functools.cache
@@ -82,22 +90,10 @@ def find_grid(rows: Tensor, group_size: int, importance: Tensor | None = None) -
     """
     w = rows.unflatten(1, (-1, group_size))  # [n, groups, group size]
     mean = _mean_of(importance, group_size)
-    step, zero = _search(w, mean)
+    _, step, zero = functools.reduce(_better, _ranges(w, mean))
     row_scale = step.amax(1, keepdim=True) / LARGEST
-    best: _Found | None = None
-    for up in (0, 1):
-        scale = ((step / row_scale).floor() + up).clamp_(1, LARGEST)
-        storable = scale * row_scale
-        in_steps, shifted = w / storable, zero * step / storable
-        for _ in range(2):
-            shifted = to_zero(shifted)
-            codes = _codes(in_steps, shifted)
-            error = mean((codes - shifted - in_steps).square_()) * scale.square()
-            best = _better(best, _Found(error, scale, shifted))
-            shifted = mean(codes.sub_(in_steps))
-    assert best is not None
-    zero = (best.zero * ZERO_STEPS).squeeze(-1)
-    return Grid(best.scale.squeeze(-1).to(torch.uint8), zero.to(torch.uint8), row_scale.flatten())
+    _, scale, zero = functools.reduce(_better, _storable(w, mean, step, zero, row_scale))
+    return Grid(scale.squeeze(-1).to(torch.uint8), (zero * ZERO_STEPS).squeeze(-1).to(torch.uint8), row_scale.flatten())
 
 
 def encode(rows: Tensor, grid: Grid) -> Tensor:
@@ -118,18 +114,15 @@ class _Found(NamedTuple):
     zero: Tensor
 
 
-def _better(old: _Found | None, new: _Found) -> _Found:
-    if old is None:
-        return new
+def _better(old: _Found, new: _Found) -> _Found:
     better = new.error < old.error
     return _Found(*(torch.where(better, a, b) for a, b in zip(new, old, strict=True)))
 
 
-def _search(w: Tensor, mean: _Mean) -> tuple[Tensor, Tensor]:
-    """Step and zero of each group before they are rounded, [n, groups, 1]."""
+def _ranges(w: Tensor, mean: _Mean) -> Iterator[_Found]:
+    """Steps and zeros of the groups ``w`` that are tried, not rounded."""
     low, high = w.amin(-1, keepdim=True).clamp_(max=0), w.amax(-1, keepdim=True).clamp_(min=0)
     middle, half = (low + high) / 2, (high - low) / 2
-    best: _Found | None = None
     for shrink in _SHRINKS:
         step = (2 * shrink * half / LEVELS).clamp_(min=_TINY)
         zero = ((shrink * half - middle) / step).clamp_(0, LEVELS)
@@ -137,9 +130,21 @@ def _search(w: Tensor, mean: _Mean) -> tuple[Tensor, Tensor]:
             step, zero = _least_squares(w, _codes(w / step, zero), mean, step, zero)
         in_steps = w / step
         error = mean((_codes(in_steps, zero) - zero - in_steps).square_()) * step.square()
-        best = _better(best, _Found(error, step, zero))
-    assert best is not None
-    return best.scale, best.zero
+        yield _Found(error, step, zero)
+
+
+def _storable(w: Tensor, mean: _Mean, step: Tensor, zero: Tensor, row_scale: Tensor) -> Iterator[_Found]:
+    """Scales and zeros near ``step`` and ``zero``, as they can be stored."""
+    for up in (0, 1):
+        scale = ((step / row_scale).floor() + up).clamp_(1, LARGEST)
+        storable = scale * row_scale
+        in_steps, shifted = w / storable, zero * step / storable
+        for _ in range(2):
+            shifted = to_zero(shifted)
+            codes = _codes(in_steps, shifted)
+            error = mean((codes - shifted - in_steps).square_()) * scale.square()
+            yield _Found(error, scale, shifted)
+            shifted = mean(codes.sub_(in_steps))
 
 
 def _codes(in_steps: Tensor, zero: Tensor) -> Tensor:

@@ -1,14 +1,10 @@
 """What is quantized how: by rule, as data, and its spelling in ``config.json``.
 
-The rule. Linear layers of the blocks take the mode's scheme. The head takes int8 in the modes int8 and int4 (it is
-where errors cost most, and int4 there would save 5 % of the bytes of a 1.1-billion model), fp8 in fp8. The embedding
-table stays as it is, since one row of it is read per token, and so do a head that is tied to it, routers of experts,
-norms and biases.
-
-Two exceptions of int4 take int8 as well. Keys and values where several query heads share them (and the family stores
-them apart): what is lost there is lost for all of these heads and every later token; they are 2 % of a 1.1-billion
-model, and of what small models lose in int4 they were one to two thirds. And layers whose inputs do not fill whole
-groups.
+The rule. Linear layers of the blocks take the mode's scheme. The head, where errors cost most, takes int8 in the modes
+int8 and int4, and fp8 in fp8. The embedding table stays as it is (a token reads one row of it), and so do a head that
+is tied to it, routers of experts, norms and biases. In int4 two kinds of layers take int8: those whose inputs do not
+fill whole groups, and keys and values that several query heads share, where the family stores them apart. Keys and
+values are 2 % of a 1.1-billion model; of what small models lose in int4 they were one to two thirds.
 
 The format. A linear layer ``X`` of N outputs and K inputs is stored as plain tensors:
 
@@ -36,12 +32,11 @@ import torch
 
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.kernels.cpu.packing import GROUP_SIZES
 from gpt_fast.model.description import describe
 
 METHOD = "gpt_fast"  # quant_method of the checkpoints written here
 MODES = ("int8", "int4", "fp8")
-GROUP_SIZES = (32, 64, 128)
-_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 
 Kind = Literal["int8", "int4", "fp8"]
 
@@ -63,19 +58,11 @@ class Scheme:
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Name, dtype and shape of what is stored; the first dimension of each is the outputs'."""
-        n, k = out_features, in_features
+        n, p, per_row = out_features, self.padded(in_features), (torch.float32, (out_features,))
         if self.kind == "int4":
-            groups = self.padded(k) // self.group_size
-            return {
-                "weight": (torch.uint8, (n, self.padded(k) // 2)),
-                "scale": (torch.uint8, (n, groups)),
-                "zero": (torch.uint8, (n, groups)),
-                "row_scale": (torch.float32, (n,)),
-            }
-        return {
-            "weight": (torch.int8 if self.kind == "int8" else torch.float8_e4m3fn, (n, k)),
-            "scale": (torch.float32, (n,)),
-        }
+            per_group = (torch.uint8, (n, p // self.group_size))
+            return {"weight": (torch.uint8, (n, p // 2)), "scale": per_group, "zero": per_group, "row_scale": per_row}
+        return {"weight": (torch.int8 if self.kind == "int8" else torch.float8_e4m3fn, (n, p)), "scale": per_row}
 
 
 class Split(NamedTuple):
@@ -119,7 +106,7 @@ class QuantConfig:
         schemes = (("layers", self.blocks), ("exceptions", self.exceptions), ("output", self.head))
         return {
             "quant_method": METHOD,
-            "bits": _BITS[main.kind],
+            "bits": 4 if main.kind == "int4" else 8,
             "group_size": main.group_size or -1,  # -1: one scale a row, as other formats spell it
             "symmetric": main.kind != "int4",
             "modules": {name: str(scheme) for name, scheme in schemes if scheme},
@@ -132,10 +119,9 @@ def quant_config(mode: str, group_size: int = 32, quantize_head: bool = True) ->
         raise ConfigError(f"quantize: {mode!r} is not one of {', '.join(MODES)}")
     if group_size not in GROUP_SIZES:
         raise ConfigError(f"group_size: {group_size} is not one of {', '.join(map(str, GROUP_SIZES))}")
-    if mode == "int4":
-        return QuantConfig(Scheme("int4", group_size), Scheme("int8") if quantize_head else None, Scheme("int8"))
-    scheme = Scheme("fp8" if mode == "fp8" else "int8")
-    return QuantConfig(scheme, scheme if quantize_head else None)
+    rest = Scheme("fp8" if mode == "fp8" else "int8")
+    head = rest if quantize_head else None
+    return QuantConfig(Scheme("int4", group_size), head, rest) if mode == "int4" else QuantConfig(rest, head)
 
 
 def parse_quant_config(raw: Mapping[str, Any], where: str) -> QuantConfig:
@@ -145,15 +131,10 @@ def parse_quant_config(raw: Mapping[str, Any], where: str) -> QuantConfig:
         raise CheckpointError(
             f"{where}: quantization_config.modules must give schemes for layers, exceptions and output, not {modules!r}"
         )
-    schemes = {name: _parse(spelling, where) for name, spelling in modules.items()}
+    known = {str(s): s for s in (Scheme("int8"), Scheme("fp8"), *(Scheme("int4", size) for size in GROUP_SIZES))}
+    for spelling in modules.values():
+        if str(spelling) not in known:
+            names = ", ".join(sorted(known))
+            raise CheckpointError(f"{where}: quantization_config.modules: {spelling!r} is not one of {names}")
+    schemes = {name: known[str(spelling)] for name, spelling in modules.items()}
     return QuantConfig(schemes.get("layers"), schemes.get("output"), schemes.get("exceptions"))
-
-
-def _parse(spelling: object, where: str) -> Scheme:
-    known: dict[str, Scheme] = {str(s): s for s in (Scheme("int8"), Scheme("fp8"))}
-    known |= {str(s): s for s in (Scheme("int4", g) for g in GROUP_SIZES)}
-    if spelling not in known:
-        raise CheckpointError(
-            f"{where}: quantization_config.modules: {spelling!r} is not one of {', '.join(sorted(known))}"
-        )
-    return known[str(spelling)]

@@ -1,10 +1,10 @@
 """Writes quantized checkpoints: Hugging Face directories whose ``config.json`` has a ``quantization_config`` of ours.
 
 :func:`quantize_checkpoint` rounds to nearest (calibrate.py does better with a text). Tensors are stored as the family
-names them, so q, k and v stay apart on disk, in any order and by rows, in a directory that can be resumed.
+names them, so q, k and v stay apart on disk. They may be written in any order and by rows.
 
 The directory is called ``OUT.partial`` until it is whole. Its safetensors file has its final size and header from the
-beginning; ``progress.json`` names the parts that are complete, and what they were made from.
+beginning; ``progress.json`` names the blocks that are complete, and what they were made from.
 """
 
 from __future__ import annotations
@@ -15,49 +15,52 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.convert import COMPANIONS
 from gpt_fast.checkpoint.families import read_json
-from gpt_fast.checkpoint.progress import progress_bar
-from gpt_fast.checkpoint.safetensors_file import Specs, layout, write_rows
-from gpt_fast.checkpoint.stored import Report
-from gpt_fast.config import ModelConfig
+from gpt_fast.checkpoint.files import companions
+from gpt_fast.checkpoint.stored import Report, progress_bar
+from gpt_fast.checkpoint.weight_files import layout, write_rows
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.description import Part, parts
-from gpt_fast.quantize.apply import chunk_rows, quantized_part
-from gpt_fast.quantize.formats import OwnFormat, plain_weight
-from gpt_fast.quantize.rtn import quantize_rows
-from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
+from gpt_fast.quantize.formats import OwnFormat, beside, plain_weight
+from gpt_fast.quantize.rtn import quantized_pieces
+from gpt_fast.quantize.scheme import QuantConfig
 
 _PROGRESS = "progress.json"
 
 
 class CheckpointWriter:
-    """Writes ``specs`` into ``out``, made from the checkpoint ``source`` with ``settings``.
+    """Writes ``source``, quantized as ``quant`` says, to ``out``: a context that leaves it complete, or to be resumed.
 
-    ``resume`` goes on with what an interrupted run with the same ``source`` and ``settings`` left behind.
-    Raises CheckpointError when ``out`` exists, or when there is something left and it is not to be resumed or does not
-    fit.
+    ``settings``: what else decides the result. ``resume`` goes on with what an interrupted run with the same arguments
+    left behind. ``blocks``: the parts of each block of the model by its prefix; ``done``: prefixes of blocks on disk.
+    Raises CheckpointError for a ``source`` that is quantized already, when ``out`` exists, or when something is left
+    behind and it is not to be resumed or does not fit; ConfigError for groups that fit no layer.
     """
 
     def __init__(
-        self, source: Checkpoint, out: Path, specs: Specs, settings: Mapping[str, Any], resume: bool = False
+        self, source: Checkpoint, quant: QuantConfig, out: Path, settings: Mapping[str, Any], resume: bool
     ) -> None:
-        self.source, self.out = source, out
+        self.source, self.quant, self.out, self.form = source, quant, out, OwnFormat(quant)
+        self._check_source()
+        self.blocks = {
+            f"{name}.": list(own) for name, own in groupby(parts(source.config), lambda p: p.target.rsplit(".", 2)[0])
+        }
         self.partial = out.with_name(out.name + ".partial")
-        self.made_from = {**settings, "source": _fingerprint(source)}
+        self.path = self.partial / "model.safetensors"
+        self.made_from = {**quant.to_json(), **settings, "source": _fingerprint(source)}
         self.done: set[str] = set()
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise CheckpointError(f"{out} exists and is not empty; choose another output directory")
-        self.path = self.partial / "model.safetensors"
-        header, self._begin = layout(specs)
-        self._specs = specs
+        specs = self.form.specs(source.config)
+        self._specs = {name: (dtype or source.tensors[name].dtype, shape) for name, (dtype, shape) in specs.items()}
+        header, self._begin = layout(self._specs)
         if self.partial.exists():
             self._take_up(resume)
         else:
@@ -65,9 +68,21 @@ class CheckpointWriter:
         if not self.path.exists():
             with open(self.path, "wb") as file:
                 file.write(header)
-                file.truncate(len(header) + sum(math.prod(s) * d.itemsize for d, s in specs.values()))
+                file.truncate(len(header) + sum(math.prod(s) * d.itemsize for d, s in self._specs.values()))
             self._note()
-        self._file = open(self.path, "r+b")  # noqa: SIM115 - closed by finish or leave
+        self._file = open(self.path, "r+b")  # noqa: SIM115 - closed by __exit__
+
+    def _check_source(self) -> None:
+        form, directory, wanted = self.source.format, self.source.directory, self.quant.blocks
+        if form.method is not None:
+            raise CheckpointError(
+                f"{directory} is quantized already ({form.method}); start from the unquantized checkpoint"
+            )
+        schemes = [self.form.held(part, self.source.config)[1] for part in parts(self.source.config)]
+        if wanted is not None and wanted not in schemes:
+            raise ConfigError(
+                f"group_size: {wanted.group_size} fits no layer of {directory}; the inputs must fill whole groups"
+            )
 
     def _take_up(self, resume: bool) -> None:
         if not resume:
@@ -82,20 +97,40 @@ class CheckpointWriter:
             )
         self.done = set(left["done"])
 
+    def num_bytes(self, block: str) -> int:
+        """Bytes that ``block`` has in the source."""
+        return sum(self.source.tensors[part.source].num_bytes for part in self.blocks[block])
+
     def write(self, name: str, start: int, rows: Tensor) -> None:
         """Store ``rows`` of the tensor ``name`` from row ``start`` on."""
         dtype, shape = self._specs[name]
-        assert rows.dtype == dtype, (name, rows.dtype)
-        assert tuple(rows.shape[1:]) == shape[1:], (name, rows.shape)
+        assert (rows.dtype, *rows.shape[1:]) == (dtype, *shape[1:]), (name, rows.dtype, rows.shape)
         assert start + rows.shape[0] <= shape[0], (name, rows.shape)
         self._file.seek(self._begin[name] + start * math.prod(shape[1:]) * dtype.itemsize)
         write_rows(self._file, rows)
 
-    def complete(self, part: str) -> None:
-        """Note that everything of ``part`` is on disk; a resumed run finds it in ``done``."""
+    def write_part(self, part: Part, report: Report = None) -> None:
+        """Write one tensor of the source, rounded to nearest if it is to be quantized and as it is otherwise."""
+        stored, (_, scheme) = plain_weight(part, self.source.tensors), self.form.held(part, self.source.config)
+        if scheme is None:
+            for begin, rows in stored.pieces(report):
+                self.write(part.source, begin, rows)
+        else:
+            for begin, tensors in quantized_pieces(stored, scheme, "cpu", report):
+                for name, rows in tensors.items():
+                    self.write(beside(part, name), begin, rows)
+
+    def round_block(self, block: str, report: Report) -> None:
+        """Write every part of ``block`` by :meth:`write_part`."""
+        for part in self.blocks[block]:
+            self.write_part(part, report)
+        self.complete(block)
+
+    def complete(self, block: str) -> None:
+        """Note that all of ``block`` is on disk; a resumed run finds it in ``done``."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.done.add(part)
+        self.done.add(block)
         self._note()
 
     def _note(self) -> None:
@@ -104,20 +139,21 @@ class CheckpointWriter:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.partial / _PROGRESS)
 
-    def leave(self) -> None:
-        """Close the file; what is done stays for another run."""
-        self._file.close()
+    def __enter__(self) -> CheckpointWriter:
+        return self
 
-    def finish(self, changes: Mapping[str, Any]) -> None:
-        """Add ``config.json``, which is the source's with ``changes``, the tokenizer's files, and give it its name."""
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._file.close()
-        raw = self.source.raw | dict(changes)
+        if error is None:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Add ``config.json`` and the tokenizer's files, and give the directory its name."""
+        tied = self.source.config.tie_embeddings
+        raw = self.source.raw | {"quantization_config": self.quant.to_json(), "tie_word_embeddings": tied}
         (self.partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        folder = self.source.directory
-        companions = [folder / name for name in COMPANIONS] + list(folder.glob("*.tiktoken"))
-        for path in companions:
-            if path.is_file():
-                shutil.copyfile(path, self.partial / path.name)
+        for path in companions(self.source.directory):
+            shutil.copyfile(path, self.partial / path.name)
         (self.partial / _PROGRESS).unlink()
         if self.out.exists():
             self.out.rmdir()  # empty, as __init__ saw
@@ -133,94 +169,15 @@ def _fingerprint(source: Checkpoint) -> str:
     return digest.hexdigest()[:16]
 
 
-class Source(NamedTuple):
-    """An unquantized checkpoint and how it is to be quantized."""
-
-    checkpoint: Checkpoint
-    quant: QuantConfig
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.checkpoint.config
-
-    def scheme_of(self, module: str) -> Scheme | Split | None:
-        """How the linear layer ``module`` is to be stored."""
-        return self.quant.scheme(module, self.config)
-
-
-def source_of(checkpoint: Checkpoint, quant: QuantConfig) -> Source:
-    """Raises CheckpointError for a checkpoint that is quantized already, ConfigError for groups that fit no layer."""
-    directory = checkpoint.directory
-    if checkpoint.format.method is not None:
-        raise CheckpointError(
-            f"{directory} is quantized already ({checkpoint.format.method}); start from the unquantized checkpoint"
-        )
-    source, wanted = Source(checkpoint, quant), quant.blocks
-    schemes = [quantized_part(part, source.scheme_of)[1] for part in parts(source.config)]
-    if wanted is not None and wanted not in schemes:
-        raise ConfigError(
-            f"group_size: {wanted.group_size} fits no layer of {directory}; the inputs must fill whole groups"
-        )
-    return source
-
-
-def begin_writing(
-    source: Source, out: str | Path, settings: Mapping[str, Any], resume: bool = False
-) -> CheckpointWriter:
-    """The writer of everything that ``source`` becomes."""
-    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for part in parts(source.config):
-        wanted = OwnFormat(source.quant).tensors(*quantized_part(part, source.scheme_of))
-        for name, (dtype, shape) in wanted.items():
-            specs[name] = (dtype or source.checkpoint.tensors[name].dtype, shape)
-    return CheckpointWriter(source.checkpoint, Path(out), specs, {**source.quant.to_json(), **settings}, resume)
-
-
-def finish_writing(source: Source, writer: CheckpointWriter) -> None:
-    """Give the checkpoint its name and its ``config.json``."""
-    tied = source.config.tie_embeddings
-    writer.finish({"quantization_config": source.quant.to_json(), "tie_word_embeddings": tied})
-
-
-def write_part(source: Source, writer: CheckpointWriter, part: Part, report: Report = None) -> None:
-    """Write one tensor of ``source``, rounded to nearest if it is to be quantized and as it is otherwise."""
-    tensor, (_, scheme) = plain_weight(part, source.checkpoint.tensors), quantized_part(part, source.scheme_of)
-    prefix = part.source.removesuffix("weight")
-    for first, last in tensor.chunks():
-        step = chunk_rows(tensor.shape[1]) if scheme else last - first
-        for begin in range(first, last, step):
-            rows = tensor.rows(begin, min(begin + step, last))
-            if scheme is None:
-                writer.write(part.source, begin, rows)
-            else:
-                for name, quantized in quantize_rows(rows, scheme).items():
-                    writer.write(prefix + name, begin, quantized)
-        tensor.release(first, last)
-        if report:
-            report((last - first) * tensor.row_bytes)
-
-
 def quantize_checkpoint(
-    checkpoint: Checkpoint, out: str | Path, quant: QuantConfig, *, resume: bool = False, progress: bool = False
+    checkpoint: Checkpoint, out: Path, quant: QuantConfig, *, resume: bool = False, progress: bool = False
 ) -> None:
     """Write ``checkpoint`` quantized by rounding to nearest as ``out``, which must not exist yet.
 
-    Holds a few megabytes of weights at a time. Raises CheckpointError.
+    Holds a few megabytes of weights at a time. Raises as :class:`CheckpointWriter` does.
     """
-    source = source_of(checkpoint, quant)
-    writer = begin_writing(source, out, {"method": "rtn"}, resume)
-    blocks: dict[str, list[Part]] = {}  # by the beginning of their parameters' names
-    for part in parts(source.config):
-        blocks.setdefault(part.target.rpartition(".")[0].rpartition(".")[0], []).append(part)
-    wanted = {name: own for name, own in blocks.items() if name not in writer.done}
-    total = sum(source.checkpoint.tensors[part.source].num_bytes for own in wanted.values() for part in own)
-    try:
-        with progress_bar(total, progress, "quantizing") as report, torch.no_grad():
-            for name, own in wanted.items():
-                for part in own:
-                    write_part(source, writer, part, report)
-                writer.complete(name)
-    except BaseException:
-        writer.leave()
-        raise
-    finish_writing(source, writer)
+    with CheckpointWriter(checkpoint, quant, out, {"method": "rtn"}, resume) as writer:
+        left = [block for block in writer.blocks if block not in writer.done]
+        with progress_bar(sum(map(writer.num_bytes, left)), progress, "quantizing") as report:
+            for block in left:
+                writer.round_block(block, report)

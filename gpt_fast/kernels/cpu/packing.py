@@ -25,6 +25,7 @@ from torch import Tensor
 from gpt_fast.kernels.cpu.library import FORMATS, library
 
 BLOCK = 32  # values of k with one activation scale
+GROUP_SIZES = (32, 64, 128)  # values of k with one scale and zero in int4
 _DENSE_TILE, _TILE = 16, 8
 _HEADER = 2 * _TILE  # bytes before each group of int4
 _HUGE_PAGE = 2 * 2**20

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false, disallow-untyped-calls=false
-"""The Triton kernels of paged attention (attention.py launches them and documents their arguments).
+"""The Triton kernel of paged attention; attention.py launches it and documents its arguments.
 
 A program takes a few new tokens of one sequence, the query heads that share one key-value head, and one part of the
-sequence. Where it lies is read on the device, so a CUDA graph can hold the launch for any lengths.
+sequence. Where it lies is read on the device.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+from gpt_fast.kernels.gpu.launching import wait_for_previous
 
 
 @triton.jit
 def _find_slot(program, query_start, num_slots, queries: tl.constexpr, slots_pad: tl.constexpr):
-    """The slot and the first new token of program ``program``: slots in order, each in blocks of ``queries`` tokens.
+    """The slot of ``program``, and the first of its new tokens: slots in order, each in blocks of ``queries`` tokens.
 
-    The slot is ``num_slots`` for a program, or a padding token, that belongs to none.
+    The slot is ``num_slots`` where there is nothing to do, or a padding token.
     """
     s = tl.arange(0, slots_pad)
     begin = tl.load(query_start + s, mask=s < num_slots, other=0)
@@ -57,13 +57,15 @@ def _combine(partial, stats, at, active, used, rows: tl.constexpr, width: tl.con
 
 
 @triton.jit
-def _store(out, value, token, head, count, heads, dim, group: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
-    """value [rows, width], row = query * group + head within the group, into out [N, H, D]."""
+def _places(token, head, count, heads, dim, group: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
+    """Where ``count`` queries from ``token`` on begin in [N, H, D], and which of their numbers exist [rows, width].
+
+    row = query * group + head within the group
+    """
     r = tl.arange(0, rows)
     d = tl.arange(0, width)
     at = ((token + r // group) * heads + head * group + r % group).to(tl.int64) * dim
-    inside = (r < count * group)[:, None] & (d < dim)[None, :]
-    tl.store(out + at[:, None] + d[None, :], value.to(out.dtype.element_ty), mask=inside)
+    return at[:, None], (r < count * group)[:, None] & (d < dim)[None, :]
 
 
 @triton.jit
@@ -72,8 +74,10 @@ def _attend_part(
     page_size: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, compute: tl.constexpr, rows: tl.constexpr,
     width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Queries ``own`` [rows, width] against positions start..stop-1: the greatest score, the sum of weights [rows], and
-    the weighted sum of values [rows, width]."""
+    """Queries ``own`` [rows, width] against positions start..stop-1.
+
+    Gives the greatest score and the sum of weights [rows], and the weighted sum of values [rows, width].
+    """
     t = tl.arange(0, block)
     d = tl.arange(0, width)
     in_dim = d < dim
@@ -113,19 +117,19 @@ def attend_kernel(
     num_slots, pages_per_slot, scale, window,
     page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, compute: tl.constexpr,
     group: tl.constexpr, queries: tl.constexpr, rows: tl.constexpr, width: tl.constexpr, splits: tl.constexpr,
-    block: tl.constexpr, slots_pad: tl.constexpr, one_launch: tl.constexpr, overlap: tl.constexpr,
+    block: tl.constexpr, slots_pad: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries of one sequence over one part of its tokens; the last part to end combines."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(overlap)
     program, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    r = tl.arange(0, rows)
+    d = tl.arange(0, width)
     slot, first_query = _find_slot(program, query_start, num_slots, queries, slots_pad)
-    padding = slot >= num_slots
-    if padding:
+    if slot >= num_slots:
         # A token past the last sequence's (queries == 1 alone counts programs by tokens): zeros.
         if queries == 1 and part == 0:
-            _store(out, tl.zeros((rows, width), tl.float32), program, head, 1, heads, dim, group, rows, width)
+            at, inside = _places(program, head, 1, heads, dim, group, rows, width)
+            tl.store(out + at + d[None, :], tl.zeros((rows, width), out.dtype.element_ty), mask=inside)
         return
     begin, end = tl.load(query_start + slot), tl.load(query_start + slot + 1)
     token = begin + first_query
@@ -141,57 +145,26 @@ def attend_kernel(
     start = lowest + part * share
     stop = tl.minimum(start + share, length)
 
-    r = tl.arange(0, rows)
-    d = tl.arange(0, width)
-    q_at = ((token + r // group) * heads + head * group + r % group).to(tl.int64) * dim
-    own = tl.load(q + q_at[:, None] + d[None, :], mask=(r < count * group)[:, None] & (d < dim)[None, :], other=0.0)
+    at, inside = _places(token, head, count, heads, dim, group, rows, width)
+    own = tl.load(q + at + d[None, :], mask=inside, other=0.0)
     most, total, acc = _attend_part(
         own.to(compute), position + r // group, k_cache, v_cache, k_scale, v_scale,
         page_table + slot * pages_per_slot, head, start, stop, scale, window, page_size, kv_heads, dim, compute, rows,
         width, block,
     )  # fmt: skip
 
-    at = program * kv_heads + head
     if splits == 1:
-        value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        _store(out, value, token, head, count, heads, dim, group, rows, width)
+        tl.store(out + at + d[None, :], acc / tl.where(total == 0.0, 1.0, total)[:, None], mask=inside)
     else:
-        place = at * splits + part
+        cell = program * kv_heads + head
+        place = cell * splits + part
         used = count * group
         tl.store(partial + (place * rows + r[:, None]) * width + d[None, :], acc, mask=(r < used)[:, None])
         tl.store(stats + place * 2 * rows + r, most, mask=r < used)
         tl.store(stats + place * 2 * rows + rows + r, total, mask=r < used)
-        if one_launch:
-            tl.debug_barrier()  # all threads' stores come before the one thread's release
-            before = tl.atomic_add(arrivals + at, 1, sem="acq_rel")
-            if before == active - 1:
-                value = _combine(partial, stats, at, active, used, rows, width, splits)
-                _store(out, value, token, head, count, heads, dim, group, rows, width)
-                tl.store(arrivals + at, 0)  # ready for the next launch
-
-
-@triton.jit
-def combine_kernel(
-    query_start, context_len, out, partial, stats, num_slots, window,
-    heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, group: tl.constexpr,
-    queries: tl.constexpr, rows: tl.constexpr, width: tl.constexpr, splits: tl.constexpr, block: tl.constexpr,
-    slots_pad: tl.constexpr, overlap: tl.constexpr,
-):  # fmt: skip
-    """The parts of each row in a launch of its own: the plain twin of the last arrival in ``attend_kernel``."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    program, head = tl.program_id(0), tl.program_id(1)
-    slot, first_query = _find_slot(program, query_start, num_slots, queries, slots_pad)
-    if slot >= num_slots:
-        return
-    token = tl.load(query_start + slot) + first_query
-    end = tl.load(query_start + slot + 1)
-    position = tl.load(context_len + slot) - (end - token)
-    length = position + tl.minimum(end - token, queries)
-    lowest = tl.maximum(position - window + 1, 0) if window > 0 else 0
-    share = tl.cdiv(tl.cdiv(length - lowest, splits), block) * block
-    active = tl.cdiv(length - lowest, share)
-    count = tl.minimum(end - token, queries)
-    value = _combine(partial, stats, program * kv_heads + head, active, count * group, rows, width, splits)
-    _store(out, value, token, head, count, heads, dim, group, rows, width)
+        tl.debug_barrier()  # all threads' stores come before the one thread's release
+        before = tl.atomic_add(arrivals + cell, 1, sem="acq_rel")
+        if before == active - 1:
+            value = _combine(partial, stats, cell, active, used, rows, width, splits)
+            tl.store(out + at + d[None, :], value, mask=inside)
+            tl.store(arrivals + cell, 0)  # ready for the next launch

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.gpu import launching
-from gpt_fast.kernels.gpu.fused_kernel import embed_kernel, prepare_norm_kernel, rope_write_kernel
+from gpt_fast.kernels.gpu.fused_kernel import prepare_norm_kernel, rope_write_kernel
 from gpt_fast.kernels.gpu.linear import Row
+
+_Source = tuple[Tensor | None, Tensor | None, float | None]  # table, tokens, scale
 
 
 def embed(
@@ -18,26 +20,19 @@ def embed(
 
     They are multiplied by ``scale`` rounded to ``dtype``.
     """
-    num_tokens, dim = tokens.shape[0], table.shape[1]
-    out = torch.empty(num_tokens, dim, dtype=dtype, device=table.device)
-    row = Row(torch.empty_like(out), torch.empty(num_tokens, 1, dtype=torch.float32, device=table.device), eps)
-    width = launching.power_of_two(dim)
-    embed_kernel[(num_tokens,)](
-        tokens, table, norm, out, row.weighted, row.squares, dim,
-        None if scale == 1.0 else torch.tensor(scale, dtype=dtype).item(),
-        width=width, **launching.options(num_warps=8),
-    )  # fmt: skip
-    return out, row
+    out = torch.empty(tokens.shape[0], table.shape[1], dtype=dtype, device=table.device)
+    rounded = None if scale == 1.0 else torch.tensor(scale, dtype=dtype).item()
+    return out, prepare_norm(out, norm, eps, (table, tokens, rounded))
 
 
-def prepare_norm(x: Tensor, norm: Tensor, eps: float) -> Row:
-    """x [M, E] waiting for the norm of weight ``norm`` [E]: what a product takes."""
+def prepare_norm(x: Tensor, norm: Tensor, eps: float, source: _Source = (None, None, None)) -> Row:
+    """x [M, E] waiting for the norm of weight ``norm`` [E]: what a product takes. ``source`` fills ``x`` first."""
     x = x.contiguous()
     row = Row(torch.empty_like(x), x.new_empty(x.shape[0], 1, dtype=torch.float32), eps)
-    width = launching.power_of_two(x.shape[1])
     prepare_norm_kernel[(x.shape[0],)](
-        x, norm, row.weighted, row.squares, x.shape[1], width=width, **launching.options(num_warps=8)
-    )
+        x, norm, row.weighted, row.squares, *source, x.shape[1], width=launching.power_of_two(x.shape[1]),
+        **launching.options(num_warps=8),
+    )  # fmt: skip
     return row
 
 
@@ -54,21 +49,16 @@ def rope_write(
 ) -> Tensor:
     """qkv [N, (H + 2 K) D] -> queries [N, H, D], normed (``q_norm`` [D]) and rotated.
 
-    Keys, treated alike, and values go to the cache; to one of int8 as integers, the largest magnitude of a token and
-    head 127. ``cos`` and ``sin`` [N, R / 2] float32: of the first R dimensions of a head, at most D, the first half is
-    rotated against the second; the others stay as they are.
-    ``write_slots`` [N] int64 as in ``StepLayout``.
+    Keys, treated alike, and values go to the ``write_slots`` [N] int64 of the cache (see ``StepLayout``); to one of
+    int8 as integers, the largest magnitude of a token and head 127. ``cos`` and ``sin`` [N, R / 2] float32: of the
+    first R dimensions of a head, at most D, the first half is rotated against the second; the others stay.
     """
     num_tokens, (kv_heads, dim) = qkv.shape[0], cache.k.shape[2:]
     q = qkv.new_empty(num_tokens, num_heads, dim)
     group = num_heads // kv_heads
     rope_write_kernel[(num_tokens, kv_heads)](
         qkv, cos, sin, q_norm, k_norm, write_slots, q, *cache, num_heads, kv_heads, dim // 2, cos.shape[1], eps,
-        group=group,
-        group_pad=launching.power_of_two(group),
-        width=launching.power_of_two(dim // 2),
-        has_norm=q_norm is not None,
-        partial=2 * cos.shape[1] < dim,
-        **launching.options(num_warps=2),
+        group=group, group_pad=launching.power_of_two(group), width=launching.power_of_two(dim // 2),
+        partial=2 * cos.shape[1] < dim, **launching.options(num_warps=2),
     )  # fmt: skip
     return q

@@ -6,28 +6,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gpt_fast.kernels.gpu.launching import wait_for_previous
+
 
 @triton.jit
-def embed_kernel(
-    tokens, table, norm, out, weighted, squares, dim, scale, width: tl.constexpr, overlap: tl.constexpr
+def prepare_norm_kernel(
+    x, norm, weighted, squares, table, tokens, scale, dim, width: tl.constexpr, overlap: tl.constexpr
 ):  # fmt: skip
-    """One token: its row of the table, the same times the first norm's weight, and the sum of its squares."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """One row of ``x`` times the norm's weight, and the sum of its squares. A ``table`` fills the row first."""
+    wait_for_previous(overlap)
     row = tl.program_id(0)
     column = tl.arange(0, width)
     inside = column < dim
-    token = tl.load(tokens + row).to(tl.int64)
-    value = tl.load(table + token * dim + column, mask=inside, other=0.0).to(out.dtype.element_ty)
-    if scale is not None:
-        value = (value.to(tl.float32) * scale).to(out.dtype.element_ty)
-    tl.store(out + row * dim + column, value, mask=inside)
-    _leave_for_norm(value, norm, weighted, squares, row, column, dim, inside)
-
-
-@triton.jit
-def _leave_for_norm(value, norm, weighted, squares, row, column, dim, inside):
+    if table is None:
+        value = tl.load(x + row * dim + column, mask=inside, other=0.0)
+    else:
+        token = tl.load(tokens + row).to(tl.int64)
+        value = tl.load(table + token * dim + column, mask=inside, other=0.0).to(x.dtype.element_ty)
+        if scale is not None:
+            value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
+        tl.store(x + row * dim + column, value, mask=inside)
     value = value.to(tl.float32)
     scaled = value * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(weighted + row * dim + column, scaled.to(weighted.dtype.element_ty), mask=inside)
@@ -35,28 +33,16 @@ def _leave_for_norm(value, norm, weighted, squares, row, column, dim, inside):
 
 
 @triton.jit
-def prepare_norm_kernel(x, norm, weighted, squares, dim, width: tl.constexpr, overlap: tl.constexpr):
-    """As ``embed_kernel`` for rows that are there."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0)
-    column = tl.arange(0, width)
-    inside = column < dim
-    value = tl.load(x + row * dim + column, mask=inside, other=0.0)
-    _leave_for_norm(value, norm, weighted, squares, row, column, dim, inside)
+def _turned(source, start, norm, cos, sin, eps, rows_inside, half, low, high, pairs):
+    """Heads at ``start`` [rows] of ``source``, normed where there is a ``norm``, then rotated.
 
-
-@triton.jit
-def _turned(
-    source, start, norm, cos, sin, eps, rows_inside, half, low, high, pairs, has_norm: tl.constexpr
-):  # fmt: skip
-    """Heads at ``start`` [rows] of ``source``, normed where asked, then rotated: what stands at ``low`` and at ``high``
-    [width], two times [rows, width] float32. ``pairs`` [width]: which of them exist."""
+    Gives what stands at ``low`` and at ``high`` [width], two times [rows, width] float32. ``pairs`` [width]: which of
+    them exist.
+    """
     inside = rows_inside[:, None] & pairs[None, :]
     first = tl.load(source + start[:, None] + low[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + start[:, None] + high[None, :], mask=inside, other=0.0).to(tl.float32)
-    if has_norm:
+    if norm is not None:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         scale = tl.rsqrt(squares / (2 * half) + eps)[:, None]
         first *= scale * tl.load(norm + low, mask=pairs, other=0.0).to(tl.float32)[None, :]
@@ -84,16 +70,13 @@ def _write_head(cache, scales, first, second, slot, kv_heads, head, half, low, h
 def rope_write_kernel(
     qkv, cos, sin, q_norm, k_norm, write_slots, q_out, k_cache, v_cache, k_scale, v_scale,
     heads, kv_heads, half, turned, eps,
-    group: tl.constexpr, group_pad: tl.constexpr, width: tl.constexpr, has_norm: tl.constexpr, partial: tl.constexpr,
-    overlap: tl.constexpr,
+    group: tl.constexpr, group_pad: tl.constexpr, width: tl.constexpr, partial: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One token and key-value head: its queries normed and rotated, its key too, and key and value into the cache.
+    """One token and key-value head: its queries and its key normed and rotated, key and value into the cache.
 
     The first ``turned`` of the ``half`` pairs of a head rotate.
     """
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(overlap)
     token, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, width)
     pairs = d < half
@@ -107,7 +90,7 @@ def rope_write_kernel(
 
     g = tl.arange(0, group_pad)
     start = (head * group + g) * 2 * half
-    first, second = _turned(row, start, q_norm, c, s, eps, g < group, half, low, high, pairs, has_norm)
+    first, second = _turned(row, start, q_norm, c, s, eps, g < group, half, low, high, pairs)
     q_at = q_out + token * heads * 2 * half + start[:, None]
     inside = (g < group)[:, None] & pairs[None, :]
     tl.store(q_at + low[None, :], first.to(q_out.dtype.element_ty), mask=inside)
@@ -116,7 +99,7 @@ def rope_write_kernel(
     one = tl.arange(0, 1)
     slot = tl.load(write_slots + token)
     start = (heads + head + one) * 2 * half
-    first, second = _turned(row, start, k_norm, c, s, eps, one == 0, half, low, high, pairs, has_norm)
+    first, second = _turned(row, start, k_norm, c, s, eps, one == 0, half, low, high, pairs)
     _write_head(k_cache, k_scale, first, second, slot, kv_heads, head, half, low, high, pairs)
     v_at = row + (heads + kv_heads + head) * 2 * half
     first = tl.load(v_at + low[None, :], mask=pairs[None, :], other=0.0).to(tl.float32)

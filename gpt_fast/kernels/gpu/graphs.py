@@ -2,19 +2,16 @@
 
 A step of 8B weights in int4 takes a millisecond and some two hundred launches: launched one by one from Python they
 would take several times that. A graph is recorded once, with fixed buffers; a step copies its inputs there and replays.
-
-The program's plain call is the twin of a replay. ``capture`` may be anything that turns a function into one that does
-the same again: ``cuda_capture``, or on a machine without CUDA the function itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gpt_fast.kernels.cache import StepLayout
 from gpt_fast.kernels.gpu.program import GpuProgram
 
 BUCKETS = (1, 2, 4, 8, 16)
@@ -22,22 +19,12 @@ BUCKETS = (1, 2, 4, 8, 16)
 Run = Callable[[], Tensor]
 
 
-class _Rows(NamedTuple):
-    """The inputs of one bucket; views of one tensor, so that one copy fills them."""
-
-    all: Tensor  # [4, bucket] int64
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """Tokens, positions, lengths and write slots, [bucket] each."""
-        return self.all.unbind(0)
-
-
 class CapturedProgram:
     """Steps of at most ``buckets[-1]`` new tokens over the sequences of ``page_table`` [S, P] int32.
 
     The table lies on the program's device and is read by every replay: its owner changes entries in place.
-    ``warm_up`` records every bucket and must be called before ``step``. Not for several threads at once.
+    ``capture`` turns a function into one that does the same again: ``CudaCapture()``, or without CUDA the function
+    itself. ``warm_up`` records every bucket and must be called before ``step``. Not for several threads at once.
     """
 
     def __init__(
@@ -47,15 +34,14 @@ class CapturedProgram:
         buckets: Sequence[int] = BUCKETS,
         capture: Callable[[Run], Run] | None = None,
     ) -> None:
-        self.program, self.buckets = program, tuple(sorted(buckets))
+        self.program, self.buckets, self._page_table = program, tuple(sorted(buckets)), page_table
         self._capture = capture or CudaCapture()
-        device = program.device
-        self._page_table = page_table
-        num_slots = page_table.shape[0]
-        self._slots = torch.zeros(2 * num_slots + 1, dtype=torch.int32, device=device)
-        self._views = self._slots.split((num_slots + 1, num_slots))  # query_start and context_len
-        self._rows = {b: _Rows(torch.zeros(4, b, dtype=torch.int64, device=device)) for b in self.buckets}
-        self._replay: dict[int, Run] = {}
+        device, slots = program.device, page_table.shape[0]
+        self._start = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self._context_len = torch.zeros(slots, dtype=torch.int32, device=device)
+        # Of each bucket tokens, positions, lengths and write slots, one row each
+        self._rows = {b: torch.zeros(4, b, dtype=torch.int64, device=device) for b in self.buckets}
+        self.replays: dict[int, Run] = {}  # the step of a bucket with the inputs that are there, until the next replay
 
     def takes(self, num_tokens: int) -> bool:
         """Whether a bucket holds so many tokens."""
@@ -71,70 +57,59 @@ class CapturedProgram:
     @torch.inference_mode()
     def warm_up(self, report: Callable[[str], None] = lambda _: None) -> None:
         """Record all buckets, the largest first, so that the others find its memory. Compiles what is not compiled."""
-        self._slots.zero_()
+        self._start.zero_()
         for bucket in reversed(self.buckets):
             report(f"recording steps of {bucket} token{'s' * (bucket > 1)}")
             self._pad(bucket, 0)
-            self._replay[bucket] = self._capture(lambda b=bucket: self._run(b))  # type: ignore[misc]
+            self.replays[bucket] = self._capture(lambda b=bucket: self._run(b))  # type: ignore[misc]
 
     @torch.inference_mode()
-    def step(
-        self,
-        tokens: Tensor,  # [N] int64; this and the others on any device, copied from pinned memory without waiting
-        positions: Tensor,
-        lengths: Tensor,
-        query_start: Tensor,  # [S + 1] int32
-        context_len: Tensor,  # [S] int32
-        page_table: Tensor,  # the one that was recorded
-        write_slots: Tensor,  # [N] int64
-        rows: Tensor,  # [R] int64, on the device
-    ) -> Tensor:
-        """Logits [R, V] of the tokens in ``rows``, in memory of their own. The arguments of ``Transformer.step``."""
+    def step(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
+        """Logits [R, V] of the tokens in ``rows``, in new memory. The arguments of ``Transformer.step``.
+
+        ``rows`` and the page table, the recorded one, lie on the device. All others may lie anywhere; from pinned
+        memory they are copied without waiting.
+        """
         num_tokens = tokens.shape[0]
         bucket = self.bucket(num_tokens)
-        if page_table is not self._page_table:
+        if layout.page_table is not self._page_table:
             raise ValueError("another page table than the one that the steps were recorded for")
-        for view, given in zip(self._views, (query_start, context_len), strict=True):
-            view.copy_(given, non_blocking=True)
+        self._start.copy_(layout.query_start, non_blocking=True)
+        self._context_len.copy_(layout.context_len, non_blocking=True)
         self._pad(bucket, num_tokens)
-        for target, given in zip(self._rows[bucket].parts, (tokens, positions, lengths, write_slots), strict=True):
-            target[:num_tokens].copy_(given, non_blocking=True)
-        return self.replay(bucket).index_select(0, rows)
-
-    def replay(self, bucket: int) -> Tensor:
-        """The step of ``bucket`` once more, with the inputs that are there; its result lives until the next replay."""
-        return self._replay[bucket]()
+        given = (tokens, positions, lengths, layout.write_slots)
+        for target, source in zip(self._rows[bucket], given, strict=True):
+            target[:num_tokens].copy_(source, non_blocking=True)
+        return self.replays[bucket]().index_select(0, rows)
 
     def _pad(self, bucket: int, num_tokens: int) -> None:
         """Rows past the tokens: token 0 at position 0 of a sequence of length 1, written to page 0, seen by nobody."""
         if num_tokens < bucket:
-            self._rows[bucket].all[:, num_tokens:] = 0
-            self._rows[bucket].parts[2][num_tokens:] = 1
+            self._rows[bucket][:, num_tokens:] = 0
+            self._rows[bucket][2, num_tokens:] = 1
 
     def _run(self, bucket: int) -> Tensor:
-        tokens, positions, lengths, write_slots = self._rows[bucket].parts
-        start, context_len = self._views
-        return self.program.step(tokens, positions, lengths, start, context_len, self._page_table, write_slots)
+        tokens, positions, lengths, write_slots = self._rows[bucket]
+        layout = StepLayout(self._start, self._context_len, self._page_table, write_slots)
+        return self.program.step(tokens, positions, lengths, layout)
 
 
 class CudaCapture:
     """Records with ``torch.cuda.graph``; all recordings share one pool of memory, so a result lives until the next."""
 
-    def __init__(self, warm_up_runs: int = 2) -> None:
-        self.warm_up_runs = warm_up_runs
+    def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
-        """``run`` recorded, after some plain runs on a stream of their own that compile and allocate."""
+        """``run`` recorded, after two plain runs that compile and allocate."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(self.warm_up_runs):
-                run()
+            run()
+            run()
         torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool):  # it synchronizes first
             out = run()
 
         def replay() -> Tensor:

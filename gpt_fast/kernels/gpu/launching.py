@@ -1,4 +1,4 @@
-"""What all launches share: whether Triton interprets, and the options of a launch."""
+"""What all launches share: whether Triton interprets, dtypes, and the options of a launch."""
 
 from __future__ import annotations
 
@@ -15,34 +15,38 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it 
 OVERLAP = os.environ.get("GPT_FAST_GPU_OVERLAP", "0") == "1" and not INTERPRETED
 
 
-def power_of_two(n: int) -> int:
-    """The least power of two that is at least ``n`` and 1."""
-    return 1 << max(0, n - 1).bit_length()
+@triton.jit
+def wait_for_previous(overlap: tl.constexpr) -> None:
+    """Let the next kernel begin, then wait for the end of the one before. ``overlap``: OVERLAP at the launch."""
+    if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The least power of two that is at least ``n`` and ``least`` (one itself)."""
+    return max(least, 1 << max(0, n - 1).bit_length())
 
 
 def options(num_warps: int, num_stages: int = 1) -> dict[str, int | bool]:
     """Keyword arguments of a launch."""
     given: dict[str, int | bool] = {"num_warps": num_warps, "num_stages": num_stages, "overlap": OVERLAP}
-    if OVERLAP:
-        given["launch_pdl"] = True
-    return given
+    return given | ({"launch_pdl": True} if OVERLAP else {})
 
 
-def half_dtype(dtype: torch.dtype) -> tl.dtype:
+def half(dtype: torch.dtype) -> torch.dtype:
     """The 16-bit float that goes with activations of ``dtype``: of the constants beside int4 weights."""
-    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
 
 
-def compute_dtype(dtype: torch.dtype) -> tl.dtype:
-    """In which the operands of products meet: ``dtype``; interpreted, bfloat16 becomes float32.
-
-    The interpreter holds bfloat16 as bits and would multiply the bits.
-    """
-    if INTERPRETED and dtype == torch.bfloat16:
-        return tl.float32
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """``dtype``, one of the three float dtypes, as Triton names it."""
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
 
-def version() -> str:
-    """Triton's version."""
-    return str(triton.__version__)
+def compute_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The dtype in which the operands of products meet: ``dtype``; interpreted, bfloat16 becomes float32.
+
+    The interpreter holds bfloat16 as bits and would multiply the bits.
+    """
+    return triton_dtype(torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype)

@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false, disallow-untyped-calls=false
-"""The Triton kernel behind every product of a decode step (linear.py launches it and documents its arguments).
+"""The Triton kernel behind every product of a decode step; linear.py launches it and documents its arguments.
 
-Weights are the left operand of the matrix unit and the few rows of activations, filled up to ``columns``, the right
-one. A program owns ``tile`` rows of the weights. The reduction is dealt out to its warps (the leading dimension of the
-batched products here): warp g takes chunk g of every ``warps`` chunks of K, so each warp streams its own weights into
-its own accumulator, and the warps meet once, at the end, in a sum of fixed order. Nothing depends on how many rows of
+Weights are the left operand of the matrix unit and the few rows of activations, filled up to COLUMNS, the right one. A
+program owns ``tile`` rows of the weights. The reduction is dealt out to its warps (the leading dimension of the batched
+products here): warp g takes chunk g of every ``warps`` chunks of K, so each warp streams its own weights into its own
+accumulator, and the warps meet once, at the end, in a sum of fixed order. Nothing depends on how many rows of
 activations there are: a row's result is the same bits alone and in a batch.
 
 Every load of the loop is an asynchronous copy, ``num_stages`` deep in Triton's pipeline: each feeds the product.
@@ -15,6 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gpt_fast.kernels.gpu.launching import INTERPRETED
+
+COLUMNS = tl.constexpr(16)  # rows of activations that a launch takes
+_ASSEMBLY = tl.constexpr(not INTERPRETED)
 _SPLIT_BF16 = tl.constexpr("""{ .reg .b32 low, high;
 prmt.b32 low, $4, 0x43434343, 0x4140; prmt.b32 high, $4, 0x43434343, 0x4342;
 and.b32 $0, low, 0xFF0FFF0F; and.b32 $1, high, 0xFF0FFF0F;
@@ -31,24 +35,19 @@ _FP8_TO_FP16 = tl.constexpr(_FP8_TO_BF16.value.replace("0x07F007F0", "0x3F803F80
 
 
 @triton.jit
-def _nibbles(packed, dtype: tl.constexpr, assembly: tl.constexpr):
+def _nibbles(packed, dtype: tl.constexpr):
     """Bytes -> both halves minus 8, exactly, as ``dtype``: the bits go into a mantissa, without a conversion.
 
-    ``assembly`` treats four bytes at once; the plain form is its twin.
+    Assembly treats four bytes at once; the plain form is its twin.
     """
     one: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400  # the bits of 128 or 1024
     eight: tl.constexpr = 136.0 if dtype == tl.bfloat16 else 1032.0
     if dtype == tl.float32:
         low = (packed & 15).to(tl.float32) + 1024.0
         high = (packed >> 4).to(tl.float32) + 1024.0
-    elif assembly and dtype == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(
-            _SPLIT_BF16, "=&r,=&r,=&r,=&r,r", [packed], (tl.bfloat16, tl.bfloat16), True, 4
-        )
-    elif assembly:
-        low, high = tl.inline_asm_elementwise(
-            _SPLIT_FP16, "=&r,=&r,=&r,=&r,r", [packed], (tl.float16, tl.float16), True, 4
-        )
+    elif _ASSEMBLY:
+        code: tl.constexpr = _SPLIT_BF16 if dtype == tl.bfloat16 else _SPLIT_FP16
+        low, high = tl.inline_asm_elementwise(code, "=&r,=&r,=&r,=&r,r", [packed], (dtype.value, dtype.value), True, 4)
     else:
         low = ((packed & 15).to(tl.int16) | one).to(dtype, bitcast=True)
         high = ((packed >> 4).to(tl.int16) | one).to(dtype, bitcast=True)
@@ -56,15 +55,14 @@ def _nibbles(packed, dtype: tl.constexpr, assembly: tl.constexpr):
 
 
 @triton.jit
-def _values(weights, dtype: tl.constexpr, kind: tl.constexpr, assembly: tl.constexpr):
+def _values(weights, dtype: tl.constexpr, kind: tl.constexpr):
     """Stored weights as ``dtype``, exactly. fp8 comes as bytes: its bits are a float's but for the exponent's bias."""
     if kind != "fp8":
         return weights.to(dtype)
     unbias: tl.constexpr = 2.0**120 if dtype == tl.bfloat16 else 256.0  # the biases are 127, 15 and fp8's 7
-    if assembly and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(_FP8_TO_BF16, "=&r,=&r,r", [weights], tl.bfloat16, True, 4) * unbias
-    if assembly and dtype == tl.float16:
-        return tl.inline_asm_elementwise(_FP8_TO_FP16, "=&r,=&r,r", [weights], tl.float16, True, 4) * unbias
+    if _ASSEMBLY and dtype != tl.float32:
+        code: tl.constexpr = _FP8_TO_BF16 if dtype == tl.bfloat16 else _FP8_TO_FP16
+        return tl.inline_asm_elementwise(code, "=&r,=&r,r", [weights], dtype.value, True, 4) * unbias
     bits = weights.to(tl.int16)
     if dtype == tl.bfloat16:
         return (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True) * unbias
@@ -73,24 +71,23 @@ def _values(weights, dtype: tl.constexpr, kind: tl.constexpr, assembly: tl.const
 
 @triton.jit
 def _bytes_sum(
-    x, w, m, n, num_x, k_size, kind: tl.constexpr, compute: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr,
-    warps: tl.constexpr, chunk: tl.constexpr, even: tl.constexpr, assembly: tl.constexpr,
+    x, w, m, n, num_x, k_size, kind: tl.constexpr, compute: tl.constexpr, tile: tl.constexpr, warps: tl.constexpr,
+    chunk: tl.constexpr, even: tl.constexpr,
 ):  # fmt: skip
-    """[tile, columns] float32: rows ``n`` [tile] of ``w`` [*, K] times rows ``m`` [columns] of ``x`` [num_x, K]."""
+    """[tile, COLUMNS] float32: rows ``n`` [tile] of ``w`` [*, K] times rows ``m`` [COLUMNS] of ``x`` [num_x, K].
+
+    ``even``: K is a whole number of rounds, so no load of weights needs a mask.
+    """
     k = tl.arange(0, warps)[:, None] * chunk + tl.arange(0, chunk)[None, :]  # [warps, chunk]
     w_at = w + n.to(tl.int64)[:, None, None] * k_size + k[None]
     x_at = x + m[:, None, None] * k_size + k[None]
     given = m[:, None, None] < num_x
-    acc = tl.zeros((warps, tile, columns), tl.float32)
+    acc = tl.zeros((warps, tile, COLUMNS), tl.float32)
     for begin in range(0, k_size, warps * chunk):
-        if even:
-            weights = tl.load(w_at + begin)
-            inputs = tl.load(x_at + begin, mask=given, other=0.0)
-        else:
-            inside = (begin + k < k_size)[None]
-            weights = tl.load(w_at + begin, mask=inside, other=0.0)
-            inputs = tl.load(x_at + begin, mask=given & inside, other=0.0)
-        values = _values(tl.permute(weights, (1, 0, 2)), compute, kind, assembly)
+        inside = ((begin + k < k_size) | even)[None]
+        weights = tl.load(w_at + begin, mask=inside, other=0.0)
+        inputs = tl.load(x_at + begin, mask=given & inside, other=0.0)
+        values = _values(tl.permute(weights, (1, 0, 2)), compute, kind)
         acc = tl.dot(values, tl.permute(inputs.to(compute), (1, 2, 0)), acc, input_precision="ieee")
     return tl.sum(acc, 0)
 
@@ -98,8 +95,7 @@ def _bytes_sum(
 @triton.jit
 def _int4_sum(
     x, w, pairs, m, n, num_x, k_size, w_rows, num_groups, half_dtype: tl.constexpr, compute: tl.constexpr,
-    group_size: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, warps: tl.constexpr, unroll: tl.constexpr,
-    even: tl.constexpr, assembly: tl.constexpr,
+    group_size: tl.constexpr, tile: tl.constexpr, warps: tl.constexpr, unroll: tl.constexpr, even: tl.constexpr,
 ):  # fmt: skip
     """As ``_bytes_sum`` for nibbles; a chunk is a group, ``pairs`` [groups, w_rows] what prepare() made of its grid.
 
@@ -113,23 +109,18 @@ def _int4_sum(
     x_at = x + m[:, None, None] * k_size + k[None]
     pair_at = pairs + warp[:, None] * w_rows + n[None, :]
     given = m[:, None, None] < num_x
-    acc = tl.zeros((warps, tile, columns), tl.float32)
+    acc = tl.zeros((warps, tile, COLUMNS), tl.float32)
     for begin in range(0, num_groups, warps * unroll):
         for step in tl.static_range(unroll):
             first = begin + step * warps
-            if even:
-                packed = tl.load(w_at + first * half)
-                pair = tl.load(pair_at + first * w_rows)
-                low_x = tl.load(x_at + first * group_size, mask=given, other=0.0)
-                high_x = tl.load(x_at + first * group_size + 16, mask=given, other=0.0)
-            else:
-                exists = first + warp < num_groups
-                left = k_size - first * group_size
-                packed = tl.load(w_at + first * half, mask=exists[None, :, None], other=0)
-                pair = tl.load(pair_at + first * w_rows, mask=exists[:, None], other=0)
-                low_x = tl.load(x_at + first * group_size, mask=given & (k < left)[None], other=0.0)
-                high_x = tl.load(x_at + first * group_size + 16, mask=given & (k + 16 < left)[None], other=0.0)
-            low, high = _nibbles(tl.permute(packed, (1, 0, 2)), compute, assembly)
+            exists = (first + warp < num_groups) | even
+            left = k_size - first * group_size
+            low_inside, high_inside = ((k < left) | even)[None], ((k + 16 < left) | even)[None]
+            packed = tl.load(w_at + first * half, mask=exists[None, :, None], other=0)
+            pair = tl.load(pair_at + first * w_rows, mask=exists[:, None], other=0)
+            low_x = tl.load(x_at + first * group_size, mask=given & low_inside, other=0.0)
+            high_x = tl.load(x_at + first * group_size + 16, mask=given & high_inside, other=0.0)
+            low, high = _nibbles(tl.permute(packed, (1, 0, 2)), compute)
             scale = (pair & 0xFFFF).to(tl.int16).to(half_dtype, bitcast=True).to(compute)[:, :, None]
             centre = (pair >> 16).to(tl.int16).to(half_dtype, bitcast=True).to(compute)[:, :, None] * scale
             low = low * scale + centre
@@ -144,27 +135,27 @@ def linear_kernel(
     x, squares, w, scale, pairs, bias, residual, out, next_norm, weighted, next_squares,
     num_x, num_out, out_stride, k_size, num_groups, num_squares, eps,
     kind: tl.constexpr, half_dtype: tl.constexpr, compute: tl.constexpr, group_size: tl.constexpr, gated: tl.constexpr,
-    tile: tl.constexpr, columns: tl.constexpr, warps: tl.constexpr, chunk: tl.constexpr, unroll: tl.constexpr,
-    even: tl.constexpr, squares_pad: tl.constexpr, assembly: tl.constexpr, overlap: tl.constexpr,
+    tile: tl.constexpr, warps: tl.constexpr, chunk: tl.constexpr, unroll: tl.constexpr, even: tl.constexpr,
+    squares_pad: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs for all rows of ``x``; see linear.py's ``launch``."""
+    """One tile of outputs for all rows of ``x``; see linear.py's ``linear``."""
     if overlap:
         tl.extra.cuda.gdc_launch_dependents()
     outputs: tl.constexpr = tile // 2 if gated else tile
     r = tl.arange(0, tile)
     inner = tl.minimum(tl.program_id(0) * outputs + r % outputs, num_out - 1)
     n = inner + r // outputs * num_out  # gate rows and, behind them, the same outputs' rows of up
-    m = tl.arange(0, columns)
+    m = tl.arange(0, COLUMNS)
     if overlap:
         tl.extra.cuda.gdc_wait()
     if kind == "int4":
         w_rows = num_out * (2 if gated else 1)
         acc = _int4_sum(
-            x, w, pairs, m, n, num_x, k_size, w_rows, num_groups, half_dtype, compute, group_size, tile, columns, warps,
-            unroll, even, assembly,
+            x, w, pairs, m, n, num_x, k_size, w_rows, num_groups, half_dtype, compute, group_size, tile, warps, unroll,
+            even,
         )  # fmt: skip
     else:
-        acc = _bytes_sum(x, w, m, n, num_x, k_size, kind, compute, tile, columns, warps, chunk, even, assembly)
+        acc = _bytes_sum(x, w, m, n, num_x, k_size, kind, compute, tile, warps, chunk, even)
     if scale is not None:
         acc *= tl.load(scale + n)[:, None]
     if squares is not None:
@@ -175,7 +166,7 @@ def linear_kernel(
     if bias is not None:
         acc += tl.load(bias + n).to(tl.float32)[:, None]
     if gated:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, outputs, columns)), (1, 2, 0)))
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, outputs, COLUMNS)), (1, 2, 0)))
         acc = gate / (1.0 + tl.exp(-gate)) * up
     n = tl.program_id(0) * outputs + tl.arange(0, outputs)
     at = m[None, :] * num_out + n[:, None]

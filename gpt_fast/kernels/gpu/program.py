@@ -6,24 +6,23 @@ with one more where keys and values are stored otherwise than queries. Small rul
 launch that makes its input and the products that read its output (linear.py), a gate into the product before it.
 Every field of an operation is honoured or refused here.
 
-For steps of at most 16 new tokens: decoding, verifying, the end of a prompt. Longer steps are bound by arithmetic, not
-by memory, and belong to plain torch. Every shape depends on the number of tokens alone and nothing is read on the host,
-so a CUDA graph can hold a step (graphs.py).
+Arithmetic, not memory, bounds steps of more than 16 new tokens: they belong to plain torch. Every shape depends on the
+number of tokens alone and nothing is read on the host, so a CUDA graph can hold a step (graphs.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache
+from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu.attention import Scratch, attend, scratch
 from gpt_fast.kernels.gpu.fused import embed, prepare_norm, rope_write
-from gpt_fast.kernels.gpu.linear import MAX_ROWS, Row, Weights, launch, linear, linear_residual, scaled
+from gpt_fast.kernels.gpu.linear import MAX_ROWS, Row, Weights, linear, linear_residual, scaled
 from gpt_fast.model import description as d
 
 MAX_HEAD_DIM = 256
@@ -41,19 +40,15 @@ class BlockWeights(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The inputs of one step, and its buffers by name: rows, and rows that wait for their norm."""
+    """The inputs of one step, and its buffers by name: rows [N, width], or a ``Row``."""
 
     tokens: Tensor
     angles: Sequence[tuple[Tensor, Tensor]]
-    query_start: Tensor
-    context_len: Tensor
-    page_table: Tensor
-    write_slots: Tensor
-    rows: dict[str, Tensor]
-    waiting: dict[str, Row]
+    layout: StepLayout
+    buffers: dict[str, Any]
 
 
-Launch = Callable[[_Step], None]
+_Launch = tuple[Callable[[_Step], None], int]  # and how many operations it does
 _Following = tuple[d.Op, BlockWeights] | None
 
 
@@ -62,145 +57,114 @@ class GpuProgram:
 
     ``weights``: of each block; nothing is copied but vectors and biases that a constant changes. ``ropes``: one for
     each table of the description. Activations are of ``dtype``. Caches, of one shape and dtype, are written in place.
-    ``one_launch``: see ``attention.attend``. Raises UnsupportedError for what the kernels do not run.
+    Raises UnsupportedError for what the kernels do not run.
     """
 
     def __init__(
-        self,
-        description: d.Description,
-        weights: Sequence[BlockWeights],
-        ropes: Sequence[Rope],
-        dtype: torch.dtype,
-        one_launch: bool = True,
+        self, description: d.Description, weights: Sequence[BlockWeights], ropes: Sequence[Rope], dtype: torch.dtype
     ) -> None:
-        self._ropes, self._tables, self._dtype, self._one_launch = ropes, description.ropes, dtype, one_launch
-        self.device = weights[0].tables[next(iter(weights[0].tables))].device
+        self._ropes, self._tables, self._dtype = ropes, description.ropes, dtype
+        self.device = next(iter(weights[0].tables.values())).device
+        self._scratch: dict[tuple[int, int, int], Scratch] = {}  # by the numbers of heads and their dimension
+        # What the buffers hold while the program is made: Tensor, Row, or queries with their Heads and cache.
+        self._made: dict[str, type | tuple[d.Heads, LayerCache]] = {}
         ops = [(op, w) for block, w in zip(description.blocks, weights, strict=True) for op in block.ops]
-        self._rows: set[str] = set()  # names of buffers, while the program is made
-        self._waiting: set[str] = set()
-        self._heads: dict[str, tuple[d.Heads, LayerCache]] = {}  # by the name of the queries
-        self._scratch: dict[int, Scratch] = {}  # by the number of heads
-        self._launches: list[Launch] = []
-        position = 0
-        while position < len(ops):
-            op, block = ops[position]
-            following = ops[position + 1] if position + 1 < len(ops) else None
+        self._launches: list[Callable[[_Step], None]] = []
+        done = 0
+        while done < len(ops):
+            op, block = ops[done]
             if type(op) not in _RULES:
                 raise UnsupportedError(f"the operation {type(op).__name__}")
-            position += _RULES[type(op)](self, op, block, following)
-        self._read_rows("logits", "a model", "output")
+            run, count = _RULES[type(op)](self, op, block, ops[done + 1] if done + 1 < len(ops) else None)
+            self._launches.append(run)
+            done += count
+        self._check_rows("logits", "a model", "output")
 
-    @staticmethod
-    def takes(num_tokens: int) -> bool:
-        """Whether :meth:`step` runs ``num_tokens`` new tokens."""
-        return 1 <= num_tokens <= MAX_ROWS
-
-    def step(
-        self,
-        tokens: Tensor,  # [N] int64
-        positions: Tensor,  # [N] int64
-        lengths: Tensor,  # [N] int64: see Transformer.step
-        query_start: Tensor,  # the fields of StepLayout
-        context_len: Tensor,
-        page_table: Tensor,
-        write_slots: Tensor,
-    ) -> Tensor:
+    def step(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout) -> Tensor:
         """Logits [N, V] float32 of all new tokens; their keys and values go into the cache.
 
-        Tokens past ``query_start[-1]`` only pad: they must write to page 0, and their logits mean nothing. Raises
-        ValueError for more than 16 tokens.
+        ``tokens``, ``positions``, ``lengths``: [N] int64 as for ``Transformer.step``. Tokens past
+        ``layout.query_start[-1]`` only pad: they must write to page 0, and their logits mean nothing. Raises ValueError
+        for more than 16 tokens.
         """
-        if not self.takes(tokens.shape[0]):
+        if not 1 <= tokens.shape[0] <= MAX_ROWS:
             raise ValueError(f"{tokens.shape[0]} new tokens; a step here takes 1 to {MAX_ROWS}")
         turns = (rope(positions, lengths) for rope in self._ropes)
-        angles = [(cos.contiguous(), sin.contiguous()) for cos, sin in turns]
-        step = _Step(tokens, angles, query_start, context_len, page_table, write_slots, {}, {})
+        step = _Step(tokens, [(cos.contiguous(), sin.contiguous()) for cos, sin in turns], layout, {})
         for run in self._launches:
             run(step)
-        return step.rows["logits"]
+        logits: Tensor = step.buffers["logits"]
+        return logits
 
-    # The rules: each adds a launch and says how many operations it does.
+    # The rules: each makes a launch.
 
-    def _embed(self, op: d.Embed, w: BlockWeights, following: _Following) -> int:
+    def _embed(self, op: d.Embed, w: BlockWeights, following: _Following) -> _Launch:
         norm = _norm_of(op.out, following)
         if norm is None:
             raise UnsupportedError(f"Embed with out {op.out!r}, which no Norm reads next")
-        table, (out, vector, eps) = w.tables[op.table], norm
+        table, (normed, vector, eps) = w.tables[op.table], norm
 
         def run(step: _Step) -> None:
-            step.rows[op.out], step.waiting[out] = embed(step.tokens, table, vector, eps, self._dtype, op.scale)
+            x, row = embed(step.tokens, table, vector, eps, self._dtype, op.scale)
+            step.buffers.update({op.out: x, normed: row})
 
-        self._made_rows(op.out)
-        self._made_waiting(out)
-        self._launches.append(run)
-        return 2
+        self._made |= {op.out: Tensor, normed: Row}
+        return run, 2
 
-    def _norm(self, op: d.Norm, w: BlockWeights, following: _Following) -> int:
-        x = self._read_rows(op.x, "Norm", "x")
+    def _norm(self, op: d.Norm, w: BlockWeights, following: _Following) -> _Launch:
+        self._check_rows(op.x, "Norm", "x")
         vector = _norm_vector(op, w)
 
         def run(step: _Step) -> None:
-            step.waiting[op.out] = prepare_norm(step.rows[x], vector, op.eps)
+            step.buffers[op.out] = prepare_norm(step.buffers[op.x], vector, op.eps)
 
-        self._made_waiting(op.out)
-        self._launches.append(run)
-        return 1
+        self._made[op.out] = Row
+        return run, 1
 
-    def _product(self, op: d.Product, w: BlockWeights, following: _Following) -> int:
+    def _product(self, op: d.Product, w: BlockWeights, following: _Following) -> _Launch:
         pieces = [scaled(piece, op.scale) for piece in w.matrices[op.matrix]]
-        whole, waiting = pieces[0], op.x in self._waiting
-        if not waiting:
-            self._read_rows(op.x, "Product", "x")
+        if self._made.get(op.x) is not Row:
+            self._check_rows(op.x, "Product", "x")
         if op.add:
-            self._read_rows(op.add, "Product", "add")
-        if len(pieces) > 1 and op.add:
-            raise UnsupportedError(f"Product with add {op.add!r} and a matrix in several formats")
-        if following is not None and isinstance(following[0], d.Activation) and following[0].x == op.out:
-            return self._gated_product(op, pieces, waiting, following[0])
+            self._check_rows(op.add, "Product", "add")
+        gate = following[0] if following and isinstance(following[0], d.Activation) else None
+        gate = gate if gate and gate.x == op.out else None
+        if gate is not None:
+            _only(gate, kind="silu", gated=True)
+            _only(op, add="")
+        if len(pieces) > 1 and (op.add or gate):
+            raise UnsupportedError(f"Product with matrix {op.matrix!r} in several formats and something fused to it")
         norm = _norm_of(op.out, following) if op.add else None
-        out_dtype = torch.float32 if op.out == "logits" else self._dtype
+        out = gate.out if gate else op.out
+        sizes = [piece.out_features // (2 if gate else 1) for piece in pieces]
 
         def run(step: _Step) -> None:
-            x = step.waiting[op.x] if waiting else step.rows[op.x]
-            residual = step.rows[op.add] if op.add else None
+            x, residual = step.buffers[op.x], step.buffers[op.add] if op.add else None
             if residual is not None and norm is not None:
-                out, vector, eps = norm
-                step.rows[op.out], step.waiting[out] = linear_residual(x, whole, residual, vector, eps)
-            elif len(pieces) == 1:
-                step.rows[op.out] = linear(x, whole, residual=residual, out_dtype=out_dtype)
-            else:
-                step.rows[op.out] = _side_by_side(x, pieces, out_dtype)
+                normed, vector, eps = norm
+                step.buffers[out], step.buffers[normed] = linear_residual(x, pieces[0], residual, vector, eps)
+                return
+            rows = x.weighted if isinstance(x, Row) else x
+            dtype = torch.float32 if out == "logits" else self._dtype
+            step.buffers[out] = side_by_side = rows.new_empty(rows.shape[0], sum(sizes), dtype=dtype)
+            for piece, columns in zip(pieces, side_by_side.split(sizes, dim=1), strict=True):
+                linear(x, piece, gated=gate is not None, residual=residual, out=columns)
 
-        self._made_rows(op.out)
+        self._made.pop(op.out, None)  # never written where a gate is behind it
+        self._made[out] = Tensor
         if norm is not None:
-            self._made_waiting(norm[0])
-        self._launches.append(run)
-        return 1 if norm is None else 2
+            self._made[norm[0]] = Row
+        return run, 1 if gate is None and norm is None else 2
 
-    def _gated_product(self, op: d.Product, pieces: Sequence[Weights], waiting: bool, activation: d.Activation) -> int:
-        _only(activation, kind="silu", gated=True)
-        _only(op, add="")
-        if len(pieces) > 1:
-            raise UnsupportedError("Activation of a matrix in several formats")
-
-        def run(step: _Step) -> None:
-            x = step.waiting[op.x] if waiting else step.rows[op.x]
-            step.rows[activation.out] = linear(x, pieces[0], gated=True)
-
-        self._rows.discard(op.out)  # it is never written
-        self._waiting.discard(op.out)
-        self._made_rows(activation.out)
-        self._launches.append(run)
-        return 2
-
-    def _attention_heads(self, op: d.Heads, w: BlockWeights, following: _Following) -> int:
-        x, cache = self._read_rows(op.x, "Heads", "x"), w.cache
+    def _attention_heads(self, op: d.Heads, w: BlockWeights, following: _Following) -> _Launch:
+        self._check_rows(op.x, "Heads", "x")
         if op.norm == "row":
             _only(op, norm="head")
         if op.head_dim % 2 or op.head_dim > MAX_HEAD_DIM:
             raise UnsupportedError(f"Heads with head_dim {op.head_dim}: it must be even and at most {MAX_HEAD_DIM}")
         if op.rotary and (op.rope >= len(self._tables) or self._tables[op.rope].dim != op.rotary):
             raise UnsupportedError(f"Heads with rotary {op.rotary} and rope {op.rope}: no such table of angles")
+        cache = w.cache
         assert cache is not None
         if tuple(cache.k.shape[2:]) != (op.num_kv_heads, op.head_dim):
             raise UnsupportedError(f"Heads with a cache of {tuple(cache.k.shape[2:])} numbers a token")
@@ -211,53 +175,39 @@ class GpuProgram:
 
         def run(step: _Step) -> None:
             cos, sin = step.angles[op.rope] if op.rotary else (unturned, unturned)
-            step.rows[op.q] = rope_write(
-                step.rows[x], cos, sin, step.write_slots, cache, op.num_heads, q_norm, k_norm, op.norm_eps
+            step.buffers[op.q] = rope_write(
+                step.buffers[op.x], cos, sin, step.layout.write_slots, cache, op.num_heads, q_norm, k_norm, op.norm_eps
             )  # fmt: skip
 
-        self._heads[op.q] = op, cache
-        self._rows -= {op.q, op.k, op.v}  # of three dimensions, or in the cache: only Attention reads them
-        self._launches.append(run)
-        return 1
+        for name in (op.k, op.v):  # in the cache: only Attention reads them
+            self._made.pop(name, None)
+        self._made[op.q] = op, cache
+        return run, 1
 
-    def _attention(self, op: d.Attention, w: BlockWeights, following: _Following) -> int:
+    def _attention(self, op: d.Attention, w: BlockWeights, following: _Following) -> _Launch:
         _only(op, cap=0.0, alibi=False, sinks="")
-        heads, cache = self._heads.pop(op.q, (None, None))
-        if heads is None or cache is None or (heads.k, heads.v) != (op.k, op.v):
+        found = self._made.pop(op.q, None)
+        if not isinstance(found, tuple) or (found[0].k, found[0].v) != (op.k, op.v):
             raise UnsupportedError(f"Attention with q {op.q!r}, k {op.k!r}, v {op.v!r}, which no Heads made together")
-        if heads.num_heads not in self._scratch:
-            shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
-            self._scratch[heads.num_heads] = scratch(MAX_ROWS, *shape, self.device)
-        room = self._scratch[heads.num_heads]
+        heads, cache = found
+        shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
+        if shape not in self._scratch:
+            self._scratch[shape] = scratch(MAX_ROWS, *shape, self.device)
+        room = self._scratch[shape]
 
         def run(step: _Step) -> None:
-            out = attend(
-                step.rows[op.q], cache, step.query_start, step.context_len, step.page_table, op.window, op.scale, room,
-                self._one_launch,
-            )  # fmt: skip
-            step.rows[op.out] = out.flatten(1)
+            out = attend(step.buffers[op.q], cache, step.layout, op.window, op.scale, room)
+            step.buffers[op.out] = out.flatten(1)
 
-        self._made_rows(op.out)
-        self._launches.append(run)
-        return 1
+        self._made[op.out] = Tensor
+        return run, 1
 
-    def _activation(self, op: d.Activation, w: BlockWeights, following: _Following) -> int:
+    def _activation(self, op: d.Activation, w: BlockWeights, following: _Following) -> _Launch:
         raise UnsupportedError(f"Activation with x {op.x!r}, which is not the Product before it")
 
-    # What the rules use.
-
-    def _read_rows(self, name: str, op: str, field: str) -> str:
-        if name not in self._rows:
+    def _check_rows(self, name: str, op: str, field: str) -> None:
+        if self._made.get(name) is not Tensor:
             raise UnsupportedError(f"{op} with {field} {name!r}, which no operation before it leaves in memory")
-        return name
-
-    def _made_rows(self, name: str) -> None:
-        self._rows.add(name)
-        self._waiting.discard(name)
-
-    def _made_waiting(self, name: str) -> None:
-        self._waiting.add(name)
-        self._rows.discard(name)
 
 
 def _only(op: d.Op, **known: object) -> None:
@@ -286,16 +236,7 @@ def _shifted(vector: Tensor, offset: float) -> Tensor:
     return vector.float() + offset if offset else vector
 
 
-def _side_by_side(x: Tensor | Row, pieces: Sequence[Weights], dtype: torch.dtype) -> Tensor:
-    """The outputs of ``pieces`` in one row."""
-    rows, sizes = x.weighted if isinstance(x, Row) else x, [w.out_features for w in pieces]
-    out = rows.new_empty(rows.shape[0], sum(sizes), dtype=dtype)
-    for w, columns in zip(pieces, out.split(sizes, dim=1), strict=True):
-        launch(x, w, columns)
-    return out
-
-
-_RULES: dict[type[d.Op], Callable[..., int]] = {
+_RULES: dict[type[d.Op], Callable[..., _Launch]] = {
     d.Embed: GpuProgram._embed,
     d.Norm: GpuProgram._norm,
     d.Product: GpuProgram._product,
