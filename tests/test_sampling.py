@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 
-from gpt_fast.engine.sampling import SamplingRow, adjust, invert, logprobs, probabilities, sample, uniform
+from gpt_fast.engine.sampling import SamplingRow, adjust, logprobs, narrowed, sample
+from gpt_fast.kernels.race import exponential, plain_race, race, race_key
 from gpt_fast.params import SamplingParams
 
 
@@ -14,8 +17,7 @@ def row(position: int = 5, seed: int = 0, **fields: float) -> SamplingRow:
 
 
 def kept(logits: torch.Tensor, **fields: float) -> list[int]:
-    probs = probabilities(logits[None], [row(**fields).params])[0]
-    return probs.nonzero().flatten().tolist()
+    return narrowed(logits[None], [row(**fields).params])[0].isfinite().nonzero().flatten().tolist()
 
 
 LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]).log()
@@ -63,12 +65,38 @@ def test_wide_vocabularies_take_the_short_way_to_the_same_answer() -> None:
             assert len(set(actual) ^ set(expected)) <= 1
 
 
-def test_draws_follow_the_distribution() -> None:
-    count = 20_000
-    rows = [row(position=i, seed=3) for i in range(count)]
-    drawn = sample(LOGITS.expand(count, 5), rows)
-    frequency = torch.bincount(drawn, minlength=5) / count
-    torch.testing.assert_close(frequency, LOGITS.exp(), atol=0.012, rtol=0)
+Sampler = Callable[[torch.Tensor, Sequence[SamplingRow]], torch.Tensor]
+DRAWS = 100_000
+
+
+def chi_square(draw: Sampler, **fields: float) -> tuple[float, float]:
+    """Of 100,000 draws from 40 tokens, and the greatest value that 1 in 10,000 true samplers exceeds."""
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(8)) * 2
+    probs = narrowed(logits[None], [row(**fields).params])[0].double().softmax(-1)
+    rows = [row(position=i % 1000, seed=i // 1000, **fields) for i in range(DRAWS)]
+    found = torch.bincount(draw(logits.expand(DRAWS, 40), rows), minlength=40).double()
+    assert found[probs == 0].sum() == 0
+    expected = probs[probs > 0] * DRAWS
+    freedom = len(expected) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3  # Wilson & Hilferty 1931
+    return float(((found[probs > 0] - expected) ** 2 / expected).sum()), limit
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_p": 0.9}, {"top_k": 7, "top_p": 0.8}]
+)
+def test_draws_follow_the_distribution(fields: dict[str, float]) -> None:
+    found, limit = chi_square(sample, **fields)
+    assert found < limit
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 2.0}, {"top_p": 0.9}])
+def test_a_biased_sampler_is_found_out(fields: dict[str, float]) -> None:
+    def biased(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        return sample(logits * 1.04, rows)  # as at a temperature 4 % lower
+
+    found, limit = chi_square(biased, **fields)
+    assert found > limit
 
 
 def test_a_draw_does_not_depend_on_its_company() -> None:
@@ -87,18 +115,56 @@ def test_a_draw_does_not_depend_on_its_company() -> None:
     assert together == alone
 
 
-def test_uniform_is_a_function_of_seed_position_and_stream() -> None:
-    assert uniform(1, 2) == uniform(1, 2)
-    values = {uniform(s, p) for s in range(-3, 96) for p in range(30)}
-    assert len(values) == 33 * 30 * 3
-    assert all(0 <= v < 1 for v in values)
-    assert abs(sum(values) / len(values) - 0.5) < 0.02
+def test_every_position_of_every_seed_has_its_own_key() -> None:
+    assert race_key(1, 2) == race_key(1, 2)
+    keys = {race_key(s, p) for s in (*range(-3, 96), 2**63) for p in range(30)}
+    assert len(keys) == 100 * 30
+    assert all(-(2**31) <= word < 2**31 for key in keys for word in key)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.999999999999, 1 - 2**-53])
-def test_inversion_never_leaves_the_support(noise: float) -> None:
-    probs = torch.tensor([[0.0, 0.3, 0.7, 0.0]])
-    assert int(invert(probs, torch.tensor([noise], dtype=torch.float64))) in (1, 2)
+def test_noise_is_exponential_and_tokens_and_keys_have_their_own() -> None:
+    token = torch.arange(200_000, dtype=torch.int32)
+    first, second = (exponential(token, *torch.tensor(race_key(0, p), dtype=torch.int32)) for p in (0, 1))
+    for noise in (first, second):
+        ranks = 1 - (-noise.sort().values.double()).exp()
+        steps = (torch.arange(len(ranks)) + 0.5) / len(ranks)
+        assert (ranks - steps).abs().max() < 1.95 / len(ranks) ** 0.5  # Kolmogorov's limit for 1 in 1,000
+    for one, other in ((first, second), (first[:-1], first[1:]), (first[:-256], first[256:])):
+        together = torch.stack((one, other)).corrcoef()[0, 1]
+        assert abs(together) < 4 / len(one) ** 0.5
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 8, 40, 5003])
+def test_the_kernel_draws_as_its_plain_twin(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(500, vocab_size, generator=generator) * 5
+    logits[torch.rand(500, vocab_size, generator=generator) < 0.3] = -torch.inf
+    logits[:, 0] = 0.0
+    keys = torch.tensor([race_key(7, p) for p in range(500)], dtype=torch.int32)
+    drawn, plain = race(logits, keys), plain_race(logits, keys)
+    assert (drawn != plain).sum() <= 1  # two times may differ by rounding alone
+    assert logits.gather(1, drawn[:, None]).isfinite().all()
+
+
+@pytest.mark.parametrize("draw", [race, plain_race])
+def test_a_row_without_a_finite_greatest_logit_draws_nothing(draw: Callable[..., torch.Tensor]) -> None:
+    logits = torch.zeros(5, 19)
+    logits[0, 3] = torch.nan
+    logits[1, 18] = torch.nan
+    logits[2, 11] = torch.inf
+    logits[3] = -torch.inf
+    assert draw(logits, torch.ones(5, 2, dtype=torch.int32))[:4].tolist() == [-1] * 4
+    assert draw(logits, torch.ones(5, 2, dtype=torch.int32))[4] >= 0
+
+
+def test_two_near_distributions_draw_the_same_token_most_of_the_time() -> None:
+    generator = torch.Generator().manual_seed(5)
+    keys = torch.tensor([race_key(0, p) for p in range(20_000)], dtype=torch.int32)
+    target = torch.randn(1, 300, generator=generator) * 3
+    draft = target + torch.randn(1, 300, generator=generator) * 0.5
+    distance = float((target.softmax(-1) - draft.softmax(-1)).abs().sum()) / 2
+    same = float((race(target.expand(20_000, -1), keys) == race(draft.expand(20_000, -1), keys)).double().mean())
+    assert same > (1 - distance) / (1 + distance) - 0.01
 
 
 def test_penalties_bias_and_min_tokens_act_on_their_tokens_alone() -> None:

@@ -1,9 +1,9 @@
 """Logits to tokens. R rows, V vocabulary.
 
-The order of operations is that of ``SamplingParams``. One token is drawn from what they leave, by inversion of the
-cumulative distribution in vocabulary order. The one uniform number behind a draw is a hash of (seed, position), so a
-request draws the same wherever it runs and whatever runs beside it. The host knows from the parameters which rows need
-which operation, so on CUDA it waits for the device once, to fetch the tokens.
+The order of operations is that of ``SamplingParams``. One token is drawn from what they leave, by a race whose noise
+is a hash of (seed, position, token) (kernels/race.py). So a request draws the same wherever it runs and whatever runs
+beside it, and a draft model that draws with the same noise guesses the same token most of the time. The host knows from
+the parameters which rows need which operation, so on CUDA it waits for the device once, to fetch the tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from gpt_fast.engine.tensors import send, tensor_of
+from gpt_fast.kernels.race import race, race_key
 from gpt_fast.outputs import TokenLogprobs
 from gpt_fast.params import SamplingParams
 
 NO_TOKEN = -1  # in the place of a token where none can be drawn
-_MASK = 2**64 - 1
 _CANDIDATES = 1024  # tokens looked at before a whole row is sorted for top_p
 
 
@@ -35,17 +35,6 @@ class SamplingRow(NamedTuple):
     allowed: Tensor | None = None  # [V] bool on the host, what a grammar allows
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that is a function of its arguments: splitmix64 (Steele et al. 2014) over a counter."""
-    z = 0
-    for word in (seed, position + 1):
-        z = (z + word * 0x9E3779B97F4A7C15) & _MASK
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        z ^= z >> 31
-    return (z >> 11) * 2.0**-53
-
-
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Draw one token per row: logits [R, V] -> [R] int64 on the same device. NO_TOKEN where the largest logit is no
     finite number: a model that computes NaN, or a row whose tokens are all ruled out."""
@@ -57,9 +46,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         return greedy.where(drawable, NO_TOKEN)
     device = logits.device
     index = tensor_of(sampled, torch.int64, device)
-    probs = probabilities(logits[index], [rows[i].params for i in sampled])
-    noise = tensor_of([uniform(rows[i].seed, rows[i].position) for i in sampled], torch.float64, device)
-    return greedy.index_copy(0, index, invert(probs, noise)).where(drawable, NO_TOKEN)
+    keys = tensor_of([race_key(rows[i].seed, rows[i].position) for i in sampled], torch.int32, device)
+    drawn = race(narrowed(logits[index], [rows[i].params for i in sampled]), keys)
+    return greedy.index_copy(0, index, drawn).where(drawable, NO_TOKEN)
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -110,8 +99,9 @@ def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
     return counts.view(rows, vocab_size)
 
 
-def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The distribution each row is drawn from: [R, V] logits -> [R, V] float32; no row may have temperature 0."""
+def narrowed(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Temperature and what follows it: [R, V] logits -> [R, V] float32, whose softmax each row is drawn from; -infinity
+    for tokens that are ruled out. No row may have temperature 0."""
     device = logits.device
     temperatures = tensor_of([p.temperature for p in params], torch.float32, device)
     scaled = logits.float() / temperatures[:, None]
@@ -125,7 +115,7 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         part = scaled[index]
         least = _least_kept(part, [params[i] for i in limited])
         scaled = scaled.index_copy(0, index, part.masked_fill(part < least[:, None], -torch.inf))
-    return scaled.softmax(dim=-1)
+    return scaled
 
 
 def _least_kept(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -159,16 +149,6 @@ def _ranked(scaled: Tensor, top_k: list[int], top_p: list[float], count: int) ->
     mass = (ranked - total[:, None]).exp().masked_fill(~keep, 0.0).cumsum(dim=-1)
     likelier = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=-1)
     return ranked, keep & ((likelier < limit) | (limit >= 1.0))
-
-
-def invert(probs: Tensor, noise: Tensor) -> Tensor:
-    """Draw from each row of probs [R, V] by noise [R] in [0, 1): the first token where the cumulated sum exceeds it."""
-    cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
-    threshold = noise[:, None] * cumulated[:, -1:]
-    drawn = (cumulated <= threshold).sum(dim=-1)
-    # Rounding could point past the last possible token.
-    last = probs.shape[1] - 1 - (probs > 0).flip(-1).to(torch.int8).argmax(dim=-1)
-    return torch.minimum(drawn, last)
 
 
 def logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:

@@ -1,8 +1,8 @@
 """The race that draws tokens: of each row the token whose exponentially distributed time is over first.
 
-Token i takes ``E / e^(logit - greatest logit)``, where E is noise of mean 1: a hash of the row's key and of i. The token
-that comes first is distributed as the softmax of the logits (Efraimidis & Spirakis 2006; its logarithm is the
-Gumbel-max trick). Two models whose distributions are near each other draw the same token from the same key most of the
+Token i takes ``E / e^(logit - greatest logit)``, where E is noise of mean 1: a hash of the row's key and of i. Which
+token comes first is distributed as the softmax of the logits (Efraimidis & Spirakis 2006; the logarithm of the times
+gives the Gumbel-max trick). Two models whose distributions are near each other draw the same token from the same key most of the
 time: at least (1 - d) / (1 + d) of it, where d is their total variation distance (Daliri et al. 2025).
 
 u of the noise ``-ln(1 - u)`` has 31 bits: what is less likely than about 1e-9 is not drawn as often as it should be.
@@ -64,7 +64,7 @@ def exponential(token: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """One round of lowbias32 (Wellons 2018) on int32, which stands for 32 bits: products wrap, shifts bring zeros in."""
+    """One round of lowbias32 (Wellons 2018). int32 stands for 32 bits: products wrap, shifts bring zeros in."""
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
     x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
     return x ^ (x >> 16 & 0xFFFF)
