@@ -2,8 +2,8 @@
 
 Token i takes ``E / e^(logit - greatest logit)``, where E is noise of mean 1: a hash of the row's key and of i. Which
 token comes first is distributed as the softmax of the logits (Efraimidis & Spirakis 2006; the logarithm of the times
-gives the Gumbel-max trick). Two models whose distributions are near each other draw the same token from the same key most of the
-time: at least (1 - d) / (1 + d) of it, where d is their total variation distance (Daliri et al. 2025).
+gives the Gumbel-max trick). Two models whose distributions are near each other draw the same token from the same key
+most of the time: at least (1 - d) / (1 + d) of it, where d is their total variation distance (Daliri et al. 2025).
 
 u of the noise ``-ln(1 - u)`` has 31 bits: what is less likely than about 1e-9 is not drawn as often as it should be.
 """
