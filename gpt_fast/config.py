@@ -155,6 +155,7 @@ DEFAULT_MAX_BATCH = 8
 PREFILL_CHUNKS = {"cpu": 256, "cuda": 512}  # tokens; beside decodes a quarter of it
 MAX_POSITIONS = 2**30  # tokens; more than any model has, and few enough for every integer that counts them
 
+DRAFTS = ("lookup", "int8", "int4")  # drafters that are no checkpoint of their own
 THREADS = Whole(1, 2**20)  # of these as many run as there are cores: placement.usable_threads
 DTYPE = OneOf(("auto", "float32", "bfloat16", "float16"))
 
@@ -188,6 +189,8 @@ class EngineConfig:
     num_pages: _Positions = None  # None: room for max_batch sequences of max_seq_len, if memory has it (memory.py)
     memory_share: Annotated[float | None, Real(0.01, 1)] = None  # of free memory, for the KV cache; None: see memory.py
     prefix_cache: bool = True
+    draft: str | None = None  # who guesses tokens ahead: a checkpoint's directory | lookup | int8 | int4; None: nobody
+    speculate_k: Annotated[int, Whole(1, 15)] = 4  # tokens guessed for each step and sequence, at most
     threads: Annotated[int | None, THREADS] = None  # on a CPU; None: one for a model that fits a cache, else torch's
 
     def __post_init__(self) -> None:

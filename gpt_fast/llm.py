@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -15,8 +16,9 @@ import torch
 
 from gpt_fast import memory
 from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.draft import open_draft
 from gpt_fast.checkpoint.families import GenerationDefaults
-from gpt_fast.config import EngineConfig, from_mapping
+from gpt_fast.config import EngineConfig, ModelConfig, from_mapping
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.handle import Handle
@@ -24,6 +26,10 @@ from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler
+from gpt_fast.engine.speculate.drafter import Drafter
+from gpt_fast.engine.speculate.lookup import LookupDrafter
+from gpt_fast.engine.speculate.model import ModelDrafter
+from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import ConfigError, RequestError, TokenizerMissing
 from gpt_fast.fields import refuse
@@ -67,12 +73,16 @@ class LLM:
         self.device, self.dtype = where.device, where.dtype
         check_device(opened.format_for(o.quantize).quant, self.device)
         weight_bytes = opened.num_bytes(self.dtype, o.quantize)
+        draft = open_draft(opened, self.tokenizer, o)
+        if draft is not None:
+            weight_bytes += draft.checkpoint.num_bytes(self.dtype, draft.quantize)
         memory.check_weights(weight_bytes, self.device)
-        self._plan_cache(memory.free_bytes(self.device) - weight_bytes)  # refuses what cannot fit before it is read
-        model = opened.build(
-            self.dtype, self.device, quantize=o.quantize, progress=progress, column_major=where.column_major
-        )
-        self._start(model, time.perf_counter() - begin)
+        draft_config = draft.checkpoint.config if draft else None
+        self._plan_cache(memory.free_bytes(self.device) - weight_bytes, draft_config)  # refuses what cannot fit
+        how: dict[str, Any] = {"progress": progress, "column_major": where.column_major}
+        model = opened.build(self.dtype, self.device, quantize=o.quantize, **how)
+        guessing = draft.checkpoint.build(self.dtype, self.device, quantize=draft.quantize, **how) if draft else None
+        self._start(model, time.perf_counter() - begin, guessing)
 
     @classmethod
     def from_model(cls, model: Transformer | Served, *, tokenizer: Tokenizer | None = None, **options: Any) -> LLM:
@@ -88,6 +98,8 @@ class LLM:
         self.config, self.tokenizer = model.config, tokenizer
         self.defaults = GenerationDefaults((), None, SamplingParams())
         self.device, self.dtype = model.device, model.dtype
+        if self.engine_config.draft not in (None, "lookup"):
+            raise ConfigError("draft: a model that was built in memory is served without a draft model, or with lookup")
         if self.engine_config.quantize is not None:
             if not isinstance(model, Transformer):
                 raise ConfigError("quantize: the weights of this model are packed already")
@@ -97,34 +109,41 @@ class LLM:
         self._start(model, load_s=0.0)
         return self
 
-    def _start(self, model: Transformer | Served, load_s: float) -> None:
-        """Build the engine around ``model`` and warm it up."""
+    def _start(self, model: Transformer | Served, load_s: float, draft: Transformer | None = None) -> None:
+        """Build the engine around ``model``, and a ``draft`` model if there is one, and warm it up."""
         begin, o = time.perf_counter(), self.engine_config
         self.model = serve(model, kernels=o.kernels, compile=o.compile)
-        plan = self._plan_cache(memory.free_bytes(self.device))
+        plan = self._plan_cache(memory.free_bytes(self.device), draft.config if draft else None)
         log.info("%s", plan)
         if plan.max_seq_len < plan.wished:
             log.warning("%s", plan.shortened)
         self.max_seq_len = plan.max_seq_len
         num_pages, chunk = 1 + plan.num_pages, o.chunk(self.device.type)
         sizes = {"max_batch": plan.max_batch, "max_seq_len": plan.max_seq_len, "prefill_chunk": chunk}
-        runner = Runner(self.model, num_pages=num_pages, page_size=plan.page_size, cache_dtype=plan.dtype, **sizes)
+        sizes |= {"num_pages": num_pages, "page_size": plan.page_size}
+        runner = Runner(self.model, cache_dtype=plan.dtype, **sizes)
         scaling = self.config.rope_scaling
         long_from = scaling.original_max_seq_len if scaling is not None and scaling.grows else 0
         anew = scaling is not None and scaling.type == "longrope"
         pages = PageAllocator(num_pages, plan.page_size, o.prefix_cache)
         scheduler = Scheduler(pages, plan.max_batch, chunk, long_from, anew)
-        self.engine = Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
+        drafter: Drafter | None = LookupDrafter() if o.draft == "lookup" else None
+        if draft is not None:
+            guessing = Runner(serve(draft, kernels=o.kernels, compile=o.compile), cache_dtype=plan.dtype, **sizes)
+            drafter = ModelDrafter(guessing, pages, self.config.vocab_size, draft.config.max_seq_len)
+        speculation = Speculation(drafter, o.speculate_k) if drafter is not None else None
+        threads = self._threads()
+        self.engine = Engine(runner, scheduler, speculation=speculation, max_waiting=o.max_waiting, threads=threads)
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
         self._ids = itertools.count()
         self.engine.start(self._warm_up)
         self.load_s, self.warm_up_s = load_s, time.perf_counter() - begin
         log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
 
-    def _plan_cache(self, free: int) -> memory.CachePlan:
+    def _plan_cache(self, free: int, draft: ModelConfig | None) -> memory.CachePlan:
         """The KV cache with ``free`` bytes left beside the weights. Raises ConfigError."""
-        device_type = self.device.type
-        return memory.plan_cache(self.config, self.engine_config, dtype=self.dtype, free=free, device_type=device_type)
+        where: dict[str, Any] = {"dtype": self.dtype, "free": free, "device_type": self.device.type}
+        return memory.plan_cache(self.config, self.engine_config, **where, draft=draft)
 
     def _threads(self) -> int:
         """Threads of the engine: no more than there are cores."""
@@ -134,12 +153,13 @@ class LLM:
         return usable_threads(self.engine_config.threads or (1 if small else torch.get_num_threads()))
 
     def _warm_up(self) -> None:
-        runner, o = self.engine.runner, self.engine_config
-        if runner.path != "compiled":
-            return runner.warm_up()
+        runner, speculation, o = self.engine.runner, self.engine.speculation, self.engine_config
         named = Path(o.compile_cache).expanduser() if o.compile_cache else None
-        with kept(named or default_file(self.config, self.dtype, o), lambda: runner.path == "compiled"):
+        cache = kept(named or default_file(self.config, self.dtype, o), lambda: runner.path == "compiled")
+        with cache if runner.path == "compiled" else nullcontext():
             runner.warm_up()
+            if speculation is not None:
+                speculation.drafter.warm_up()
 
     @overload
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...

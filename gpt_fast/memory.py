@@ -144,19 +144,27 @@ class CachePlan(NamedTuple):
 
 
 def plan_cache(
-    config: ModelConfig, options: EngineConfig, *, dtype: torch.dtype, free: int, device_type: str
+    config: ModelConfig,
+    options: EngineConfig,
+    *,
+    dtype: torch.dtype,
+    free: int,
+    device_type: str,
+    draft: ModelConfig | None = None,
 ) -> CachePlan:
     """The KV cache for a model of ``config`` with ``free`` bytes left beside its weights, which have ``dtype``: the
     ``num_pages`` that were asked for, else room for ``max_batch`` sequences of ``max_seq_len`` tokens, or for what
-    fits. Raises ConfigError, naming keys, when what was asked for does not fit; without a ``max_seq_len``, room for
+    fits. A ``draft`` model has a cache of as many pages. Raises ConfigError, naming keys, when what was asked for does not fit; without a ``max_seq_len``, room for
     ``SHORT`` tokens of each sequence is enough."""
     dtype = dtype if options.kv_cache_dtype == "auto" else getattr(torch, options.kv_cache_dtype)
     share, free = options.memory_share or SHARES[device_type], max(0, free)
     longest = options.max_seq_len or config.max_seq_len
     if config.learned_positions is not None and longest > config.max_seq_len:
         raise ConfigError(f"max_seq_len: {longest} is more than the model's {config.max_seq_len} learned positions")
-    head_dim = padded(config.head_dim) if device_type == "cpu" and options.kernels else config.head_dim
-    page_bytes = options.page_size * config.num_layers * token_bytes(config.num_kv_heads, head_dim, dtype)
+    page_bytes = 0
+    for c in (config, draft) if draft else (config,):
+        head_dim = padded(c.head_dim) if device_type == "cpu" and options.kernels else c.head_dim
+        page_bytes += options.page_size * c.num_layers * token_bytes(c.num_kv_heads, head_dim, dtype)
     each = page_bytes + 2 * 4 * options.num_slots  # two page tables, int32, may hold it in every row
     allowed = int(share * max(0, free - _step_bytes(config, max(options.num_slots, options.chunk(device_type)))))
     fitting = allowed // each - 1  # there is a page 0 as well

@@ -43,6 +43,8 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_drafted: int = 0  # tokens that were guessed, and verified
+    num_accepted: int = 0  # and those of them that were right
     timings: Timings = field(default_factory=Timings)
 
 

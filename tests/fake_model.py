@@ -21,6 +21,8 @@ from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler
+from gpt_fast.engine.speculate.drafter import Drafter
+from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.kernels.cache import LayerCache, PagedLayer
 from gpt_fast.model.attention import StepLayout
 from gpt_fast.tokenizer import Tokenizer
@@ -87,7 +89,7 @@ class Bytes(Tokenizer):
 
 
 class FakeModelLLM(LLM):
-    """An LLM whose model is a FakeModel. ``scheduler``: a class to use in place of the engine's own."""
+    """An LLM whose model is a FakeModel. ``drafter`` makes a drafter of the engine's pages and sizes of a runner."""
 
     def __init__(
         self,
@@ -99,7 +101,8 @@ class FakeModelLLM(LLM):
         prefill_chunk: int = 512,
         prefix_cache: bool = True,
         max_waiting: int | None = None,
-        scheduler: type[Scheduler] = Scheduler,
+        drafter: Callable[[PageAllocator, dict[str, int]], Drafter] | None = None,
+        num_drafts: int = 4,
     ) -> None:
         self.model: Any = FakeModel()
         self.config: Any = SimpleNamespace(vocab_size=VOCAB_SIZE)
@@ -108,16 +111,12 @@ class FakeModelLLM(LLM):
         self._grammars = GrammarCompiler(self.tokenizer, VOCAB_SIZE, (EOS,))
         self._ids = itertools.count()
         num_pages = 1 + (num_pages or max_batch * -(-max_seq_len // page_size))
-        runner = Runner(
-            self.model,
-            max_batch=max_batch,
-            max_seq_len=max_seq_len,
-            num_pages=num_pages,
-            page_size=page_size,
-            prefill_chunk=prefill_chunk,
-        )
-        pages = PageAllocator(num_pages, page_size, prefix_cache)
-        self.engine = Engine(runner, scheduler(pages, max_batch, prefill_chunk), max_waiting=max_waiting, threads=1)
+        sizes = {"max_batch": max_batch, "max_seq_len": max_seq_len, "num_pages": num_pages, "page_size": page_size,
+                 "prefill_chunk": prefill_chunk}  # fmt: skip
+        runner, pages = Runner(self.model, **sizes), PageAllocator(num_pages, page_size, prefix_cache)
+        speculation = None if drafter is None else Speculation(drafter(pages, sizes), num_drafts)
+        scheduler = Scheduler(pages, max_batch, prefill_chunk)
+        self.engine = Engine(runner, scheduler, speculation=speculation, max_waiting=max_waiting, threads=1)
         self.engine.start(runner.warm_up)
 
 

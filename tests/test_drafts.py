@@ -1,13 +1,13 @@
 """Several tokens in one step: whatever is drafted, the answers are those of one token at a time.
 
-A scheduler that drafts takes the place of the engine's: it knows the true answers, and errs as often as a test wants.
+The drafter knows the true answers, and errs as often as a test wants.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,41 +18,43 @@ from test_engine import mixed_requests
 from gpt_fast import Completion, SamplingParams
 from gpt_fast.engine.compute import Computed, Outcome, sample_tokens
 from gpt_fast.engine.request import Request
-from gpt_fast.engine.scheduler import Scheduler, SequencePlan, StepPlan
+from gpt_fast.engine.scheduler import SequencePlan, StepPlan
+from gpt_fast.engine.speculate.drafter import Wish
 
 Asked = tuple[list[int], SamplingParams]
 
 
-class Drafting(Scheduler):
-    """Before each step proposes ``num_drafts`` tokens for each request, each of them wrong with ``error_rate``.
+class Knowing:
+    """Drafts the true tokens, but each of them is wrong with ``error_rate``.
 
     ``truth``: by prompt and seed, the answer as it goes on past every end.
     """
 
-    num_drafts = 3
-    error_rate = 0.0
-    truth: dict[tuple[Any, ...], Sequence[int]]
-    draw: random.Random
+    def __init__(self, truth: dict[tuple[Any, ...], Sequence[int]], error_rate: float) -> None:
+        self.truth, self.error_rate, self.draw = truth, error_rate, random.Random(0)
 
-    def schedule(self, among: Collection[Request] | None = None) -> tuple[StepPlan, list[Request]]:
-        for r in self.running:
-            answer = self.truth[(*r.token_ids[: r.num_prompt], r.params.seed)]
-            drafts = answer[r.num_output : r.num_output + self.num_drafts]
-            r.drafts = tuple(self.draw.randrange(VOCAB_SIZE) if self.draw.random() < self.error_rate else token
-                             for token in drafts)  # fmt: skip
-        return super().schedule(among)
+    def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+        return [tuple(map(self._spoiled, self._next(r)[:count])) for r, count in wishes]
+
+    def _next(self, r: Request) -> Sequence[int]:
+        return self.truth[(*r.token_ids[: r.num_prompt], r.params.seed)][r.num_output :]
+
+    def _spoiled(self, token: int) -> int:
+        return self.draw.randrange(VOCAB_SIZE) if self.draw.random() < self.error_rate else token
+
+    def warm_up(self) -> None:
+        pass
 
 
 def drafting(requests: Sequence[Asked], error_rate: float = 0.0, num_drafts: int = 3, **options: Any) -> FakeModelLLM:
-    """An LLM whose scheduler knows what ``requests`` get."""
+    """An LLM whose drafter knows what ``requests`` get."""
     with FakeModelLLM() as llm:
         endless = {"stop": (), "stop_token_ids": (), "ignore_eos": True, "min_tokens": 0, "logprobs": None}
         wanted = [dataclasses.replace(params, **endless, max_tokens=60) for _, params in requests]
         answers = llm.generate([prompt for prompt, _ in requests], wanted)
     known = {(*prompt, params.seed): done.token_ids
              for (prompt, params), done in zip(requests, answers, strict=True)}  # fmt: skip
-    fields = {"truth": known, "error_rate": error_rate, "num_drafts": num_drafts, "draw": random.Random(0)}
-    return FakeModelLLM(scheduler=type("Drafting", (Drafting,), fields), **options)
+    return FakeModelLLM(drafter=lambda *_: Knowing(known, error_rate), num_drafts=num_drafts, **options)
 
 
 def answers(llm: FakeModelLLM, requests: Sequence[Asked]) -> list[tuple[Any, ...]]:
@@ -153,7 +155,7 @@ def test_a_grammar_follows_the_tokens_that_are_kept(error_rate: float) -> None:
     assert {reason for _, _, reason, _, _ in plain} == {"stop"}
     for num_drafts in (1, 3, 8):
         with drafting(requests, error_rate, num_drafts) as llm:
-            llm.engine.scheduler.truth = {  # type: ignore[attr-defined]
+            llm.engine.speculation.drafter.truth = {  # type: ignore[union-attr]
                 (*prompt, params.seed): [*done[1], EOS, 7, 7]
                 for (prompt, params), done in zip(requests, plain, strict=True)
             }

@@ -425,10 +425,10 @@ def test_engine_keys_and_device_reach_the_engine(tmp_path: Path, caplog: pytest.
         return FakeLLM()
 
     adapter.build = build
-    config = {"handler": {"compile": False, "max_seq_len": 64, "draft_checkpoint_path": "x", "max_new_tokens": 5}}
+    config = {"handler": {"compile": False, "max_seq_len": 64, "profile": "x", "max_new_tokens": 5}}
     adapter.initialize(context(tmp_path, config))
     assert seen == [tmp_path, {"compile": False, "max_seq_len": 64, "device": "cpu"}]
-    assert "draft_checkpoint_path" in caplog.text, "an option without effect warns"
+    assert "profile" in caplog.text, "an option without effect warns"
 
 
 def test_device_is_what_torchserve_assigned(monkeypatch: pytest.MonkeyPatch) -> None:

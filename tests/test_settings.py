@@ -108,22 +108,29 @@ def test_our_key_outside_the_block_is_refused(archive: Path) -> None:
 def test_the_file_of_torchserves_example_works(archive: Path) -> None:
     folder = archive / "checkpoints" / "Llama-2-7b"
     folder.mkdir(parents=True)
-    (folder / "model.pth").touch()
+    draft = archive / "checkpoints" / "draft"
+    draft.mkdir()
+    for made in (folder, draft):
+        (made / "model.pth").touch()
     settings = read(
         archive, converted_ckpt_dir="checkpoints/Llama-2-7b/model.pth", max_new_tokens=50, compile=True, stream=True,
         fx_graph_cache=True, draft_checkpoint_path="checkpoints/draft/model.pth", speculate_k=8, profile="x",
     )  # fmt: skip
     assert settings.checkpoint == folder
     assert settings.max_new_tokens == 50
-    assert settings.engine == {"compile": True}
+    assert settings.engine == {"compile": True, "draft": str(draft), "speculate_k": 8}
     warned = " ".join(settings.warnings)
-    assert all(key in warned for key in ("fx_graph_cache", "draft_checkpoint_path", "speculate_k", "profile"))
-    assert "speculative" in warned
+    assert all(key in warned for key in ("fx_graph_cache", "profile"))
 
 
 def test_an_alias_and_its_key_together_are_refused(archive: Path) -> None:
     with pytest.raises(ConfigError, match="converted_ckpt_dir and checkpoint"):
         read(archive, checkpoint="a", converted_ckpt_dir="b")
+    with pytest.raises(ConfigError, match="draft_checkpoint_path and draft"):
+        read(archive, draft="lookup", draft_checkpoint_path="b")
+    assert read(archive, draft="lookup").engine == {"draft": "lookup"}
+    with pytest.raises(ConfigError, match="draft 'nowhere' in"):
+        read(archive, draft="nowhere")
 
 
 def test_where_a_checkpoint_is_looked_for(

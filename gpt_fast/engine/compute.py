@@ -129,10 +129,11 @@ def _rows(part: Computed) -> list[SamplingRow]:
         return []
     request, drafts = part.request, part.drafts
     masks = request.grammar.along(drafts) if request.grammar is not None else [None] * (len(drafts) + 1)
-    return [_row(request, drafts[:i], allowed) for i, allowed in enumerate(masks)]
+    return [sampling_row(request, drafts[:i], allowed) for i, allowed in enumerate(masks)]
 
 
-def _row(request: Request, drafts: tuple[int, ...], allowed: Tensor | None) -> SamplingRow:
+def sampling_row(request: Request, drafts: tuple[int, ...], allowed: Tensor | None) -> SamplingRow:
+    """How the token behind ``drafts`` is sampled if they are right."""
     token_ids = [*request.token_ids, *drafts] if drafts and request.params.penalised else request.token_ids
     position = request.num_tokens + len(drafts)
     return SamplingRow(request.params, request.seed, position, token_ids, request.num_prompt, request.end_ids, allowed)

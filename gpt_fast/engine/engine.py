@@ -20,6 +20,7 @@ from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler, StepPlan
+from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.errors import EngineError, RequestError, RequestFailedError
 from gpt_fast.outputs import Completion
 from gpt_fast.params import MAX_SHOWN, brief, try_later, without_frames
@@ -35,9 +36,15 @@ class Engine:
     plan and seconds; both in the engine's thread, so they must be quick."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, *, max_waiting: int | None = None, threads: int | None = None
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        speculation: Speculation | None = None,
+        max_waiting: int | None = None,
+        threads: int | None = None,
     ) -> None:
-        self.runner, self.scheduler, self.max_waiting = runner, scheduler, max_waiting
+        self.runner, self.scheduler, self.speculation, self.max_waiting = runner, scheduler, speculation, max_waiting
         lock = threading.RLock()  # guards the inbox and every handle
         self.changed = threading.Condition(lock)  # notified whenever a request has something new
         self.begun_or_ended = threading.Condition(lock)  # first tokens and endings, for those who let tokens gather
@@ -127,8 +134,10 @@ class Engine:
             return not self._closing
 
     def step(self) -> None:
-        """One turn: schedule, execute, sample, advance, emit. A failure costs only the requests that cause it."""
+        """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests that cause it."""
         begin = time.perf_counter()
+        if self.speculation is not None:
+            self.speculation.propose(self.scheduler)
         plan, parts = self._schedule()
         if not parts:
             return
@@ -138,7 +147,8 @@ class Engine:
             probe(self.runner, plan.sequences[0].slot)
         now = time.monotonic()
         with self.changed:
-            for (request, _), outcome in zip(parts, outcomes, strict=True):
+            for (request, own), outcome in zip(parts, outcomes, strict=True):
+                request.num_drafted += max(0, own.end - request.num_tokens)
                 self._try(self._advance, request, outcome, now)
             self.changed.notify_all()
         _observe(self.on_step, plan, time.perf_counter() - begin)
@@ -165,6 +175,7 @@ class Engine:
         before, begins = request.num_tokens, request.first_token is None
         text = request.append(outcome.tokens, now)
         tokens = request.token_ids[before:]
+        request.num_accepted += max(0, len(tokens) - 1)
         request.prompt_logprobs += outcome.prompt_logprobs
         request.logprobs += outcome.logprobs[: len(tokens)]
         self.scheduler.advance(request, outcome.kept)

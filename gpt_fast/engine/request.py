@@ -34,11 +34,14 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     slot: int = -1  # while it runs, and holds pages; -1 before, after and while it is preempted
     pages: list[int] = field(default_factory=list)
+    num_admissions: int = 0  # times that it began to run, more than one after preemptions
     num_placed: int = 0  # pages that the runner has in its page table
     digest: bytes = b""  # of the last remembered page
     num_remembered: int = 0  # pages made findable
     num_computed: int = 0
     drafts: tuple[int, ...] = ()  # what may come next, for the next step to verify
+    num_drafted: int = 0  # drafts that were verified
+    num_accepted: int = 0  # and those that were right
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -91,9 +94,8 @@ class Request:
         logprobs = None if self.params.logprobs is None else tuple(self.logprobs)
         of_prompt = None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs)
         tokens, times = tuple(self.token_ids[self.num_prompt :]), self.timings(time.monotonic())
-        return Completion(
-            self.text.text, tokens, self.finish_reason, logprobs, of_prompt, self.num_prompt, self.num_cached, times
-        )
+        counts = (self.num_prompt, self.num_cached, self.num_drafted, self.num_accepted)
+        return Completion(self.text.text, tokens, self.finish_reason, logprobs, of_prompt, *counts, times)
 
     def timings(self, now: float) -> Timings:
         """The times of a request that ends at ``now`` (monotonic); phases that it did not reach took no time."""

@@ -93,7 +93,7 @@ class Scheduler:
                 continue
             pending = request.num_pending
             count = 1 if pending == 1 else min(pending, budget)
-            drafts = self._drafts(request) if pending == 1 else ()
+            drafts = request.drafts[: self.room_for_drafts(request, len(request.drafts))] if pending == 1 else ()
             if count and self._reserve(request, request.num_computed + count + len(drafts)):
                 chosen.append((request, count, drafts))
                 budget -= count if pending > 1 else 0
@@ -117,11 +117,14 @@ class Scheduler:
         waiting = (r for r in self.waiting if among is None or r in among)
         return min(waiting, key=lambda r: (r.first_scheduled is None, running[r.group]), default=None)
 
-    def _drafts(self, request: Request) -> tuple[int, ...]:
-        """The drafts that a step can verify: at most one less than the tokens to come, and without preempting."""
-        drafts = request.drafts[: request.max_tokens - request.num_output - 1]
-        missing = self._pages_for(request.num_tokens + len(drafts)) - len(request.pages)
-        return drafts if missing <= self.pages.num_available else ()
+    def room_for_drafts(self, request: Request, most: int) -> int:
+        """How many drafts, up to ``most``, the next step can verify: at most one less than the tokens to come, and in
+        pages that are free, which ``request`` gets."""
+        room = (len(request.pages) + self.pages.num_available) * self.pages.page_size - request.num_tokens
+        count = max(0, min(most, request.max_tokens - request.num_output - 1, room))
+        if count:
+            self._reserve(request, request.num_tokens + count)
+        return count
 
     def _sequence_plan(self, request: Request, count: int, drafts: tuple[int, ...]) -> SequencePlan:
         start = request.num_computed
@@ -173,6 +176,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         request.slot, request.num_placed = heapq.heappop(self._free_slots), 0
+        request.num_admissions += 1
         request.pages, request.num_computed = found + fresh, len(found) * self.pages.page_size
         request.num_remembered, request.digest = len(found), self.pages.digest_of[found[-1]] if found else salt
         if request.first_scheduled is None:

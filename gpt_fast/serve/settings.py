@@ -11,17 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from gpt_fast.config import EngineConfig, read_keys
+from gpt_fast.config import DRAFTS, EngineConfig, read_keys
 from gpt_fast.errors import ConfigError
 from gpt_fast.fields import Kind, Text, Whole, as_given, kinds_of
 from gpt_fast.serve.model_yaml import ModelYaml, check_torchserve_keys, read_model_yaml, serves_continuously
 
 BLOCK = "the handler block of model_config.yaml"
 
-_ALIAS = "converted_ckpt_dir"  # of checkpoint
-_ALONE = "there is no speculative decoding yet, the target decodes alone"
+_ALIASES = {"converted_ckpt_dir": "checkpoint", "draft_checkpoint_path": "draft"}
 _WITHOUT_EFFECT = {
-    **dict.fromkeys(("draft", "draft_checkpoint_path", "speculate_k"), _ALONE),
     "fx_graph_cache": "torch caches compiled graphs by itself",
     "profile": "nothing is profiled",
 }
@@ -48,15 +46,18 @@ class HandlerSettings:
 
 _ENGINE = kinds_of(EngineConfig)
 _OWN: dict[str, Kind] = {k: v for k, v in kinds_of(HandlerSettings).items() if k not in ("engine", "warnings")}
-_OWN[_ALIAS] = _OWN["checkpoint"]
 KNOWN: dict[str, Kind] = {**_OWN, **_ENGINE, **dict.fromkeys(_WITHOUT_EFFECT, as_given)}
+KNOWN |= {alias: KNOWN[key] for alias, key in _ALIASES.items()}
 
 
 def read_settings(config: Mapping[str, Any] | None, model_dir: Path) -> HandlerSettings:
     """Settings from ``config``, a whole model_config.yaml, for an archive unpacked at ``model_dir``. Raises ConfigError
     for an unknown or misplaced key, a wrong value, TorchServe's keys included, or a checkpoint that is nowhere."""
     found = check(config or {})
-    return replace(found, checkpoint=find_checkpoint(found.checkpoint, model_dir))
+    engine, draft = dict(found.engine), found.engine.get("draft")
+    if draft not in (None, *DRAFTS):
+        engine["draft"] = str(find_checkpoint(Path(draft), model_dir, "draft"))
+    return replace(found, checkpoint=find_checkpoint(found.checkpoint, model_dir), engine=engine)
 
 
 def check_file(path: Path) -> ModelYaml:
@@ -79,10 +80,12 @@ def check(config: Mapping[str, Any]) -> HandlerSettings:
     check_torchserve_keys(config)
     serves_continuously(config)
     block = config.get("handler") or {}
-    if _ALIAS in block and "checkpoint" in block:
-        raise ConfigError(f"{_ALIAS} and checkpoint in {BLOCK} are the same key; give one of them")
-    read = read_keys(KNOWN, {k: v for k, v in block.items() if v is not None or k not in _OWN}, BLOCK)
-    own = {"checkpoint" if k == _ALIAS else k: v for k, v in read.items() if k in _OWN}
+    for alias, key in _ALIASES.items():
+        if alias in block and key in block:
+            raise ConfigError(f"{alias} and {key} in {BLOCK} are the same key; give one of them")
+    given = {k: v for k, v in block.items() if v is not None or _ALIASES.get(k, k) not in _OWN}
+    read = {_ALIASES.get(k, k): v for k, v in read_keys(KNOWN, given, BLOCK).items()}
+    own = {k: v for k, v in read.items() if k in _OWN}
     warnings = tuple(f"{k} in {BLOCK} has no effect: {why}" for k, why in _WITHOUT_EFFECT.items() if k in block)
     return HandlerSettings(**own, engine={k: v for k, v in read.items() if k in _ENGINE}, warnings=warnings)
 
@@ -101,8 +104,8 @@ def _line_of_fault(file: ModelYaml, message: str) -> int | None:
     return None
 
 
-def find_checkpoint(named: Path, model_dir: Path) -> Path:
-    """Where the checkpoint ``named`` is. "auto": in the archive's folder ``checkpoint`` or in its root, where
+def find_checkpoint(named: Path, model_dir: Path, key: str = "checkpoint") -> Path:
+    """Where the checkpoint ``named`` by ``key`` is. "auto": in the archive's folder ``checkpoint`` or in its root, where
     torch-model-archiver leaves the contents of a folder given as --extra-files. A relative path starts at the archive.
     That is also the worker's working directory; only the shell's $PWD, which is tried last, knows where
     ``torchserve --start`` was typed. Raises ConfigError with every place that was tried."""
@@ -119,4 +122,4 @@ def find_checkpoint(named: Path, model_dir: Path) -> Path:
             # The file of TorchServe's example stands for its folder, where the tokenizer is.
             return place.parent if place.name == "model.pth" else place
     tried = ", ".join(dict.fromkeys(str(place) for place in places))
-    raise ConfigError(f"checkpoint {str(named)!r} in {BLOCK} does not exist; tried {tried}")
+    raise ConfigError(f"{key} {str(named)!r} in {BLOCK} does not exist; tried {tried}")

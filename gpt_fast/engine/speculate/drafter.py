@@ -1,0 +1,25 @@
+"""What a drafter is: anything that guesses the next tokens of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from gpt_fast.engine.request import Request
+
+
+class Wish(NamedTuple):
+    """At most ``count`` drafts for ``request``, which has one token to compute."""
+
+    request: Request
+    count: int
+
+
+class Drafter(Protocol):
+    """The engine's thread alone calls it, between two steps."""
+
+    def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+        """The tokens that may follow each request's, in order; none where there is no guess."""
+
+    def warm_up(self) -> None:
+        """Compile what :meth:`draft` needs, before the first request."""

@@ -1,0 +1,225 @@
+"""Drafters: whatever they guess, answers are those without them; and what they guess is worth the asking."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_model import VOCAB_SIZE, FakeModel, FakeModelLLM, check_idle
+from test_drafts import seen
+from test_engine import mixed_requests
+from torch import Tensor
+
+from gpt_fast import LLM, ConfigError, SamplingParams
+from gpt_fast.engine.pages import PageAllocator
+from gpt_fast.engine.runner import Runner
+from gpt_fast.engine.speculate.drafter import Drafter, Wish
+from gpt_fast.engine.speculate.lookup import MIN_MATCH, LookupDrafter, SuffixAutomaton
+from gpt_fast.engine.speculate.model import ModelDrafter
+
+DEMO = Path(__file__).parents[1] / "model_store" / "demo"
+Asked = tuple[list[int], SamplingParams]
+
+
+def lookup(pages: PageAllocator, sizes: dict[str, int]) -> Drafter:
+    return LookupDrafter()
+
+
+class NearModel(FakeModel):
+    """The fake model with other numbers here and there, and a vocabulary that ends elsewhere."""
+
+    vocab_size = VOCAB_SIZE - 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        noise = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+        return (super().forward(tokens) + 0.3 * noise)[..., : self.vocab_size]
+
+
+def same_model(pages: PageAllocator, sizes: dict[str, int]) -> ModelDrafter:
+    return ModelDrafter(Runner(FakeModel(), **sizes), pages, VOCAB_SIZE, sizes["max_seq_len"])
+
+
+def near_model(pages: PageAllocator, sizes: dict[str, int]) -> ModelDrafter:
+    return ModelDrafter(Runner(NearModel(), **sizes), pages, VOCAB_SIZE, 60)
+
+
+DRAFTERS = {"lookup": lookup, "same": same_model, "near": near_model}
+
+
+def ask(llm: LLM, requests: Sequence[Asked]) -> list[Any]:
+    done = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    assert isinstance(done, list)
+    return done
+
+
+def accepted(done: Sequence[Any]) -> float:
+    """Share of the drafts that were right."""
+    return sum(d.num_accepted for d in done) / max(1, sum(d.num_drafted for d in done))
+
+
+# ---- lookup ----
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 3, 9])
+def test_the_automaton_finds_the_longest_ending_that_occurred_before(alphabet: int) -> None:
+    draw = random.Random(alphabet)
+    tokens = [draw.randrange(alphabet) for _ in range(120)]
+    automaton = SuffixAutomaton()
+    for end in range(1, len(tokens) + 1):
+        automaton.extend(tokens[end - 1 : end])
+        known = tokens[:end]
+        longest = max(n for n in range(end) if n == 0 or any(known[i : i + n] == known[end - n :] for i in range(end - n)))
+        assert automaton.match_length == longest
+        if longest:
+            place = automaton.match_place
+            assert place < end - 1
+            assert known[place - longest + 1 : place + 1] == known[end - longest :]
+
+
+def test_a_guess_is_what_followed_and_a_repetition_goes_on() -> None:
+    automaton = SuffixAutomaton()
+    automaton.extend([1, 2, 3, 4, 5, 6, 1, 2, 3])
+    assert automaton.guess(3) == (4, 5, 6)
+    assert automaton.guess(8) == (4, 5, 6, 1, 2, 3, 4, 5)
+    automaton.extend([9, 9, 9, 9, 9])
+    assert automaton.guess(4) == (9, 9, 9, 9)
+    automaton.extend([7] * (MIN_MATCH - 1))
+    assert automaton.guess(4) == ()
+
+
+# ---- any drafter ----
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Any]:
+    with FakeModelLLM(max_batch=1, prefix_cache=False) as llm:
+        return [seen(d) for d in ask(llm, mixed_requests())]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_drafts": 9, "page_size": 4, "prefill_chunk": 7}, {"max_batch": 16, "num_pages": 13}, {"page_size": 1}],
+    ids=["batch", "chunks", "preemption", "pages of one"],
+)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_no_answer_changes(drafter: str, options: dict[str, Any], plain: list[Any]) -> None:
+    with FakeModelLLM(drafter=DRAFTERS[drafter], **options) as llm:
+        for _ in range(2):  # the second time with a full prefix cache
+            done = ask(llm, mixed_requests())
+            assert [seen(d) for d in done] == plain
+            check_idle(llm)
+        if drafter != "lookup":
+            share = accepted(done)
+            assert share == 1.0 if drafter == "same" else 0.2 < share < 1.0
+
+
+def test_always_right_gives_all_drafts_and_one_more() -> None:
+    request = ([5, 6, 7], SamplingParams(max_tokens=25, temperature=1.0, seed=4, ignore_eos=True))
+    with FakeModelLLM(drafter=same_model, num_drafts=5) as llm:
+        deltas = list(llm.submit(*request, max_uncollected=1))
+    assert [len(delta.token_ids) for delta in deltas] == [1, 6, 6, 6, 6]
+
+
+def test_a_drafter_that_fails_costs_no_answer_anything(plain: list[Any]) -> None:
+    class Failing(LookupDrafter):
+        def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+            raise RuntimeError("no guess today")
+
+    with FakeModelLLM(drafter=lambda *_: Failing()) as llm:
+        assert [seen(d) for d in ask(llm, mixed_requests())] == plain
+
+
+def test_a_draft_model_that_fails_once_goes_on(plain: list[Any]) -> None:
+    with FakeModelLLM(drafter=same_model) as llm:
+        drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
+        run, calls = drafter.runner.execute, []
+
+        def execute(plan: Any) -> Tensor:
+            calls.append(plan)
+            if len(calls) % 7 == 0:
+                raise RuntimeError("out of luck")
+            return run(plan)
+
+        drafter.runner.execute = execute
+        done = ask(llm, mixed_requests())
+        assert [seen(d) for d in done] == plain
+        assert accepted(done) == 1.0
+
+
+def test_shared_beginnings_are_computed_once() -> None:
+    prompt = list(range(10, 90))
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=1, ignore_eos=True)
+    with FakeModelLLM(drafter=same_model) as llm:
+        ask(llm, [(prompt, params)])
+        drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
+        run, counts = drafter.runner.execute, []
+        drafter.runner.execute = lambda plan: (counts.append(plan.num_tokens), run(plan))[1]
+        (done,) = ask(llm, [([*prompt, 3], dataclasses.replace(params, seed=2))])
+    assert max(counts) < 20
+    assert done.num_accepted == done.num_drafted > 0
+
+
+# ---- the demo pair ----
+
+
+def demo_requests() -> list[tuple[str, SamplingParams]]:
+    """Every parameter that sampling knows, mixed."""
+    draw = random.Random(3)
+    starts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom went", "The little dog was sad because"]
+    fields: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 20},
+        {"temperature": 1.0, "min_p": 0.1}, {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 1},
+        {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+        {"temperature": 1.0, "logit_bias": {260: 3.0, 300: -100.0}}, {"temperature": 1.0, "min_tokens": 12, "logprobs": 0},
+        {"temperature": 0.0, "stop": ("and", "was")}, {"temperature": 1.0, "regex": "[a-z ]{4,30}[.]"},
+    ]  # fmt: skip
+    return [
+        (draw.choice(starts), SamplingParams(max_tokens=draw.randrange(1, 40), seed=i, **fields[i % len(fields)]))
+        for i in range(4 * len(fields))
+    ]
+
+
+@pytest.fixture(scope="module", params=["float32", "int8"])
+def demo(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[Any]]:
+    options = {"dtype": "float32", "quantize": None if request.param == "float32" else "int8", "threads": 1}
+    with LLM(DEMO / "target", max_batch=8, max_seq_len=128, **options) as llm:
+        prompts, params = zip(*demo_requests(), strict=True)
+        return options, [seen(d) for d in llm.generate(list(prompts), list(params))]
+
+
+@pytest.mark.parametrize("draft", ["checkpoint", "lookup", "int4"])
+def test_the_demo_pair_writes_what_the_target_writes(draft: str, demo: tuple[dict[str, Any], list[Any]]) -> None:
+    options, expected = demo
+    name = str(DEMO / "draft") if draft == "checkpoint" else draft
+    if draft == "int4" and options["quantize"]:
+        options = options | {"quantize": "int8"}
+    prompts, params = zip(*demo_requests(), strict=True)
+    with LLM(DEMO / "target", max_batch=3, num_pages=20, max_seq_len=128, draft=name, **options) as llm:
+        done = llm.generate(list(prompts), list(params))
+        llm.engine.scheduler.check_integrity()
+    assert [seen(d) for d in done] == expected
+    if draft != "lookup":
+        assert accepted(done) > 0.3
+
+
+@pytest.mark.parametrize("case", ["vocabulary", "missing", "same bits", "in memory"])
+def test_drafts_that_cannot_be_are_refused(case: str, data_dir: Path) -> None:
+    told = {"vocabulary": "draft: .*has another vocabulary", "missing": "draft: .*nowhere", "same bits": "draft: int4",
+            "in memory": "draft: a model that was built in memory"}  # fmt: skip
+    with pytest.raises(ValueError, match=told[case]):
+        if case == "in memory":
+            LLM.from_model(LLM(DEMO / "target").model, draft="int4")
+        elif case == "same bits":
+            LLM(DEMO / "target", quantize="int4", draft="int4")
+        else:
+            LLM(DEMO / "target", draft=str(data_dir / "models" / "stories260K_hf") if case == "vocabulary" else "nowhere")
+
+
+def test_speculate_k_has_limits() -> None:
+    with pytest.raises(ConfigError, match="speculate_k"):
+        LLM(DEMO / "target", draft="lookup", speculate_k=0)
