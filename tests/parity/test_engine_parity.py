@@ -64,10 +64,14 @@ def greedy_by_transformers(name: str) -> list[list[int]]:
 @pytest.mark.parametrize(("name", "path"), CASES)
 def test_same_greedy_tokens_as_transformers(name: str, path: str, tmp_path: Path) -> None:
     families_table.FAMILIES[name]().save_pretrained(tmp_path)
-    with LLM(tmp_path, dtype="float32", max_seq_len=256, prefill_chunk=48, max_batch=4, **PATHS[path]) as llm:
+    prompts, expected = families_table.prompts(), greedy_by_transformers(name)
+    sizes = {"max_seq_len": 256, "prefill_chunk": 48, "max_batch": 4}
+    with LLM(tmp_path, dtype="float32", prefix_cache=False, **sizes, **PATHS[path]) as llm:
         assert llm.engine.runner.path == path
-        actual = [list(c.token_ids) for c in llm.generate(families_table.prompts(), GREEDY_64)]
-    assert actual == greedy_by_transformers(name)
+        together = [list(c.token_ids) for c in llm.generate(prompts, GREEDY_64)]
+        alone = [list(llm.generate([prompt], GREEDY_64)[0].token_ids) for prompt in prompts[:8:2]]
+    assert together == expected
+    assert alone == expected[:8:2]
 
 
 @pytest.mark.skipif(not available(), reason="needs a C++ compiler and a CPU that the kernels know")
