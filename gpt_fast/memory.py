@@ -154,8 +154,8 @@ def plan_cache(
 ) -> CachePlan:
     """The KV cache for a model of ``config`` with ``free`` bytes left beside its weights, which have ``dtype``: the
     ``num_pages`` that were asked for, else room for ``max_batch`` sequences of ``max_seq_len`` tokens, or for what
-    fits. A ``draft`` model has a cache of as many pages. Raises ConfigError, naming keys, when what was asked for does not fit; without a ``max_seq_len``, room for
-    ``SHORT`` tokens of each sequence is enough."""
+    fits. A ``draft`` model has as many pages of its shape. Raises ConfigError, naming keys, when what was asked for
+    does not fit; without a ``max_seq_len``, room for ``SHORT`` tokens of each sequence is enough."""
     dtype = dtype if options.kv_cache_dtype == "auto" else getattr(torch, options.kv_cache_dtype)
     share, free = options.memory_share or SHARES[device_type], max(0, free)
     longest = options.max_seq_len or config.max_seq_len

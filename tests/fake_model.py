@@ -62,7 +62,7 @@ class FakeStep:
         assert layout.page_table is self._page_table
         keys = tokens.float()[:, None, None]
         self._cache.write(keys, keys, layout.write_slots)
-        logits = torch.empty(len(tokens), VOCAB_SIZE)
+        logits = torch.empty(len(tokens), self._model.vocab_size)
         for slot, (begin, end) in enumerate(itertools.pairwise(layout.query_start.tolist())):
             if begin < end:
                 known = self._cache.k[layout.page_table[slot]].flatten()[: int(layout.context_len[slot])]

@@ -15,7 +15,7 @@ from test_drafts import seen
 from test_engine import mixed_requests
 from torch import Tensor
 
-from gpt_fast import LLM, ConfigError, SamplingParams
+from gpt_fast import LLM, SamplingParams
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.speculate.drafter import Drafter, Wish
@@ -73,7 +73,9 @@ def test_the_automaton_finds_the_longest_ending_that_occurred_before(alphabet: i
     for end in range(1, len(tokens) + 1):
         automaton.extend(tokens[end - 1 : end])
         known = tokens[:end]
-        longest = max(n for n in range(end) if n == 0 or any(known[i : i + n] == known[end - n :] for i in range(end - n)))
+        longest = max(
+            n for n in range(end) if n == 0 or any(known[i : i + n] == known[end - n :] for i in range(end - n))
+        )
         assert automaton.match_length == longest
         if longest:
             place = automaton.match_place
@@ -172,10 +174,12 @@ def demo_requests() -> list[tuple[str, SamplingParams]]:
     draw = random.Random(3)
     starts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom went", "The little dog was sad because"]
     fields: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 20},
-        {"temperature": 1.0, "min_p": 0.1}, {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 1},
+        {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 20}, {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 1},
         {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2},
-        {"temperature": 1.0, "logit_bias": {260: 3.0, 300: -100.0}}, {"temperature": 1.0, "min_tokens": 12, "logprobs": 0},
+        {"temperature": 1.0, "logit_bias": {260: 3.0, 300: -100.0}},
+        {"temperature": 1.0, "min_tokens": 12, "logprobs": 0},
         {"temperature": 0.0, "stop": ("and", "was")}, {"temperature": 1.0, "regex": "[a-z ]{4,30}[.]"},
     ]  # fmt: skip
     return [
@@ -207,19 +211,22 @@ def test_the_demo_pair_writes_what_the_target_writes(draft: str, demo: tuple[dic
         assert accepted(done) > 0.3
 
 
-@pytest.mark.parametrize("case", ["vocabulary", "missing", "same bits", "in memory"])
-def test_drafts_that_cannot_be_are_refused(case: str, data_dir: Path) -> None:
-    told = {"vocabulary": "draft: .*has another vocabulary", "missing": "draft: .*nowhere", "same bits": "draft: int4",
-            "in memory": "draft: a model that was built in memory"}  # fmt: skip
-    with pytest.raises(ValueError, match=told[case]):
-        if case == "in memory":
-            LLM.from_model(LLM(DEMO / "target").model, draft="int4")
-        elif case == "same bits":
-            LLM(DEMO / "target", quantize="int4", draft="int4")
-        else:
-            LLM(DEMO / "target", draft=str(data_dir / "models" / "stories260K_hf") if case == "vocabulary" else "nowhere")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"draft": "stories260K_hf"}, "draft: .*has another vocabulary"),
+        ({"draft": "nowhere"}, "draft: .*nowhere"),
+        ({"draft": "int4", "quantize": "int4"}, "draft: int4 is the target in fewer bits"),
+        ({"draft": "lookup", "speculate_k": 0}, "speculate_k"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(options: dict[str, Any], told: str, data_dir: Path) -> None:
+    if options["draft"] == "stories260K_hf":
+        options = {"draft": str(data_dir / "models" / "stories260K_hf")}
+    with pytest.raises(ValueError, match=told):
+        LLM(DEMO / "target", **options)
 
 
-def test_speculate_k_has_limits() -> None:
-    with pytest.raises(ConfigError, match="speculate_k"):
-        LLM(DEMO / "target", draft="lookup", speculate_k=0)
+def test_a_model_in_memory_has_no_draft_model() -> None:
+    with LLM(DEMO / "target", max_seq_len=64) as llm, pytest.raises(ValueError, match="built in memory"):
+        LLM.from_model(llm.model, draft="int4")

@@ -26,7 +26,7 @@ def open_draft(target: Checkpoint, tokenizer: Tokenizer | None, options: EngineC
         return None
     if options.draft in ("int8", "int4"):
         if target.format.method is not None or options.quantize == options.draft:
-            raise ConfigError(f"draft: {options.draft} is the target in fewer bits, but the target is quantized as well")
+            raise ConfigError(f"draft: {options.draft} is the target in fewer bits, but the target is quantized too")
         return Draft(target, options.draft)
     try:
         draft = Checkpoint.open(options.draft)

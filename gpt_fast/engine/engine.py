@@ -134,7 +134,7 @@ class Engine:
             return not self._closing
 
     def step(self) -> None:
-        """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests that cause it."""
+        """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests at fault."""
         begin = time.perf_counter()
         if self.speculation is not None:
             self.speculation.propose(self.scheduler)

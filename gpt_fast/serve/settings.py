@@ -105,7 +105,7 @@ def _line_of_fault(file: ModelYaml, message: str) -> int | None:
 
 
 def find_checkpoint(named: Path, model_dir: Path, key: str = "checkpoint") -> Path:
-    """Where the checkpoint ``named`` by ``key`` is. "auto": in the archive's folder ``checkpoint`` or in its root, where
+    """Where the checkpoint ``named`` by ``key`` is. "auto": in the archive's folder ``checkpoint`` or its root, where
     torch-model-archiver leaves the contents of a folder given as --extra-files. A relative path starts at the archive.
     That is also the worker's working directory; only the shell's $PWD, which is tried last, knows where
     ``torchserve --start`` was typed. Raises ConfigError with every place that was tried."""

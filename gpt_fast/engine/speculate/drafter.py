@@ -9,10 +9,10 @@ from gpt_fast.engine.request import Request
 
 
 class Wish(NamedTuple):
-    """At most ``count`` drafts for ``request``, which has one token to compute."""
+    """At most ``most`` drafts for ``request``, which has one token to compute."""
 
     request: Request
-    count: int
+    most: int
 
 
 class Drafter(Protocol):

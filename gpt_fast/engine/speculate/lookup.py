@@ -1,7 +1,7 @@
 """Drafts by looking up what followed the last tokens where they stood before in the same sequence.
 
-A suffix automaton (Blumer et al. 1985) finds the longest ending of a sequence that occurred earlier, as tokens come and
-in constant time for each; SAM decoding (Hu et al. 2024, arXiv 2411.10666) drafts so. Nothing is shared between requests.
+A suffix automaton (Blumer et al. 1985) finds the longest ending of a sequence that occurred earlier, in constant time
+for each token; SAM decoding (Hu et al. 2024, arXiv 2411.10666) drafts so. Nothing is shared between requests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Drafts by a second model with the same vocabulary, or by the target itself in fewer bits.
 
-Its cache has the pages of the target's: same numbers, same slots, one allocator. It computes what it lacks when a draft
-is asked for, so a draft model that is not asked costs nothing; it finds again what it knows of shared prefixes. It draws
-with the noise of the token that the target will draw, so both draw the same one most of the time.
+Its cache has the pages of the target's: same numbers, same slots, one allocator. It computes what it lacks when drafts
+are asked for, so one that is not asked costs nothing; it finds again what it knows of shared prefixes. It draws with
+the noise of the token that the target will draw, so both draw the same one most of the time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ModelDrafter:
         return [tuple(d.tokens) for d in drafts]
 
     def _most(self, wish: Wish) -> int:
-        return min(wish.count, self._max_seq_len - wish.request.num_tokens)
+        return min(wish.most, self._max_seq_len - wish.request.num_tokens)
 
     def _find(self, request: Request) -> _Known:
         """What is known of ``request`` by now: drafts that were right count, and shared pages when it is new."""

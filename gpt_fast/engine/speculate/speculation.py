@@ -20,7 +20,7 @@ class Speculation:
         """Set the drafts of running requests. A drafter that fails costs the drafts of one step and nothing else."""
         running = [r for r in scheduler.running if r.num_pending == 1 and not r.paused]
         wishes = [Wish(r, scheduler.room_for_drafts(r, self.count)) for r in running]
-        wishes = [wish for wish in wishes if wish.count > 0]
+        wishes = [wish for wish in wishes if wish.most > 0]
         try:
             drafts = self.drafter.draft(wishes) if wishes else []
         except Exception:
