@@ -140,7 +140,7 @@ class LLM:
         self.load_s, self.warm_up_s = load_s, time.perf_counter() - begin
         log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
 
-    def _plan_cache(self, free: int, draft: ModelConfig | None) -> memory.CachePlan:
+    def _plan_cache(self, free: int, draft: ModelConfig | None = None) -> memory.CachePlan:
         """The KV cache with ``free`` bytes left beside the weights. Raises ConfigError."""
         where: dict[str, Any] = {"dtype": self.dtype, "free": free, "device_type": self.device.type}
         return memory.plan_cache(self.config, self.engine_config, **where, draft=draft)

@@ -18,6 +18,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_pages": (1, 2**30),
     "memory_share": (0.01, 1),
     "threads": (1, 2**20),
+    "speculate_k": (1, 15),
 }
 
 
