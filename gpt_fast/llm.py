@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -127,16 +128,16 @@ class LLM:
         anew = scaling is not None and scaling.type == "longrope"
         pages = PageAllocator(num_pages, plan.page_size, o.prefix_cache)
         scheduler = Scheduler(pages, plan.max_batch, chunk, long_from, anew)
-        drafter: Drafter | None = LookupDrafter() if o.draft == "lookup" else None
+        runners, drafter = [runner], cast("Drafter | None", LookupDrafter() if o.draft == "lookup" else None)
         if draft is not None:
             guessing = Runner(serve(draft, kernels=o.kernels, compile=o.compile), cache_dtype=plan.dtype, **sizes)
             drafter = ModelDrafter(guessing, pages, self.config.vocab_size, draft.config.max_seq_len)
-        speculation = Speculation(drafter, o.speculate_k) if drafter is not None else None
-        threads = self._threads()
-        self.engine = Engine(runner, scheduler, speculation=speculation, max_waiting=o.max_waiting, threads=threads)
+            runners.append(guessing)
+        self.engine = Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
+        self.engine.speculation = Speculation(drafter, o.speculate_k) if drafter is not None else None
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
         self._ids = itertools.count()
-        self.engine.start(self._warm_up)
+        self.engine.start(partial(self._warm_up, runners))
         self.load_s, self.warm_up_s = load_s, time.perf_counter() - begin
         log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
 
@@ -152,14 +153,13 @@ class LLM:
         small = self.model.bytes_per_token(0, self.dtype.itemsize) < SMALL_MODEL_BYTES and self.device.type == "cpu"
         return usable_threads(self.engine_config.threads or (1 if small else torch.get_num_threads()))
 
-    def _warm_up(self) -> None:
-        runner, speculation, o = self.engine.runner, self.engine.speculation, self.engine_config
+    def _warm_up(self, runners: Sequence[Runner]) -> None:
+        runner, o = self.engine.runner, self.engine_config
         named = Path(o.compile_cache).expanduser() if o.compile_cache else None
         cache = kept(named or default_file(self.config, self.dtype, o), lambda: runner.path == "compiled")
         with cache if runner.path == "compiled" else nullcontext():
-            runner.warm_up()
-            if speculation is not None:
-                speculation.drafter.warm_up()
+            for each in runners:
+                each.warm_up()
 
     @overload
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...

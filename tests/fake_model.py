@@ -114,9 +114,8 @@ class FakeModelLLM(LLM):
         sizes = {"max_batch": max_batch, "max_seq_len": max_seq_len, "num_pages": num_pages, "page_size": page_size,
                  "prefill_chunk": prefill_chunk}  # fmt: skip
         runner, pages = Runner(self.model, **sizes), PageAllocator(num_pages, page_size, prefix_cache)
-        speculation = None if drafter is None else Speculation(drafter(pages, sizes), num_drafts)
-        scheduler = Scheduler(pages, max_batch, prefill_chunk)
-        self.engine = Engine(runner, scheduler, speculation=speculation, max_waiting=max_waiting, threads=1)
+        self.engine = Engine(runner, Scheduler(pages, max_batch, prefill_chunk), max_waiting=max_waiting, threads=1)
+        self.engine.speculation = None if drafter is None else Speculation(drafter(pages, sizes), num_drafts)
         self.engine.start(runner.warm_up)
 
 

@@ -42,9 +42,6 @@ class Knowing:
     def _spoiled(self, token: int) -> int:
         return self.draw.randrange(VOCAB_SIZE) if self.draw.random() < self.error_rate else token
 
-    def warm_up(self) -> None:
-        pass
-
 
 def drafting(requests: Sequence[Asked], error_rate: float = 0.0, num_drafts: int = 3, **options: Any) -> FakeModelLLM:
     """An LLM whose drafter knows what ``requests`` get."""

@@ -36,15 +36,10 @@ class Engine:
     plan and seconds; both in the engine's thread, so they must be quick."""
 
     def __init__(
-        self,
-        runner: Runner,
-        scheduler: Scheduler,
-        *,
-        speculation: Speculation | None = None,
-        max_waiting: int | None = None,
-        threads: int | None = None,
+        self, runner: Runner, scheduler: Scheduler, *, max_waiting: int | None = None, threads: int | None = None
     ) -> None:
-        self.runner, self.scheduler, self.speculation, self.max_waiting = runner, scheduler, speculation, max_waiting
+        self.runner, self.scheduler, self.max_waiting = runner, scheduler, max_waiting
+        self.speculation: Speculation | None = None  # to be set before start
         lock = threading.RLock()  # guards the inbox and every handle
         self.changed = threading.Condition(lock)  # notified whenever a request has something new
         self.begun_or_ended = threading.Condition(lock)  # first tokens and endings, for those who let tokens gather

@@ -27,13 +27,11 @@ import numpy as np
 
 from gpt_fast.bench.load.client import Level, Record
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
 _TITLES = {
-    "ttft": "Time to First Token",
-    "tpot": "Time per Output Token (excl. 1st token)",
-    "itl": "Inter-token Latency",
-    "e2el": "End-to-end Latency",
-}
+    "ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency", "e2el": "End-to-end Latency",
+}  # fmt: skip
+METRICS = tuple(_TITLES)
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
@@ -107,26 +105,22 @@ def summarize(
 def describe(result: Mapping[str, Any]) -> str:
     """``result`` for people, laid out as `vllm bench serve` prints it."""
     lines = [f"{' Serving Benchmark Result ':=^58}"]
-    rows = [
-        ("Maximum request concurrency:", "max_concurrency"),
-        ("Request rate configured (RPS):", "request_rate"),
-        ("Successful requests:", "completed"),
-        ("Failed requests:", "failed"),
-        ("Refused requests (429, 503):", "refused"),
-        ("Aborted requests (hung up):", "aborted"),
-        ("Benchmark duration (s):", "duration"),
-        ("Total input tokens:", "total_input_tokens"),
-        ("Total generated tokens:", "total_output_tokens"),
-        ("Request throughput (req/s):", "request_throughput"),
-        ("Request goodput (req/s):", "request_goodput"),
-        ("Output token throughput (tok/s):", "output_throughput"),
-        ("Total token throughput (tok/s):", "total_token_throughput"),
-        ("Peak concurrent requests:", "max_concurrent_requests"),
-        ("Tokens per piece of text:", "tokens_per_piece"),
-        ("CPU of this client (cores):", "client_cpu_share"),
-    ]
+    rows = {
+        "Maximum request concurrency:": "max_concurrency", "Request rate configured (RPS):": "request_rate",
+        "Successful requests:": "completed", "Failed requests:": "failed", "Refused requests (429, 503):": "refused",
+        "Aborted requests (hung up):": "aborted", "Benchmark duration (s):": "duration",
+        "Total input tokens:": "total_input_tokens", "Total generated tokens:": "total_output_tokens",
+        "Request throughput (req/s):": "request_throughput", "Request goodput (req/s):": "request_goodput",
+        "Output token throughput (tok/s):": "output_throughput",
+        "Total token throughput (tok/s):": "total_token_throughput",
+        "Peak concurrent requests:": "max_concurrent_requests", "Tokens per piece of text:": "tokens_per_piece",
+        "CPU of this client (cores):": "client_cpu_share",
+    }  # fmt: skip
     optional = ("max_concurrency", "request_rate", "request_goodput")
-    lines += [_row(title, result.get(key)) for title, key in rows if key not in optional or result.get(key) is not None]
+    shown = {
+        title: result.get(key) for title, key in rows.items() if key not in optional or result.get(key) is not None
+    }
+    lines += [_row(title, value) for title, value in shown.items()]
     for name in METRICS:
         lines.append(f"{_TITLES[name]:-^58}")
         keys = [key for key in result if key.endswith(f"_{name}_ms")]

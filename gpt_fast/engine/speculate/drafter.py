@@ -20,6 +20,3 @@ class Drafter(Protocol):
 
     def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
         """The tokens that may follow each request's, in order; none where there is no guess."""
-
-    def warm_up(self) -> None:
-        """Compile what :meth:`draft` needs, before the first request."""

@@ -92,6 +92,3 @@ class LookupDrafter:
         known = len(automaton.tokens)
         automaton.extend(request.token_ids[known : known + _BURST])
         return automaton.guess(count) if len(automaton.tokens) == request.num_tokens else ()
-
-    def warm_up(self) -> None:
-        """Nothing is to be compiled."""

@@ -54,20 +54,13 @@ class ModelDrafter:
         self._known: weakref.WeakKeyDictionary[Request, _Known] = weakref.WeakKeyDictionary()
         self._contents: dict[int, bytes] = {}  # the digest of every full page that is in this cache, too
 
-    def warm_up(self) -> None:
-        """See ``Drafter``."""
-        self.runner.warm_up()
-
     def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
         """See ``Drafter``."""
-        drafts = [_Draft(w.request, self._find(w.request), self._most(w)) for w in wishes]
+        drafts = [_Draft(r, self._find(r), min(most, self._max_seq_len - r.num_tokens)) for r, most in wishes]
         active = self._catch_up([d for d in drafts if d.count > 0])
         while active:
             active = self._extend(active)
         return [tuple(d.tokens) for d in drafts]
-
-    def _most(self, wish: Wish) -> int:
-        return min(wish.most, self._max_seq_len - wish.request.num_tokens)
 
     def _find(self, request: Request) -> _Known:
         """What is known of ``request`` by now: drafts that were right count, and shared pages when it is new."""

@@ -27,22 +27,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("best_of", "audio", "prediction", "web_search_options", "moderation"), ()),
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    "parallel_tool_calls": (True, False),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
+    "parallel_tool_calls": (True, False), "suffix": ("",), "modalities": (["text"],), "reasoning_effort": ("none",),
+    "verbosity": ("medium",), "service_tier": ("auto", "default"), "store": (False,),
     # vLLM's
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
     **dict.fromkeys(("prompt_logprobs", "chat_template"), ()),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "continue_final_message"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    "length_penalty": (1, 1.0),
-    "documents": ([],),
-    "structured_outputs": ({},),
-}
+    "length_penalty": (1, 1.0), "documents": ([],), "structured_outputs": ({},),
+}  # fmt: skip
 _INSTEAD = {
     "best_of": "only best_of equal to n is possible",
     "prompt_logprobs": "POST v1/completions with echo and logprobs",
