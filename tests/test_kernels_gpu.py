@@ -30,6 +30,7 @@ from gpt_fast.config import ModelConfig, RopeScaling
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.cpu.packing import from_nibbles
+from gpt_fast.kernels.race import plain_race, race_key
 from gpt_fast.kernels.reference import quantize_heads
 from gpt_fast.model import steps as engine_steps
 from gpt_fast.model.attention import Scoring, paged_attention_eager, paged_attention_static
@@ -51,6 +52,7 @@ if INTERPRETED or COMPILING or torch.cuda.is_available():
     fused = pytest.importorskip("gpt_fast.kernels.gpu.fused")
     graphs = pytest.importorskip("gpt_fast.kernels.gpu.graphs")
     linear = pytest.importorskip("gpt_fast.kernels.gpu.linear")
+    race = pytest.importorskip("gpt_fast.kernels.gpu.race")
     gpu_model = pytest.importorskip("gpt_fast.model.gpu_model")
 if INTERPRETED:
     attention.num_splits = lambda _: 2  # a program that finds nothing to do takes milliseconds here
@@ -425,6 +427,16 @@ def check_norms_and_embedding(dtype: torch.dtype) -> None:
 
 
 # --- whole steps ---------------------------------------------------------------------------------------------------
+
+
+def check_draws_equal_the_plain_race() -> None:
+    logits = 3 * noise(6, 5000)
+    logits[logits < -4] = -torch.inf
+    logits[3, 4999], logits[4] = torch.nan, -torch.inf
+    keys = torch.tensor([race_key(7, p) for p in range(6)], dtype=torch.int32, device=DEVICE)
+    drawn = race.race(logits, keys)
+    assert drawn.tolist() == plain_race(logits, keys).tolist()
+    assert drawn[3:5].tolist() == [-1, -1]
 
 
 def config(**more: Any) -> ModelConfig:
