@@ -84,8 +84,7 @@ class SamplingParams:
     """How one completion is sampled and when it ends. Field names as in vLLM. Integers may be written as 5 or 5.0.
 
     Order of operations: grammar (``json_schema``, ``regex``, ``choice``), ``min_tokens``, ``logit_bias``, penalties
-    (repetition, then frequency and presence), temperature, min_p, top_k, top_p; sampling with noise from (seed,
-    position) alone.
+    (repetition, then frequency and presence), temperature, min_p, top_k, top_p; then a draw by ``seed`` and position.
 
     ``max_tokens`` (alias ``max_new_tokens``): most tokens to generate; None: as many as fit.
     ``temperature`` 0 is greedy, and so is less than GREEDY_BELOW. None: the checkpoint's own default; where it has

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.config import EngineConfig
+from gpt_fast.config import DRAFTS, EngineConfig
 from gpt_fast.errors import CheckpointError, ConfigError, TokenizerMissing
 from gpt_fast.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ def open_draft(target: Checkpoint, tokenizer: Tokenizer | None, options: EngineC
     """
     if options.draft is None or options.draft == "lookup":
         return None
-    if options.draft in ("int8", "int4"):
+    if options.draft in DRAFTS:
         if target.format.method is not None or options.quantize == options.draft:
             raise ConfigError(f"draft: {options.draft} is the target in fewer bits, but the target is quantized too")
         return Draft(target, options.draft)

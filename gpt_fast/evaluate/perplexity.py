@@ -76,7 +76,7 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of ``text``, document by document, each after BOS where the tokenizer has one. ``context``: tokens of
     a window, at most and by default the model's own. ``stride``: tokens by which windows move on; by default half the
-    context. ``max_tokens``: stop after so many scored tokens. Raises ConfigError."""
+    context. ``max_tokens``: scored tokens, at most. Raises ConfigError."""
     context = checked_context(model, context)
     stride = stride or max(1, context // 2)
     if not 1 <= stride < context:

@@ -30,11 +30,9 @@ def race_key(seed: int, position: int) -> tuple[int, int]:
 
 
 def race(logits: Tensor, keys: Tensor) -> Tensor:
-    """Draw one token per row: logits [R, V] float32, keys [R, 2] int32 -> [R] int64. A row draws by its own key alone.
-
-    -1 for a row with NaN, or whose greatest logit is not finite. On a CPU by C++, on a GPU by Triton, elsewhere by
-    :func:`plain_race`; they agree but where two times differ by rounding alone.
-    """
+    """Draw one token per row: logits [R, V] float32, keys [R, 2] int32 -> [R] int64; -1 for a row with NaN, or whose
+    greatest logit is not finite. The key of a row decides its noise. By C++ on a CPU, by Triton on a GPU, else by
+    :func:`plain_race`; they agree except where two times differ only by rounding."""
     if logits.device.type == "cuda":
         from gpt_fast.kernels.gpu.race import race as gpu_race
 

@@ -494,7 +494,7 @@ class _Builder:
     def matrix(
         self, name: str, inputs: int, counts: tuple[int, ...], bias: bool = False, split: Split = "rows", stack: int = 0
     ) -> None:
-        """``counts``: rows of queries, keys and values, or of gate and up; with ``stack`` so many experts have each."""
+        """``counts``: rows of queries, keys and values, or of gate and up. ``stack``: experts that have them each."""
         each, tied = max(1, stack), name == "output" and self.c.tie_embeddings
         rows = tuple(rows for i in range(each) for rows in self.rows(name, counts, i))
         runs = counts * each if split == "rows" else ()

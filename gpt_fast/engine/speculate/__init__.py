@@ -1,6 +1,6 @@
 """Speculation: guesses of the next tokens, which the model verifies several at a time.
 
-Nothing is accepted or resampled by a rule of its own. A token is a function of the model's distribution and of noise
+No rule accepts or resamples drafts. A token is a function of the model's distribution and of noise
 keyed by seed and position (sampling.py), so the step samples behind each draft as it would have sampled without drafts,
 and keeps what agrees (compute.py). The answer is the plain one, token for token, whatever a drafter guesses.
 """

@@ -78,7 +78,7 @@ class SuffixAutomaton:
 
 
 class LookupDrafter:
-    """Drafts for each request out of its own prompt and answer."""
+    """Takes the drafts of a request from the prompt and the answer of that request."""
 
     def __init__(self) -> None:
         self._automata: weakref.WeakKeyDictionary[Request, SuffixAutomaton] = weakref.WeakKeyDictionary()

@@ -43,6 +43,7 @@ class _Draft:
     known: _Known
     count: int
     tokens: list[int] = field(default_factory=list)
+    allowed: Tensor | None = None  # what the grammar allows behind them
 
 
 class ModelDrafter:
@@ -90,7 +91,8 @@ class ModelDrafter:
         that are complete, which are returned while they want more."""
         budget, chosen = self.runner.prefill_chunk, []
         for d in drafts:
-            start = d.known.num_computed
+            start, grammar = d.known.num_computed, d.request.grammar
+            d.allowed = None if grammar is None else grammar.allowed()
             tokens = d.request.token_ids[start : start + max(1, budget)]
             budget -= len(tokens) if len(tokens) > 1 else 0
             chosen.append((d, tuple(tokens), start))
@@ -112,7 +114,7 @@ class ModelDrafter:
             self._contents.clear()
             raise
         complete = [d for d, tokens, start in parts if start + len(tokens) >= d.request.num_tokens]
-        rows = [sampling_row(d.request, tuple(d.tokens), self._allowed(d)) for d in complete]
+        rows = [sampling_row(d.request, tuple(d.tokens), d.allowed) for d in complete]
         drawn: list[int] = sample(self._widened(logits), rows).tolist() if complete else []
         going_on = []
         for d, token in zip(complete, drawn, strict=True):
@@ -137,13 +139,13 @@ class ModelDrafter:
         known.num_computed = min(end, request.num_tokens)
         return plan
 
-    def _allowed(self, d: _Draft) -> Tensor | None:
-        return None if d.request.grammar is None else d.request.grammar.along(d.tokens)[-1]
-
     def _may_follow(self, d: _Draft) -> bool:
-        """Whether the grammar goes on behind all drafts."""
-        grammar = d.request.grammar
-        return grammar is None or len(grammar.along(d.tokens)) == len(d.tokens) + 1
+        """Whether the grammar goes on behind all drafts; sets what it allows there."""
+        if d.request.grammar is None:
+            return True
+        masks = d.request.grammar.along(d.tokens)
+        d.allowed = masks[-1]
+        return len(masks) == len(d.tokens) + 1
 
     def _widened(self, logits: Tensor) -> Tensor:
         """[R, V] for the target's V: what the draft model does not have is ruled out, what it has more is cut off."""
