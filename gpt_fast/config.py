@@ -156,6 +156,9 @@ PREFILL_CHUNKS = {"cpu": 256, "cuda": 512}  # tokens; beside decodes a quarter o
 MAX_POSITIONS = 2**30  # tokens; more than any model has, and few enough for every integer that counts them
 
 DRAFTS = ("lookup", "int8", "int4")  # drafters that are no checkpoint of their own
+# How many drafts a step gets: as many as pay, up to speculate_k; speculate_k always; none. ``auto`` without a draft
+# looks them up.
+SPECULATE = ("auto", "always", "never")
 THREADS = Whole(1, 2**20)  # of these as many run as there are cores: placement.usable_threads
 DTYPE = OneOf(("auto", "float32", "bfloat16", "float16"))
 
@@ -190,6 +193,7 @@ class EngineConfig:
     memory_share: Annotated[float | None, Real(0.01, 1)] = None  # of free memory, for the KV cache; None: see memory.py
     prefix_cache: bool = True
     draft: str | None = None  # who guesses tokens ahead: a checkpoint's directory | lookup | int8 | int4; None: nobody
+    speculate: Annotated[str | None, OneOf(SPECULATE)] = None  # None: auto with a draft, else never
     speculate_k: Annotated[int, Whole(1, 15)] = 4  # tokens guessed for each step and sequence, at most
     threads: Annotated[int | None, THREADS] = None  # on a CPU; None: one for a model that fits a cache, else torch's
 
@@ -198,6 +202,11 @@ class EngineConfig:
             check_fields(self)
         except RequestError as error:
             raise ConfigError(error.message) from None
+
+    @property
+    def drafter(self) -> str | None:
+        """Who guesses tokens ahead, ``draft`` or what it is by default; None: nobody."""
+        return self.draft or ("lookup" if self.speculate else None) if self.speculate != "never" else None
 
     @property
     def num_slots(self) -> int:

@@ -99,7 +99,7 @@ class LLM:
         self.config, self.tokenizer = model.config, tokenizer
         self.defaults = GenerationDefaults((), None, SamplingParams())
         self.device, self.dtype = model.device, model.dtype
-        if self.engine_config.draft not in (None, "lookup"):
+        if self.engine_config.drafter not in (None, "lookup"):
             raise ConfigError("draft: a model that was built in memory is served without a draft model, or with lookup")
         if self.engine_config.quantize is not None:
             if not isinstance(model, Transformer):
@@ -128,7 +128,7 @@ class LLM:
         anew = scaling is not None and scaling.type == "longrope"
         pages = PageAllocator(num_pages, plan.page_size, o.prefix_cache)
         scheduler = Scheduler(pages, plan.max_batch, chunk, long_from, anew)
-        runners, drafter = [runner], cast("Drafter | None", LookupDrafter() if o.draft == "lookup" else None)
+        runners, drafter = [runner], cast("Drafter | None", LookupDrafter() if o.drafter == "lookup" else None)
         if draft is not None:
             guessing = Runner(serve(draft, kernels=o.kernels, compile=o.compile), cache_dtype=plan.dtype, **sizes)
             drafter = ModelDrafter(guessing, pages, self.config.vocab_size, draft.config.max_seq_len)

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
+# Where a token comes from: a step without drafts, a draft that was right, the place of the first wrong draft, or the
+# place behind drafts that were all right.
+Origin = Literal["plain", "accepted", "corrected", "bonus"]
 
 
 class TokenLogprobs(NamedTuple):
@@ -45,6 +48,7 @@ class Completion:
     num_cached_tokens: int = 0
     num_drafted: int = 0  # tokens that were guessed, and verified
     num_accepted: int = 0  # and those of them that were right
+    origins: tuple[Origin, ...] = ()  # of each token, where a drafter is loaded
     timings: Timings = field(default_factory=Timings)
 
 

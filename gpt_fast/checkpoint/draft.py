@@ -22,14 +22,14 @@ def open_draft(target: Checkpoint, tokenizer: Tokenizer | None, options: EngineC
 
     Raises ConfigError for one that cannot draft for this target, CheckpointError for one that cannot be read.
     """
-    if options.draft is None or options.draft == "lookup":
+    if options.drafter in (None, "lookup"):
         return None
-    if options.draft in DRAFTS:
-        if target.format.method is not None or options.quantize == options.draft:
-            raise ConfigError(f"draft: {options.draft} is the target in fewer bits, but the target is quantized too")
-        return Draft(target, options.draft)
+    if options.drafter in DRAFTS:
+        if target.format.method is not None or options.quantize == options.drafter:
+            raise ConfigError(f"draft: {options.drafter} is the target in fewer bits, but the target is quantized too")
+        return Draft(target, options.drafter)
     try:
-        draft = Checkpoint.open(options.draft)
+        draft = Checkpoint.open(options.drafter)
     except CheckpointError as error:
         raise CheckpointError(f"draft: {error}") from None
     _check_vocabulary(target, tokenizer, draft)

@@ -23,7 +23,11 @@ MODEL: Table = {  # where and how a model's weights are held: fields of EngineCo
 _HOW: Table = {
     "--kv-cache-dtype": {"metavar": "DTYPE", "help": "int8 halves it again (default: as the weights)"},
     "--draft": {"metavar": "DRAFT", "help": "guess tokens by a checkpoint DIR, by lookup, or by int8, int4 (itself)"},
-    "--speculate-k": {"type": int, "metavar": "K", "help": "tokens guessed for each step (default: 4)"},
+    "--speculate": {
+        "metavar": "WHEN",
+        "help": "guess where it pays (auto), always or never (default: auto with --draft)",
+    },
+    "--speculate-k": {"type": int, "metavar": "K", "help": "tokens guessed for each step, at most (default: 4)"},
     "--compile": {"action": _SWITCH, "help": "torch.compile (default: on)"},
 }
 

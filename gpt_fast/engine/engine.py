@@ -143,8 +143,8 @@ class Engine:
         now = time.monotonic()
         with self.changed:
             for (request, own), outcome in zip(parts, outcomes, strict=True):
-                request.num_drafted += max(0, own.end - request.num_tokens)
-                self._try(self._advance, request, outcome, now)
+                num_drafts = max(0, own.end - request.num_tokens)
+                self._try(self._advance, request, outcome, num_drafts, now)
             self.changed.notify_all()
         _observe(self.on_step, plan, time.perf_counter() - begin)
 
@@ -163,14 +163,16 @@ class Engine:
             plan, requests = self.scheduler.schedule()
         return plan, [Scheduled(*part) for part in zip(requests, plan.sequences, strict=True)]
 
-    def _advance(self, request: Request, outcome: Outcome | Exception, now: float) -> None:
-        """Advance ``request`` by what the step found, and emit text and tokens to its caller. With the lock held."""
+    def _advance(self, request: Request, outcome: Outcome | Exception, num_drafts: int, now: float) -> None:
+        """Advance ``request`` by what the step found behind its last token and ``num_drafts`` drafts, and emit text and
+        tokens to its caller. With the lock held."""
         if isinstance(outcome, Exception):
             raise outcome
         before, begins = request.num_tokens, request.first_token is None
         text = request.append(outcome.tokens, now)
         tokens = request.token_ids[before:]
-        request.num_accepted += max(0, len(tokens) - 1)
+        if self.speculation is not None and tokens:
+            self.speculation.note(request, num_drafts, len(outcome.tokens) - 1, len(tokens))
         request.prompt_logprobs += outcome.prompt_logprobs
         request.logprobs += outcome.logprobs[: len(tokens)]
         self.scheduler.advance(request, outcome.kept)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpt_fast.engine.text import TextStream
-from gpt_fast.outputs import Completion, FinishReason, Timings, TokenLogprobs
+from gpt_fast.outputs import Completion, FinishReason, Origin, Timings, TokenLogprobs
 from gpt_fast.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Request:
     drafts: tuple[int, ...] = ()  # what may come next, for the next step to verify
     num_drafted: int = 0  # drafts that were verified
     num_accepted: int = 0  # and those that were right
+    origins: list[Origin] = field(default_factory=list)  # of what was generated, where a drafter is loaded
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -94,7 +95,7 @@ class Request:
         logprobs = None if self.params.logprobs is None else tuple(self.logprobs)
         of_prompt = None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs)
         tokens, times = tuple(self.token_ids[self.num_prompt :]), self.timings(time.monotonic())
-        counts = (self.num_prompt, self.num_cached, self.num_drafted, self.num_accepted)
+        counts = (self.num_prompt, self.num_cached, self.num_drafted, self.num_accepted, tuple(self.origins))
         return Completion(self.text.text, tokens, self.finish_reason, logprobs, of_prompt, *counts, times)
 
     def timings(self, now: float) -> Timings:

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
+from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.engine.speculate.drafter import Drafter, Wish
+from gpt_fast.outputs import Origin
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class DraftCounts:
+    """What became of all drafts since the start, for metrics. A request's own counts are in ``Request``."""
+
+    num_drafts: int = 0  # times that a sequence had drafts in a step
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)  # first drafts that were right, second ones, ...
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Of one step's ``drafted`` tokens for one sequence the first ``accepted`` were right."""
+        self.num_drafts += drafted > 0
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        self.accepted_per_position += [0] * (drafted - len(self.accepted_per_position))
+        for i in range(accepted):
+            self.accepted_per_position[i] += 1
 
 
 class Speculation:
@@ -15,6 +37,7 @@ class Speculation:
 
     def __init__(self, drafter: Drafter, count: int) -> None:
         self.drafter, self.count = drafter, count
+        self.counts = DraftCounts()
 
     def propose(self, scheduler: Scheduler) -> None:
         """Set the drafts of running requests. A drafter that fails costs the drafts of one step and nothing else."""
@@ -28,3 +51,14 @@ class Speculation:
             return
         for wish, tokens in zip(wishes, drafts, strict=True):
             wish.request.drafts = tokens
+
+    def note(self, request: Request, drafted: int, right: int, taken: int) -> None:
+        """A step verified ``drafted`` tokens of ``request``; the first ``right`` were right, and with the token behind
+        them ``taken`` tokens were taken: fewer where the answer ends."""
+        accepted = min(right, taken)
+        request.num_drafted += drafted
+        request.num_accepted += accepted
+        last: Origin = "plain" if not drafted else "bonus" if right == drafted else "corrected"
+        request.origins.extend(["accepted"] * accepted)
+        request.origins.extend([last] * (taken - accepted))
+        self.counts.note(drafted, accepted)
