@@ -16,14 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.engine.compute import sampling_row
+from gpt_fast.engine.compute import probe, sampling_row
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, draw_of, only_drawn, sample
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.speculate.drafter import Wish
+from gpt_fast.engine.speculate.times import DraftTimes, StepTimes, measure
 from gpt_fast.kernels.race import Draw
+
+_MEASURED_ROWS = 128  # of a step; longer ones are extrapolated
+_MORE_DRAFTS = 4
 
 
 @dataclass
@@ -93,6 +97,30 @@ class ModelDrafter:
             self._contents.clear()
             raise
         return [tuple(d.tokens) for d in drafts]
+
+    def missing(self, request: Request) -> int:
+        """See ``Drafter``."""
+        known = self._known.get(request)
+        if known is None or known.admission != request.num_admissions:
+            known = self._find(request)
+        return request.num_tokens - known.num_computed - len(known.ahead)
+
+    def measure(self, max_batch: int) -> DraftTimes:
+        """See ``Drafter``."""
+        rows = min(_MEASURED_ROWS, self._max_seq_len)
+        if not self.runner.chains:
+            return DraftTimes(0.0, StepTimes(measure(lambda n: probe(self.runner, 0, n), rows), rows))
+        steps = measure(lambda n: self._run_chain(n, 1), rows)
+        five = measure(lambda n: self._run_chain(1, 1 + n), _MORE_DRAFTS)[_MORE_DRAFTS]
+        one = max((five - steps[1]) / _MORE_DRAFTS, 0.0)
+        call = steps[1] - one
+        return DraftTimes(call, StepTimes({n: seconds - call for n, seconds in steps.items()}, rows))
+
+    def _run_chain(self, num_tokens: int, num_draws: int) -> None:
+        """Compute tokens that nobody needs, in slot 0 and page 0."""
+        pages = (0,) * -(-(num_tokens + num_draws) // self._pages.page_size)
+        plan = SequencePlan(0, (0,) * num_tokens, 0, 0, pages, num_logits=1, rope_len=num_tokens)
+        self.runner.chain(StepPlan((plan,)), [[Draw()] * num_draws])
 
     def _find(self, request: Request) -> _Known:
         """What is known of ``request`` by now: drafts that were right count, and shared pages when it is new."""
