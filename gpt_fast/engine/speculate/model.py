@@ -115,7 +115,7 @@ class ModelDrafter:
             raise
         complete = [d for d, tokens, start in parts if start + len(tokens) >= d.request.num_tokens]
         rows = [sampling_row(d.request, tuple(d.tokens), d.allowed) for d in complete]
-        drawn: list[int] = sample(self._widened(logits), rows).tolist() if complete else []
+        drawn: list[int] = sample(widened(logits, self._vocab_size), rows).tolist() if complete else []
         going_on = []
         for d, token in zip(complete, drawn, strict=True):
             if token == NO_TOKEN:
@@ -147,7 +147,8 @@ class ModelDrafter:
         d.allowed = masks[-1]
         return len(masks) == len(d.tokens) + 1
 
-    def _widened(self, logits: Tensor) -> Tensor:
-        """[R, V] for the target's V: what the draft model does not have is ruled out, what it has more is cut off."""
-        missing = self._vocab_size - logits.shape[1]
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self._vocab_size]
+
+def widened(logits: Tensor, vocab_size: int) -> Tensor:
+    """[..., vocab_size], the target's: what the draft model does not have is ruled out, what it has more is cut off."""
+    missing = vocab_size - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]
