@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,19 @@ def test_the_command_prints_the_completion_and_on_stderr_the_counts(method: str)
         assert words in found.stderr
 
 
+def test_the_command_gives_its_counts_as_json() -> None:
+    found = asked("leviathan", "--draft", DEMO / "draft", "--temperature", "1", "--seed", "4", "--json")
+    assert found.returncode == 0, found.stderr
+    text, last = found.stdout.rsplit("\n", 2)[:2]
+    facts = json.loads(last)
+    assert (facts["method"], facts["text"], facts["num_new_tokens"]) == ("leviathan", text, 12)
+    judged = facts["num_accepted"] + facts["num_rejected"]
+    assert 0 < judged <= facts["num_drafted"] == facts["draft_calls"]
+    assert facts["acceptance_rate"] == round(facts["num_accepted"] / judged, 4)
+    assert facts["tokens_per_call"] == round(12 / facts["target_calls"], 4)
+    assert facts["target_s"] + facts["draft_s"] <= facts["total_s"] + 0.001  # they are rounded
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [
@@ -352,3 +366,22 @@ def test_what_the_command_cannot_do_is_refused_by_name(more: tuple[str, ...], na
     assert found.returncode == 1
     assert named in found.stderr
     assert not found.stdout
+
+
+def test_a_conversation_is_refused() -> None:
+    options = ("--method", "chen", "--draft", DEMO / "draft")
+    found = gpt_fast("generate", "--checkpoint", DEMO / "target", "--interactive", *options)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "--interactive" in found.stderr
+
+
+def test_a_draft_model_whose_rotation_grows_with_the_sequence_is_refused(tmp_path: Path) -> None:
+    for path in (DEMO / "draft").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = asked("leviathan", "--draft", tmp_path)
+    assert found.returncode == 1
+    assert "(dynamic)" in found.stderr
+    assert str(tmp_path) in found.stderr

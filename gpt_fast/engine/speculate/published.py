@@ -13,12 +13,11 @@ They write it differently, and the code follows each: Leviathan draws all random
 then draws from one adjusted distribution; Chen goes from guess to guess and leaves the loop at the first rejection. So
 one seed gives two different answers, which have the same distribution.
 
-The promise differs. ``coupled`` gives the token that the target draws without drafts, for every seed. The papers' rule
-keeps the distribution and not the single draw: with another draft model the answer of a seed is another one.
-
-So do the shares of guesses that are kept, which depend on TV, the total variation distance of p and q. The papers' rule
-keeps 1 - TV = sum of min(p, q) of them (Leviathan, theorem 3.5), the most that a rule for single guesses can keep, as
-two draws from p and q agree no more often. ``coupled`` keeps at least (1 - TV) / (1 + TV) (Daliri et al. 2024, arXiv 2408.07978).
+``coupled`` promises more, and keeps fewer guesses. It gives the token that the target draws without guesses, for every
+seed. The papers' rule keeps the distribution and not the single draw: with another draft model the answer of a seed is
+another one. It keeps 1 - TV = sum of min(p, q) of the guesses, where TV is the total variation distance of p and q
+(Leviathan, theorem 3.5), and two draws from p and q cannot agree more often. ``coupled`` keeps at least
+(1 - TV) / (1 + TV) (Daliri et al. 2024, arXiv 2408.07978).
 
 As published, nothing is cached: each call of a model computes the whole sequence. This is for comparison, not for use.
 R independent sequences of the same length T go through one step together; V is the vocabulary, K the number of guesses.
