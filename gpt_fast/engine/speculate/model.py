@@ -182,7 +182,7 @@ class ModelDrafter:
         logits = self.runner.execute(StepPlan(tuple(self._plan(part, 1) for part in parts)))
         complete = [part.draft for part in parts if part.complete]
         rows = [sampling_row(d.request, tuple(d.tokens), d.allowed) for d in complete]
-        drawn: list[int] = sample(self._widened(logits), rows).tolist() if complete else []
+        drawn: list[int] = sample(widened(logits, self._vocab_size), rows).tolist() if complete else []
         going_on = []
         for d, token in zip(complete, drawn, strict=True):
             if token == NO_TOKEN:
@@ -216,12 +216,13 @@ class ModelDrafter:
         d.allowed = masks[-1]
         return len(masks) == len(d.tokens) + 1
 
-    def _widened(self, logits: Tensor) -> Tensor:
-        """[R, V] for the target's V: what the draft model does not have is ruled out, what it has more is cut off."""
-        missing = self._vocab_size - logits.shape[1]
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self._vocab_size]
-
 
 def _draw(request: Request, num_drafts: int) -> Draw:
     """How the token behind ``num_drafts`` drafts is drawn."""
     return draw_of(SamplingRow(request.params, request.seed, request.num_tokens + num_drafts))
+
+
+def widened(logits: Tensor, vocab_size: int) -> Tensor:
+    """[..., vocab_size], the target's: what the draft model does not have is ruled out, what it has more is cut off."""
+    missing = vocab_size - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]
