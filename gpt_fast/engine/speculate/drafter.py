@@ -16,7 +16,12 @@ class Wish(NamedTuple):
 
 
 class Drafter(Protocol):
-    """The engine's thread alone calls it, between two steps."""
+    """The engine's thread alone calls it."""
 
     def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
-        """The tokens that may follow each request's, in order; none where there is no guess."""
+        """The tokens that may follow each request's, in order; none where there is no guess. Between two steps."""
+        ...
+
+    def end(self, request: Request) -> None:
+        """``request`` has ended, or failed: nothing more is asked for it, and what is kept for it can go."""
+        return

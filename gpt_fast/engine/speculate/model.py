@@ -7,7 +7,6 @@ the noise of the token that the target will draw, so both draw the same one most
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,7 +51,7 @@ class ModelDrafter:
 
     def __init__(self, runner: Runner, pages: PageAllocator, vocab_size: int, max_seq_len: int) -> None:
         self.runner, self._pages, self._vocab_size, self._max_seq_len = runner, pages, vocab_size, max_seq_len
-        self._known: weakref.WeakKeyDictionary[Request, _Known] = weakref.WeakKeyDictionary()
+        self._known: dict[Request, _Known] = {}
         self._contents: dict[int, bytes] = {}  # the digest of every full page that is in this cache, too
 
     def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
@@ -62,6 +61,10 @@ class ModelDrafter:
         while active:
             active = self._extend(active)
         return [tuple(d.tokens) for d in drafts]
+
+    def end(self, request: Request) -> None:
+        """See ``Drafter``."""
+        self._known.pop(request, None)
 
     def _find(self, request: Request) -> _Known:
         """What is known of ``request`` by now: drafts that were right count, and shared pages when it is new."""

@@ -52,6 +52,10 @@ class Speculation:
         for wish, tokens in zip(wishes, drafts, strict=True):
             wish.request.drafts = tokens
 
+    def end(self, request: Request) -> None:
+        """``request`` has ended."""
+        self.drafter.end(request)
+
     def note(self, request: Request, drafted: int, right: int, taken: int) -> None:
         """A step verified ``drafted`` tokens of ``request``; the first ``right`` were right, and with the token behind
         them ``taken`` tokens were taken: fewer where the answer ends."""
