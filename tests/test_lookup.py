@@ -15,7 +15,7 @@ from gpt_fast import LLM, SamplingParams
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.speculate import lookup
 from gpt_fast.engine.speculate.drafter import Wish
-from gpt_fast.engine.speculate.lookup import MIN_MATCH, History, LookupDrafter
+from gpt_fast.engine.speculate.lookup import History, LookupDrafter
 from gpt_fast.kernels.automaton import NOTHING, Automaton, Guess, PlainAutomaton
 from gpt_fast.kernels.cpu.library import available
 
@@ -149,12 +149,12 @@ def new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AnyA
     return request.param
 
 
-def test_short_endings_are_not_looked_up(new: AnyAutomaton) -> None:
+def test_the_longer_the_known_ending_the_more_drafts(new: AnyAutomaton) -> None:
     drafter = LookupDrafter()
-    for length in range(6):
+    for length in range(8):
         piece = list(range(40, 40 + length))
         (draft,) = drafter.draft([Wish(request_of([*piece, 1, 2, 3, 4, *piece]), 4)])
-        assert draft == ((1, 2, 3, 4) if length >= MIN_MATCH else ())
+        assert draft == (1, 2, 3, 4)[: max(0, length - 1)]
 
 
 def test_a_long_prompt_is_taken_in_over_several_steps(new: AnyAutomaton, monkeypatch: pytest.MonkeyPatch) -> None:

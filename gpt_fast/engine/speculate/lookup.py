@@ -12,7 +12,6 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.speculate.drafter import Drafter, Wish
 from gpt_fast.kernels.automaton import NOTHING, Automaton, Guess, PlainAutomaton, automaton_class
 
-MIN_MATCH = 3  # tokens; shorter endings are followed by too many things
 _BURST = 2048  # tokens taken in at once: a long text must not hold a step up
 _ENDING = 16  # tokens that are looked up in other answers
 _SEPARATOR = -1  # between answers; no token
@@ -21,7 +20,9 @@ _SEPARATOR = -1  # between answers; no token
 class LookupDrafter(Drafter):
     """Takes the drafts of a request from its own prompt and answer, and from the last ``history`` tokens of finished
     answers where they know a longer ending. Other prompts are not remembered: what an answer copies from a prompt, it
-    copies from its own."""
+    copies from its own.
+
+    An ending of n tokens that is known gives n - 1 drafts at most: the longer it is, the surer is what followed it."""
 
     def __init__(self, history: int = 0) -> None:
         self._new = automaton_class()
@@ -57,7 +58,7 @@ class LookupDrafter(Drafter):
         if self._history is not None and best.length < _ENDING:
             found = self._history.find(request.token_ids[-_ENDING:], most)
             best = found if found.length > best.length else best
-        return best.tokens if best.length >= MIN_MATCH else ()
+        return best.tokens[: max(0, best.length - 1)]
 
 
 class History:
