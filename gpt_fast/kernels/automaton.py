@@ -1,8 +1,9 @@
 """A suffix automaton: what followed the last tokens of a sequence where they stood before, or in another sequence.
 
 It knows all substrings of a sequence that grows, and finds the longest ending that occurred earlier in constant time
-for each token, on average (Blumer et al. 1985). In C++ it takes 0.1 to 0.2 us and about 50 bytes a token
-(``cpu/src/automaton.h``), in Python 5 us and 500 bytes.
+for each token, on average (Blumer et al. 1985). In C++ (``cpu/src/automaton.h``) a token takes about 60
+bytes, and 0.1 us while all of it fits a core's cache (50,000 tokens), 0.8 us at ten times that; in Python 6 us and 500
+bytes.
 """
 
 from __future__ import annotations
