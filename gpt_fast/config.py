@@ -195,6 +195,7 @@ class EngineConfig:
     draft: str | None = None  # who guesses tokens ahead: a checkpoint's directory | lookup | int8 | int4; None: nobody
     speculate: Annotated[str | None, OneOf(SPECULATE)] = None  # None: auto with a draft, else never
     speculate_k: Annotated[int, Whole(1, 15)] = 4  # tokens guessed for each step and sequence, at most
+    lookup_history: Annotated[int, Whole(0, 2**20)] = 0  # tokens of finished answers that lookup remembers
     threads: Annotated[int | None, THREADS] = None  # on a CPU; None: one for a model that fits a cache, else torch's
 
     def __post_init__(self) -> None:
@@ -202,6 +203,8 @@ class EngineConfig:
             check_fields(self)
         except RequestError as error:
             raise ConfigError(error.message) from None
+        if self.lookup_history and self.drafter not in (None, "lookup"):
+            raise ConfigError(f"lookup_history: only lookup remembers answers, and draft is {self.drafter}")
 
     @property
     def drafter(self) -> str | None:

@@ -25,7 +25,7 @@ def request() -> Request:
 
 
 class World:
-    """A machine on which a step of n rows takes ``step(n)`` seconds and a draft of n sequences ``draft(n)``; none: 0."""
+    """A machine: a step of n rows takes ``step(n)`` seconds, a draft of n sequences ``draft(n)``, or nothing."""
 
     def __init__(
         self, step: Callable[[int], float], draft: Callable[[int], float] | None, noise: float = 0.05, seed: int = 0
