@@ -172,12 +172,12 @@ def device_name(value: Any, name: str) -> str:
 
 def drafter_name(value: Any, name: str) -> str:
     """One of DRAFTS, or a path."""
-    if not isinstance(value, str) or not value.strip():
-        refuse(name, f"a checkpoint's folder, or one of {', '.join(DRAFTS)}", value)
-    return Text()(value, name)
+    if isinstance(value, str) and value.strip():
+        return Text()(value, name)
+    refuse(name, f"a checkpoint's folder, or one of {', '.join(DRAFTS)}", value)
 
 
-def when(value: Any, name: str) -> str:
+def when_to_speculate(value: Any, name: str) -> str:
     """One of SPECULATE."""
     if isinstance(value, bool):
         words, meant = ("on and yes", "auto") if value else ("off and no", "never")
@@ -210,7 +210,7 @@ class EngineConfig:
     prefix_cache: bool = True
     # Who guesses tokens ahead: a checkpoint's directory | lookup | int8 | int4; None: nobody.
     draft: Annotated[str | None, drafter_name] = None
-    speculate: Annotated[str | None, when] = None  # None: auto with a draft, else never
+    speculate: Annotated[str | None, when_to_speculate] = None  # None: auto with a draft, else never
     speculate_k: Annotated[int, Whole(1, 15)] = 4  # tokens guessed for each step and sequence, at most
     threads: Annotated[int | None, THREADS] = None  # on a CPU; None: one for a model that fits a cache, else torch's
 

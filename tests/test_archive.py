@@ -395,11 +395,13 @@ def test_what_cannot_be_packed_is_refused(options: dict[str, str], says: str, ch
 
 
 @needs_archiver
-def test_the_script_is_the_same(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_script_is_the_same(checkpoint: Path, draft: Path, tmp_path: Path) -> None:
     command = [ROOT / "scripts" / "archive.sh", "--checkpoint", "my model", "--output", "s", "--by-reference"]
+    command += ["--draft", "small ones/draft 1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "s" / "gpt-fast")
+    assert handler_of(tmp_path / "s" / "gpt-fast")["draft"] == str(draft)
     manifest = json.loads((tmp_path / "s" / "gpt-fast" / "MAR-INF" / "MANIFEST.json").read_text())
     assert manifest["model"]["configFile"] == "model_config.yaml"
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, get_args
 
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import StepPlan
-from gpt_fast.engine.speculate.speculation import DraftCounts
 from gpt_fast.outputs import FinishReason
 
 if TYPE_CHECKING:
     from gpt_fast.engine.engine import Engine
+    from gpt_fast.engine.speculate.speculation import DraftCounts
 
 log = logging.getLogger(__name__)
 
