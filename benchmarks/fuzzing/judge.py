@@ -128,7 +128,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def normal(answer: Answer) -> str:
-    """``answer`` without what changes from one time to the next: ids, dates, cached tokens, drafts, where a stream is cut."""
+    """``answer`` without what changes from time to time: ids, dates, cached tokens, drafts, where a stream is cut."""
     text = answer.body.decode("utf-8", "replace")
     if answer.content_type == "text/event-stream":
         text = json.dumps(_merged(events(text)), sort_keys=True)
