@@ -142,7 +142,7 @@ class Metrics:
         self._labels = (("model_name", model_name), ("engine", worker))
         self._lock = threading.Lock()
         speculation = engine.speculation
-        self._families = FAMILIES if speculation is None else FAMILIES + draft_families(speculation.count)
+        self._families = FAMILIES if speculation is None else FAMILIES + draft_families(speculation.most)
         self._values: dict[tuple[str, str], float] = {
             (f.name, value): 0 for f in self._families if f.kind != "histogram" for value in f.label_values
         }
