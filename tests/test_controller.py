@@ -47,8 +47,8 @@ class World:
         acceptance: Callable[[int, int], float],
         choose: Controller | int,
     ) -> float:
-        """How many times as fast as without drafts ``steps`` steps are. There are ``batch(step)`` sequences, whose drafts
-        are right with probability ``acceptance(step, sequence)`` each. ``choose``: who chooses, or a fixed number."""
+        """How many times as fast ``steps`` steps are as without drafts. Of ``batch(step)`` sequences draft by draft
+        ``acceptance(step, sequence)`` are right. ``choose``: who chooses, or a fixed number."""
         requests: list[Request] = []
         missing: list[int] = []
         for step in range(steps):
