@@ -49,6 +49,26 @@ def plot_load(results: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def plot_shares(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Draw tokens per second against the share of right drafts, one picture for each batch size: fixed numbers of
+    drafts, plain decoding and the controller. ``rows`` are those of benchmarks/speculation.py."""
+    check(path)
+    sizes = sorted({row["batch_size"] for row in rows})
+    figure = _figure_class()(figsize=(4.2 * len(sizes), 3.8), layout="constrained")
+    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+        own = [row for row in rows if row["batch_size"] == size]
+        shares = [row["share"] for row in own]
+        for count in own[0]["fixed"]:
+            label = f"{count} drafts" if count else "plain: where a line crosses it, drafts break even"
+            axes.plot(shares, [row["fixed"][count] for row in own], "-" if count else "k--", label=label, alpha=0.7)
+        axes.plot(shares, [row["auto"] for row in own], "ko", label="controller")
+        axes.set(title=f"batch of {size}", xlabel="share of right drafts", ylabel="tokens/s")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(path, dpi=130)
+
+
 def _values(results: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     """Missing ones as NaN, which leave a gap in the line."""
     return [float("nan") if r.get(key) is None else float(r[key]) for r in results]
