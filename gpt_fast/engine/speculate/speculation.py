@@ -94,8 +94,10 @@ class Speculation:
     def _choose_from_guesses(self, controller: Controller, scheduler: Scheduler, running: Sequence[Request]) -> None:
         """Guesses that cost nothing are made for everyone; those that are not worth a row are judged by what comes."""
         guesses = self.drafter.draft([Wish(r, min(self.most, r.max_tokens - r.num_output - 1)) for r in running])
-        for request in running:
+        for request in list(self._unverified):
             self._judge(controller, request)
+        if not any(guesses):
+            return
         asked = [Asked(r, len(guess)) for r, guess in zip(running, guesses, strict=True)]
         counts = controller.choose(asked, _other_rows(scheduler))
         for request, guess, count in zip(running, guesses, counts, strict=True):
@@ -105,10 +107,10 @@ class Speculation:
 
     def _judge(self, controller: Controller, request: Request) -> None:
         """Note how far an unverified guess was right, once it was wrong or its last token is known."""
-        begin, guess = self._unverified.get(request, (0, ()))
-        came = request.token_ids[begin : begin + len(guess)] if guess else []
+        begin, guess = self._unverified[request]
+        came = request.token_ids[begin : begin + len(guess)]
         right = next((i for i, token in enumerate(came) if token != guess[i]), len(came))
-        if right < len(came) or (guess and right == len(guess)):
+        if right < len(came) or right == len(guess):
             controller.note(request, len(guess), right)
             del self._unverified[request]
 
