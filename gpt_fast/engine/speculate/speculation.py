@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 
 from gpt_fast.engine.request import Request
@@ -20,27 +21,37 @@ class DraftCounts:
     num_drafts: int = 0  # times that a sequence had drafts in a step
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)  # first drafts that were right, second ones, ...
+    drafted_per_position: list[int] = field(default_factory=list)  # first drafts, second ones, ...
+    accepted_per_position: list[int] = field(default_factory=list)  # and those of them that were right
 
     def note(self, drafted: int, accepted: int) -> None:
         """Of one step's ``drafted`` tokens for one sequence the first ``accepted`` were right."""
         self.num_drafts += drafted > 0
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
-        self.accepted_per_position += [0] * (drafted - len(self.accepted_per_position))
-        for i in range(accepted):
-            self.accepted_per_position[i] += 1
+        for counts, count in ((self.drafted_per_position, drafted), (self.accepted_per_position, accepted)):
+            counts += [0] * (drafted - len(counts))
+            for i in range(count):
+                counts[i] += 1
 
 
 class Speculation:
-    """Before each step asks ``drafter`` for ``count`` drafts for each sequence that decodes."""
+    """Before each step asks ``drafter`` for at most ``count`` drafts for each sequence that decodes. ``when``: auto,
+    always or never, see ``SPECULATE`` (config.py). Both may be changed while no request runs."""
 
-    def __init__(self, drafter: Drafter, count: int) -> None:
-        self.drafter, self.count = drafter, count
+    def __init__(self, drafter: Drafter, count: int, when: str = "always") -> None:
+        self.drafter, self.count, self.when = drafter, count, when
         self.counts = DraftCounts()
+        self.drafting_s = 0.0  # seconds that the drafts of the latest step took
 
     def propose(self, scheduler: Scheduler) -> None:
         """Set the drafts of running requests. A drafter that fails costs the drafts of one step and nothing else."""
+        begin = time.perf_counter()
+        if self.when != "never":
+            self._propose(scheduler)
+        self.drafting_s = time.perf_counter() - begin
+
+    def _propose(self, scheduler: Scheduler) -> None:
         running = [r for r in scheduler.running if r.num_pending == 1 and not r.paused]
         wishes = [Wish(r, scheduler.room_for_drafts(r, self.count)) for r in running]
         wishes = [wish for wish in wishes if wish.most > 0]
