@@ -182,13 +182,22 @@ def test_a_terminal_gets_colours_and_a_legend(monkeypatch: pytest.MonkeyPatch) -
     shown, plain = gpt_fast(*DRAFTED, stream=Terminal), gpt_fast(*DRAFTED)
     assert ESCAPES.sub("", shown.stdout) == plain.stdout + "\n"
     assert {"\x1b[32m", "\x1b[35m", "\x1b[0m"} <= set(ESCAPES.findall(shown.stdout))
-    legend = "(magenta): the target's token in the place of the first wrong draft"
+    legend = "(magenta): in the place of the first wrong draft"
     assert legend in shown.stderr
     monkeypatch.setenv("NO_COLOR", "1")
     plainly = gpt_fast(*DRAFTED, stream=Terminal)
     assert plainly.stdout == plain.stdout + "\n"
     assert not ESCAPES.search(plainly.stderr)
     assert legend not in plainly.stderr
+
+
+def test_a_terminal_sees_how_far_a_comparison_of_drafts_is() -> None:
+    arguments = ("--checkpoint", DEMO, "--draft", "lookup", "--new-tokens", "3", "--repeats", "1", "--speculate-k", "1")
+    result = gpt_fast("bench", *arguments, stream=Terminal)
+    assert result.returncode == 0, result.stderr
+    runs = 8 * 2 * 3  # prompts, rounds with the first one that does not count, methods
+    assert f"/{runs} [" in result.stderr
+    assert "[" not in result.stdout
 
 
 def test_verbose_without_drafts_says_nothing_of_them(checkpoint: Path) -> None:

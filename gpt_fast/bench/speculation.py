@@ -292,8 +292,9 @@ _HEADS = (
 HEAD = "\n".join(_LINE.format(*words).rstrip() for words in _HEADS)
 NOTES = """\
 ratio: tokens/s over those of the target alone in the same round. a step: each step of the target for one sequence.
-draft, verify, plain ms: one draft, a step of the target that verifies drafts, a step without drafts. expected: what
-these times say of steps with drafts, (accepted + 1) x plain / (drafts x draft + verify); above 1 drafts pay."""
+draft, verify, plain ms: one draft, a step of the target that verifies drafts, a step without drafts.
+expected ratio: (accepted + 1) x plain / (drafts x draft + verify), of steps with drafts in which the whole batch
+decodes; drafts pay where it is above 1."""
 
 
 def describe(row: dict[str, Any]) -> str:

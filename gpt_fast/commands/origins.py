@@ -25,10 +25,10 @@ _COLOURS: dict[Origin, tuple[str, int]] = {
     "bonus": ("cyan", 36),
 }
 _MEANINGS: dict[Origin, str] = {
-    "accepted": "a draft that was right",
-    "corrected": "the target's token in the place of the first wrong draft",
-    "bonus": "the target's token behind drafts that were all right",
-    "plain": "a step without drafts",
+    "accepted": "a right draft",
+    "corrected": "in the place of the first wrong draft",
+    "bonus": "behind drafts that were all right",
+    "plain": "without drafts",
 }
 _ENOUGH_STEPS = 8  # for a median
 _PLAIN_TOKENS = 17  # the first of them comes from the prompt's step
