@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from gpt_fast import Completion, SamplingParams, cli
 from gpt_fast.bench import plots
 from gpt_fast.bench import speculation as bench
 from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepTimes, Tally, break_even, plain_step_s
+from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.errors import ConfigError
 
 LOOKUP = ("--draft", "lookup")
@@ -75,6 +77,21 @@ def test_speculation_pays_above_the_accepted_drafts_that_are_needed() -> None:
     assert (even.plain_side_s, even.draft_side_s) == (1.5, 1.0)
     assert even.speedup == 1.5
     assert even._replace(accepted=even.accepted_needed).speedup == pytest.approx(1.0)
+
+
+def test_a_steps_time_is_without_its_drafts_and_prompts_are_no_decode_steps() -> None:
+    engine: Any = SimpleNamespace(speculation=SimpleNamespace(drafting_s=2.0), on_step=None)
+    times = StepTimes(engine)
+    place = {"start": 4, "num_placed": 1, "new_pages": (), "rope_len": 7}
+    verified = SequencePlan(slot=0, tokens=(1, 2, 3), num_logits=3, **place)
+    decoded = SequencePlan(slot=1, tokens=(1,), num_logits=1, **place)
+    prompt = SequencePlan(slot=2, tokens=(1, 2, 3), num_logits=1, **place)
+    engine.on_step(StepPlan((verified, decoded)), 5.0)
+    engine.on_step(StepPlan((verified, decoded, prompt)), 9.0)
+    assert times.steps == [DecodeStep(num_sequences=2, num_drafts=2, depth=2, drafting_s=2.0, target_s=3.0)]
+    engine.speculation = None
+    engine.on_step(StepPlan((decoded,)), 1.0)
+    assert times.steps[1:] == [DecodeStep(1, 0, 0, 0.0, 1.0)]
 
 
 def test_steps_are_timed_with_drafts_and_without() -> None:

@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +21,7 @@ from test_speculation import near_model
 from gpt_fast import SamplingParams, __version__, cli
 from gpt_fast.commands.generate import end_line
 from gpt_fast.commands.origins import Painter
+from gpt_fast.outputs import Delta
 from gpt_fast.tokenizer import IncrementalDetokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -241,6 +244,15 @@ def test_every_character_has_the_colour_of_the_token_that_completes_it() -> None
             assert colours == expected[: len(done.text)].ljust(len(done.text), "p")
             seen |= set(colours)
     assert seen == set("abcp")
+
+
+def test_a_token_keeps_its_colour_where_a_delta_holds_its_end_back() -> None:
+    words: Any = SimpleNamespace(push=["abc", "", "de", "f"].__getitem__)
+    painter = Painter(words)
+    first = Delta("ab", (0, 1), origins=("accepted", "bonus"))
+    assert painter.paint(first) == "\x1b[32mab\x1b[0m"
+    last = Delta("cde", (2, 3), origins=("corrected", "plain"))  # a stop string began with the last token
+    assert painter.paint(last) == "\x1b[32mc\x1b[0m\x1b[35mde\x1b[0m"
 
 
 def test_prompt_from_stdin(checkpoint: Path) -> None:

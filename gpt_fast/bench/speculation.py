@@ -52,7 +52,7 @@ Asked = list[tuple[list[int], SamplingParams]]  # token ids of prompts, and how 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What to compare. Raises ConfigError."""
+    """What to compare. Raises ConfigError, or RequestError for ``temperature`` and ``seed``."""
 
     speculate_k: int = 4  # fixed numbers of drafts are 1 to this; ``auto`` may give as many
     batch_sizes: tuple[int, ...] = (1,)
