@@ -147,7 +147,7 @@ def test_json_on_the_last_line_and_a_seed_repeats(checkpoint: Path) -> None:
 
 STORY = ("generate", "--checkpoint", DEMO, "--dtype", "float32", "--prompt", "Once upon", "--max-new-tokens", "40")
 SEEDED = (*STORY, "--temperature", "1", "--seed", "2")
-DRAFTED = (*SEEDED, "--draft", DEMO.parent / "draft", "--verbose")
+DRAFTED = (*SEEDED, "--draft", DEMO.parent / "draft", "--speculate", "always", "--verbose")
 ESCAPES = re.compile("(\x1b\\[[0-9]+m)")
 
 

@@ -10,14 +10,17 @@ right and one token more, each of which would take a plain step. So speculation 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.scheduler import StepPlan
+from gpt_fast.engine.speculate.controller import Controller
+from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.outputs import Completion, Origin
 
 
@@ -85,6 +88,18 @@ class StepTimes:
         speculation = self._engine.speculation
         drafting_s = speculation.drafting_s if speculation is not None else 0.0
         self.steps.append(DecodeStep(len(drafted), sum(drafted), max(drafted), drafting_s, seconds - drafting_s))
+
+
+@contextlib.contextmanager
+def speculating(speculation: Speculation, most: int, controller: Controller | None = None) -> Iterator[None]:
+    """Inside, each step gets ``most`` drafts for each sequence, 0 for none, or as many as ``controller`` chooses. No
+    request may run when it begins and ends."""
+    before = speculation.most, speculation.controller
+    speculation.most, speculation.controller = most, controller
+    try:
+        yield
+    finally:
+        speculation.most, speculation.controller = before
 
 
 class BreakEven(NamedTuple):

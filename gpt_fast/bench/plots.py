@@ -76,13 +76,13 @@ def plot_drafts(results: Sequence[Mapping[str, Any]], path: str | Path) -> None:
 
 
 def _draw_rates(axes: Any, rows: Sequence[Mapping[str, Any]], fixed: Sequence[Mapping[str, Any]]) -> None:
-    """``fixed`` against k. Of the other ``rows`` the first, which is the target, and those that have drafts."""
+    """``fixed`` against k. The other ``rows``, but not the draft model alone."""
     medians = _values(fixed, "tokens_per_second")
     quartiles = [row["tokens_per_second_quartiles"] for row in fixed]
     below = [median - low for median, (low, _) in zip(medians, quartiles, strict=True)]
     above = [high - median for median, (_, high) in zip(medians, quartiles, strict=True)]
     axes.errorbar([row["k"] for row in fixed], medians, [below, above], fmt="o-", capsize=3, label="k drafts")
-    lines = [rows[0], *(row for row in rows[1:] if row["k"] is None and row["acceptance"] is not None)]
+    lines = [rows[0], *(row for row in rows[1:] if row["k"] is None and (row["same_tokens"] or row["acceptance"]))]
     for i, row in enumerate(lines):
         style = {"ls": ("-", "--", ":", "-.")[i % 4], "color": f"C{i + 1}"}
         axes.axhline(row["tokens_per_second"], label=row["method"], **style)

@@ -23,11 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepTimes, Tally, break_even, plain_step_s
+from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepTimes, Tally, break_even, plain_step_s, speculating
 from gpt_fast.bench.load.prompts import Prompt, read_prompts
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.config import DRAFTS, MAX_POSITIONS, read_key
 from gpt_fast.engine.engine import Engine
+from gpt_fast.engine.speculate.controller import Controller
 from gpt_fast.errors import ConfigError
 from gpt_fast.fields import Whole
 from gpt_fast.llm import LLM
@@ -140,8 +141,11 @@ class Bench:
             raise ConfigError(f"a prompt and new_tokens ({room}) exceed the context of {opened.config.max_seq_len}")
         # A round must not find what the one before has computed.
         sizes = {"max_batch": max(wanted.batch_sizes), "max_seq_len": room, "prefix_cache": False}
-        drafting = {"draft": draft, "speculate": "auto", "speculate_k": wanted.speculate_k}
-        self.llm = LLM(opened, progress=True, **options, **sizes, **drafting)
+        speculate = {"draft": draft, "speculate": "auto", "speculate_k": wanted.speculate_k}
+        self.llm = LLM(opened, progress=True, **options, **sizes, **speculate)
+        assert self.llm.engine.speculation is not None
+        self._speculation = self.llm.engine.speculation
+        self._controller = self._speculation.controller
         self.draft_llm: LLM | None = None
         if draft not in DRAFTS:
             as_target = {"dtype": str(self.llm.dtype).removeprefix("torch."), "quantize": None}
@@ -158,14 +162,18 @@ class Bench:
     def methods(self) -> list[Method]:
         """What is compared; the first one is what the others are compared with."""
         most, target = self.wanted.speculate_k, self.llm.engine
-        found = [Method(TARGET, partial(_ask, self.llm, "never", most), target)]
+        found = [Method(TARGET, partial(self._target, 0, None), target)]
         if self.draft_llm is not None:
-            alone = partial(_ask, self.draft_llm, "never", most)
-            found.append(Method("draft alone", alone, self.draft_llm.engine, own_tokens=True))
+            found.append(Method("draft alone", partial(_ask, self.draft_llm), self.draft_llm.engine, own_tokens=True))
         for k in range(1, most + 1):
-            found.append(Method(f"k = {k}", partial(_ask, self.llm, "always", k), target, k))
-        found.append(Method("auto", partial(_ask, self.llm, "auto", most), target))
+            found.append(Method(f"k = {k}", partial(self._target, k, None), target, k))
+        found.append(Method("auto", partial(self._target, most, self._controller), target))
         return found
+
+    def _target(self, most: int, controller: Controller | None, asked: Asked) -> Answers:
+        """Let the target answer; ``most`` and ``controller``: see ``speculating``."""
+        with speculating(self._speculation, most, controller):
+            return _ask(self.llm, asked)
 
     def facts(self) -> dict[str, Any]:
         """What is known before anything is measured."""
@@ -211,10 +219,7 @@ class Bench:
         return [asked[i : i + batch_size] for i in range(0, count, batch_size)]
 
 
-def _ask(llm: LLM, when: str, count: int, asked: Asked) -> Answers:
-    """Let ``llm`` answer with at most ``count`` drafts a step, as ``when`` says (see ``Speculation``)."""
-    if llm.engine.speculation is not None:
-        llm.engine.speculation.when, llm.engine.speculation.count = when, count
+def _ask(llm: LLM, asked: Asked) -> Answers:
     handles = llm.submit_all(asked)
     while not all(handle.finished for handle in handles):
         time.sleep(_POLL_S)  # not wait(): being woken at every token would take the core from the engine

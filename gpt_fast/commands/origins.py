@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, get_args
 
-from gpt_fast.bench.drafting import BreakEven, StepTimes, Tally, break_even, plain_step_s
+from gpt_fast.bench.drafting import BreakEven, StepTimes, Tally, break_even, plain_step_s, speculating
 from gpt_fast.outputs import Completion, Delta, Origin
 from gpt_fast.params import SamplingParams
 from gpt_fast.tokenizer import IncrementalDetokenizer
@@ -119,10 +119,10 @@ class OriginReport:
         """Seconds of a step without drafts: from the run, or if it had too few of them, of a few more tokens."""
         steps = list(self._times.steps)
         if sum(not step.num_drafts for step in steps) < _ENOUGH_STEPS:
-            measured, when, (prompt, params) = StepTimes(self._llm.engine), self._speculation.when, self._latest
-            self._speculation.when = "never"
-            self._llm.generate(prompt, dataclasses.replace(params, max_tokens=_PLAIN_TOKENS, ignore_eos=True, stop=()))
-            self._speculation.when = when
+            measured, (prompt, params) = StepTimes(self._llm.engine), self._latest
+            params = dataclasses.replace(params, max_tokens=_PLAIN_TOKENS, ignore_eos=True, stop=())
+            with speculating(self._speculation, most=0):
+                self._llm.generate(prompt, params)
             steps += measured.steps
         return plain_step_s(steps, batch_size=1)
 

@@ -7,7 +7,6 @@ the noise of the token that the target will draw, so both draw the same one most
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,14 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.engine.compute import sampling_row
+from gpt_fast.engine.compute import probe, sampling_row
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, draw_of, only_drawn, sample
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.speculate.drafter import Wish
+from gpt_fast.engine.speculate.times import DraftTimes, StepTimes, measure
 from gpt_fast.kernels.race import Draw
+
+_MEASURED_ROWS = 128  # of a step; longer ones are extrapolated
+_MORE_DRAFTS = 4
 
 
 @dataclass
@@ -72,7 +75,7 @@ class ModelDrafter:
 
     def __init__(self, runner: Runner, pages: PageAllocator, vocab_size: int, max_seq_len: int) -> None:
         self.runner, self._pages, self._vocab_size, self._max_seq_len = runner, pages, vocab_size, max_seq_len
-        self._known: weakref.WeakKeyDictionary[Request, _Known] = weakref.WeakKeyDictionary()
+        self._known: dict[Request, _Known] = {}
         self._contents: dict[int, bytes] = {}  # the digest of every full page that is in this cache, too
 
     def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
@@ -93,6 +96,34 @@ class ModelDrafter:
             self._contents.clear()
             raise
         return [tuple(d.tokens) for d in drafts]
+
+    def missing(self, request: Request) -> int:
+        """See ``Drafter``."""
+        known = self._known.get(request)
+        if known is None or known.admission != request.num_admissions:
+            known = self._find(request)
+        return request.num_tokens - known.num_computed - len(known.ahead)
+
+    def measure(self) -> DraftTimes:
+        """See ``Drafter``."""
+        rows = min(_MEASURED_ROWS, self._max_seq_len)
+        if not self.runner.chains:
+            return DraftTimes(0.0, StepTimes(measure(lambda n: probe(self.runner, 0, n), rows), rows))
+        steps = measure(lambda n: self._run_chain(n, 1), rows)
+        five = measure(lambda n: self._run_chain(1, 1 + n), _MORE_DRAFTS)[_MORE_DRAFTS]
+        one = max((five - steps[1]) / _MORE_DRAFTS, 0.0)
+        call = steps[1] - one
+        return DraftTimes(call, StepTimes({n: seconds - call for n, seconds in steps.items()}, rows))
+
+    def _run_chain(self, num_tokens: int, num_draws: int) -> None:
+        """Compute tokens that nobody needs, in slot 0 and page 0."""
+        pages = (0,) * -(-(num_tokens + num_draws) // self._pages.page_size)
+        plan = SequencePlan(0, (0,) * num_tokens, 0, 0, pages, num_logits=1, rope_len=num_tokens)
+        self.runner.chain(StepPlan((plan,)), [[Draw()] * num_draws])
+
+    def end(self, request: Request) -> None:
+        """See ``Drafter``."""
+        self._known.pop(request, None)
 
     def _find(self, request: Request) -> _Known:
         """What is known of ``request`` by now: drafts that were right count, and shared pages when it is new."""
@@ -154,7 +185,7 @@ class ModelDrafter:
         logits = self.runner.execute(StepPlan(tuple(self._plan(part, 1) for part in parts)))
         complete = [part.draft for part in parts if part.complete]
         rows = [sampling_row(d.request, tuple(d.tokens), d.allowed) for d in complete]
-        drawn: list[int] = sample(self._widened(logits), rows).tolist() if complete else []
+        drawn: list[int] = sample(widened(logits, self._vocab_size), rows).tolist() if complete else []
         going_on = []
         for d, token in zip(complete, drawn, strict=True):
             if token == NO_TOKEN:
@@ -188,12 +219,13 @@ class ModelDrafter:
         d.allowed = masks[-1]
         return len(masks) == len(d.tokens) + 1
 
-    def _widened(self, logits: Tensor) -> Tensor:
-        """[R, V] for the target's V: what the draft model does not have is ruled out, what it has more is cut off."""
-        missing = self._vocab_size - logits.shape[1]
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self._vocab_size]
-
 
 def _draw(request: Request, num_drafts: int) -> Draw:
     """How the token behind ``num_drafts`` drafts is drawn."""
     return draw_of(SamplingRow(request.params, request.seed, request.num_tokens + num_drafts))
+
+
+def widened(logits: Tensor, vocab_size: int) -> Tensor:
+    """[..., vocab_size], the target's: what the draft model does not have is ruled out, what it has more is cut off."""
+    missing = vocab_size - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]
