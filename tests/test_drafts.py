@@ -19,12 +19,12 @@ from gpt_fast import Completion, SamplingParams
 from gpt_fast.engine.compute import Computed, Outcome, sample_tokens
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
-from gpt_fast.engine.speculate.drafter import Wish
+from gpt_fast.engine.speculate.drafter import Drafter, Wish
 
 Asked = tuple[list[int], SamplingParams]
 
 
-class Knowing:
+class Knowing(Drafter):
     """Drafts the true tokens, but each of them is wrong with ``error_rate``.
 
     ``truth``: by prompt and seed, the answer as it goes on past every end.

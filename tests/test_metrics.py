@@ -265,7 +265,7 @@ def test_tokens_that_come_together_are_counted_each_and_timed_once() -> None:
 
 def test_drafts_are_counted_by_what_became_of_them_and_by_position() -> None:
     simulation = Simulation()
-    simulation.speculation = Speculation(LookupDrafter(), count=3)
+    simulation.speculation = Speculation(LookupDrafter(), most=3)
     metrics, r = watched(simulation), simulation.add(3, 9)
     front_end = FrontEnd()
     metrics.flush(front_end.emit)
@@ -318,7 +318,7 @@ def test_a_bound_includes_itself_and_quantiles_come_out() -> None:
 
 def test_the_exposition_declares_what_it_shows() -> None:
     simulation = Simulation()
-    simulation.speculation = Speculation(LookupDrafter(), count=3)
+    simulation.speculation = Speculation(LookupDrafter(), most=3)
     found = parse(watched(simulation).exposition())
     for family in (*FAMILIES, *draft_families(3)):
         for name in filter(None, (family.name, family.former)):
@@ -492,7 +492,7 @@ def test_a_flush_is_one_write() -> None:
 
 def test_the_metrics_file_declares_what_is_reported() -> None:
     front_end, simulation = FrontEnd(), Simulation()
-    simulation.speculation = Speculation(LookupDrafter(), count=3)
+    simulation.speculation = Speculation(LookupDrafter(), most=3)
     watched(simulation).flush(front_end.emit)
     config = yaml.safe_load((ROOT / "configs" / "metrics.yaml").read_text())
     declared = {

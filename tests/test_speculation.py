@@ -177,7 +177,8 @@ def test_the_demo_pair_writes_what_the_target_writes(draft: str, demo: tuple[dic
     if draft == "history":
         name, options = "lookup", options | {"lookup_history": 2000}
     prompts, params = zip(*demo_requests(), strict=True)
-    with LLM(DEMO / "target", max_batch=3, num_pages=20, max_seq_len=128, draft=name, **options) as llm:
+    options |= {"max_batch": 3, "num_pages": 20, "max_seq_len": 128, "draft": name, "speculate": "always"}
+    with LLM(DEMO / "target", **options) as llm:
         for _ in range(2):
             done = llm.generate(list(prompts), list(params))
             llm.engine.scheduler.check_integrity()
@@ -191,7 +192,8 @@ def test_drafts_in_one_call_are_those_of_one_call_each(dtype: str, monkeypatch: 
     prompts, params = zip(*demo_requests(), strict=True)
     found = []
     for chains in (True, False):
-        with LLM(DEMO / "target", max_batch=5, num_pages=60, draft=str(DEMO / "draft"), dtype=dtype, threads=2) as llm:
+        options: dict[str, Any] = {"draft": str(DEMO / "draft"), "speculate": "always", "dtype": dtype, "threads": 2}
+        with LLM(DEMO / "target", max_batch=5, num_pages=60, **options) as llm:
             drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
             assert drafter.runner.chains
             if not chains:

@@ -90,11 +90,12 @@ class Speculation:
         wishes = [wish for wish in wishes if wish.most]
         if not wishes:
             return
-        missing = [self.drafter.missing(wish.request) for wish in wishes]
+        costs = None if self.controller is None else self.controller.drafting
+        missing = [] if costs is None else [self.drafter.missing(wish.request) for wish in wishes]
         begin = time.perf_counter()
         drafts = self.drafter.draft(wishes)
-        if self.controller is not None and self.controller.drafting is not None:
-            self.controller.drafting.note([w.most for w in wishes], missing, time.perf_counter() - begin)
+        if costs is not None:
+            costs.note([wish.most for wish in wishes], missing, time.perf_counter() - begin)
         for wish, tokens in zip(wishes, drafts, strict=True):
             wish.request.drafts = tokens
 
