@@ -177,7 +177,7 @@ def test_the_demo_pair_writes_what_the_target_writes(draft: str, demo: tuple[dic
     if draft == "history":
         name, options = "lookup", options | {"lookup_history": 2000}
     prompts, params = zip(*demo_requests(), strict=True)
-    options |= {"max_batch": 3, "num_pages": 20, "max_seq_len": 128, "draft": name, "speculate": "always"}
+    options = options | {"max_batch": 3, "num_pages": 20, "max_seq_len": 128, "draft": name, "speculate": "always"}
     with LLM(DEMO / "target", **options) as llm:
         for _ in range(2):
             done = llm.generate(list(prompts), list(params))
