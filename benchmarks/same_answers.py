@@ -62,6 +62,7 @@ RUNS = {
     "no prefix cache": Run({"max_batch": 8, "speculate_k": 7, "prefix_cache": False}),
     "chunks of 7": Run({"max_batch": 8, "speculate_k": 5, "prefill_chunk": 7, "page_size": 4}),
     "few pages": Run({"max_batch": 16, "speculate_k": 4, "page_size": 8}, at_once=24, pages=1.0),
+    "as many as pay": Run({"max_batch": 8, "speculate_k": 6, "speculate": "auto"}),
     "one draft": Run({"max_batch": 5, "speculate_k": 1, "prefix_cache": False}, at_once=7, pages=1.0),
 }
 
@@ -132,7 +133,7 @@ class Campaign:
         self._target, self._asks, self._options = target, asks, options
         self.rows: list[Row] = []
         self._bar = tqdm(unit="answer", disable=not sys.stderr.isatty(), file=sys.stderr)
-        self._truth = self._serve("the truth", ALONE, {})[0]
+        self._truth = self._serve("the truth", ALONE, {"speculate": "never"})[0]
         ends = [a.completion.finish_reason if a.completion else "error" for a in self._truth]
         print(f"{len(asks)} answers; {', '.join(f'{end}: {ends.count(end)}' for end in sorted(set(ends)))}", flush=True)
 
@@ -143,7 +144,7 @@ class Campaign:
     def run(self, name: str, run: str, draft: str | Path | None) -> None:
         """Serve all as ``run`` says with ``draft``, add a row, and tell of the first answer that differs."""
         how = RUNS[run]
-        more: dict[str, Any] = {} if draft is None else {"draft": str(draft), "speculate": "always"}
+        more: dict[str, Any] = {"speculate": "never"} if draft is None else {"draft": str(draft)}
         if how.pages is not None:
             page_size = how.options.get("page_size", PAGE_SIZE)
             more["num_pages"] = -(-int(how.pages * self._options["max_seq_len"]) // page_size)
@@ -167,7 +168,7 @@ class Campaign:
         counts = {"steps": 0}
         self._bar.reset(len(self._asks))
         self._bar.set_description(title)
-        with LLM(self._target, **self._options | how.options | more) as llm:
+        with LLM(self._target, **{"speculate": "always"} | self._options | how.options | more) as llm:
             llm.engine.on_step = lambda plan, seconds: counts.update(steps=counts["steps"] + 1)
             answers = Serving(llm, self._asks, how.at_once, how.at_once > 1, self._bar.update).run()
             return answers, counts | {"preemptions": llm.engine.scheduler.num_preemptions}

@@ -20,6 +20,7 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.draft import open_draft
 from gpt_fast.checkpoint.families import GenerationDefaults
 from gpt_fast.config import EngineConfig, ModelConfig, from_mapping
+from gpt_fast.engine.compute import probe
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.handle import Handle
@@ -160,6 +161,8 @@ class LLM:
         with cache if runner.path == "compiled" else nullcontext():
             for each in runners:
                 each.warm_up()
+            if self.engine.speculation is not None and o.speculate != "always":
+                self.engine.speculation.control(partial(probe, runner, 0), runner.max_batch, self.max_seq_len)
 
     @overload
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...

@@ -39,6 +39,12 @@ class Knowing:
     def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
         return [tuple(map(self._spoiled, self._next(r)[:count])) for r, count in wishes]
 
+    def missing(self, request: Request) -> int:
+        return 0
+
+    def measure(self, max_batch: int) -> None:
+        return None
+
     def _next(self, r: Request) -> Sequence[int]:
         return self.truth[(*r.token_ids[: r.num_prompt], r.params.seed)][r.num_output :]
 

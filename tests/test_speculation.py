@@ -225,6 +225,28 @@ def test_a_draft_model_costs_the_pages_that_were_planned(kv_cache_dtype: str) ->
         assert drafter.runner.cache_bytes == both.num_bytes - alone.num_bytes > 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_in_one_call_are_those_of_one_call_each(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = zip(*demo_requests(), strict=True)
+    found = []
+    for chains in (True, False):
+        with LLM(DEMO / "target", max_batch=5, num_pages=60, draft=str(DEMO / "draft"), dtype=dtype, threads=2) as llm:
+            drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
+            assert drafter.runner.chains
+            if not chains:
+                monkeypatch.setattr(Runner, "chains", False)
+            drafts: list[list[tuple[int, ...]]] = []
+            draft = drafter.draft
+            drafter.draft = lambda wishes, draft=draft, drafts=drafts: drafts.append(draft(wishes)) or drafts[-1]
+            with llm.engine.changed:  # one step takes them all in
+                handles = llm.submit_all(list(zip(prompts, params, strict=True)))
+            for handle in handles:
+                assert list(handle)[-1].completion
+            found.append(drafts)
+    assert found[0] == found[1]
+    assert {len(d) for step in found[0] for d in step} == {1, 2, 3, 4}
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

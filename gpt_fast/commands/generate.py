@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gpt_fast.llm import LLM
 
 
+METHODS = ("coupled", "leviathan", "chen")  # the engine's rule, and published ones (commands/published.py)
 _SAMPLING: options.Table = {  # fields of SamplingParams
     "--max-new-tokens": {"type": int, "metavar": "N", "help": "most tokens to generate (default: 128)"},
     "--temperature": {"type": float, "metavar": "T", "help": "0 is greedy (default: the checkpoint's own, else 0)"},
@@ -49,6 +50,8 @@ def add_parser(subparsers: Any) -> None:
     options.add_engine_options(engine)
     length = "context, prompt and answer together, in tokens"
     engine.add_argument("--max-seq-len", type=int, default=argparse.SUPPRESS, metavar="N", help=length)
+    rule = "how drafts are judged: coupled, or as published: leviathan, chen (slow, to compare)"
+    engine.add_argument("--method", choices=METHODS, default="coupled", help=rule + " (default: %(default)s)")
     parser.set_defaults(run=run, sampling=options.add_options(parser.add_argument_group("sampling"), _SAMPLING))
 
 
@@ -57,6 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
     options.set_up_logging(arguments.verbose)
     params = SamplingParams(**options.given(arguments, arguments.sampling))
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+
+    if arguments.method != "coupled":
+        from gpt_fast.commands.published import generate_published
+
+        return generate_published(arguments, params, prompt)
 
     from gpt_fast.llm import LLM
 

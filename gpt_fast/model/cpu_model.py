@@ -13,6 +13,7 @@ from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, padded
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, check
+from gpt_fast.kernels.race import Draw
 from gpt_fast.model import description as d
 from gpt_fast.model.transformer import Block, KVCache, Transformer
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
@@ -92,6 +93,21 @@ class CpuStep:
         angles = [rope(positions, lengths) for rope in self._ropes]
         with torch.profiler.record_function("gpt_fast::cpu_step"):
             return self._program.run(tokens, positions, angles, layout, rows)
+
+    def chain(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        layout: StepLayout,
+        rows: Tensor,
+        slots: Tensor,
+        draws: Sequence[Sequence[Draw]],
+    ) -> list[list[int]]:
+        """See ``Program.chain``."""
+        angles = [rope(positions, lengths) for rope in self._ropes]
+        with torch.profiler.record_function("gpt_fast::cpu_chain"):
+            return self._program.chain(tokens, positions, angles, layout, rows, slots, draws)
 
     def reads_host(self, num_tokens: int) -> bool:
         """Always: host and device are one."""

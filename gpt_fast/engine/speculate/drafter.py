@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from gpt_fast.engine.request import Request
+from gpt_fast.engine.speculate.times import DraftTimes
 
 
 class Wish(NamedTuple):
@@ -20,3 +21,9 @@ class Drafter(Protocol):
 
     def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
         """The tokens that may follow each request's, in order; none where there is no guess."""
+
+    def missing(self, request: Request) -> int:
+        """Tokens that it would have to compute for ``request`` before the first draft."""
+
+    def measure(self, max_batch: int) -> DraftTimes | None:
+        """What drafts for up to ``max_batch`` sequences cost; None: next to nothing."""

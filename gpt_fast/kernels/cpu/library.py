@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 
 from gpt_fast.errors import CompilerError, UnavailableError
+from gpt_fast.kernels.cpu import structs
+from gpt_fast.kernels.cpu.structs import SOURCES
 from gpt_fast.user_cache import private_folder, trusted
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).with_name("src")
 # Without -fno-tree-reassoc gcc gathers integer sums at the end of a block and spills every register on the way.
 FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-pthread", "-fPIC", "-shared")
 _AVX2 = ("-mavx2", "-mfma")
@@ -162,10 +163,14 @@ def library() -> ctypes.CDLL:
         raise UnavailableError(f"{path} cannot be loaded: {error}") from error
     lib.gpt_fast_run.argtypes = [_P, _P, ctypes.c_int]
     lib.gpt_fast_pack.argtypes = [_I, _P, _P, _I, _I, _I, _I, ctypes.c_int]
-    lib.gpt_fast_race.argtypes = [_P, _P, _P, _I, _I, ctypes.c_int]
-    lib.gpt_fast_run.restype = lib.gpt_fast_pack.restype = lib.gpt_fast_race.restype = None
+    lib.gpt_fast_chain.argtypes = [_P, _P, _P, ctypes.c_int]
+    lib.gpt_fast_draw.argtypes = [_P, _P, _P, _I, _I, ctypes.c_int]
+    for function in (lib.gpt_fast_run, lib.gpt_fast_chain, lib.gpt_fast_pack, lib.gpt_fast_draw):
+        function.restype = None
     lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
+    for which, kind in enumerate(structs.CHECKED):
+        assert lib.gpt_fast_struct_bytes(which) == ctypes.sizeof(kind), f"{kind.__name__} differs"
     return lib
 
 

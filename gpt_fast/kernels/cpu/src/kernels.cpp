@@ -1,7 +1,6 @@
 // The functions that Python calls (through ctypes): plain C signatures around the kernels of the headers here.
-#include "program.h"
+#include "chain.h"
 #include "pack.h"
-#include "race.h"
 
 using namespace gpt_fast;
 
@@ -43,10 +42,15 @@ void gpt_fast_run(const Program* program, Step* step, int threads) {
     run_team(threads, Run::phases(*program), [&](Team& team) { Run(*program, *step, threads, memory).run(team); });
 }
 
-// A token for each row of logits (race.h).
-void gpt_fast_race(const float* logits, const int32_t* keys, int64_t* tokens, int64_t rows, int64_t vocab,
-                   int threads) {
-    run_team(rows > 1 ? threads : 1, kPhases, [&](Team& team) { race(team, logits, keys, tokens, rows, vocab); });
+// Several steps of a program, each of the tokens that the one before has drawn (chain.h).
+void gpt_fast_chain(const Program* program, const Step* step, const Chain* chain, int threads) {
+    run_chain(*step, *chain, threads, [&](Step& each) { gpt_fast_run(program, &each, threads); });
+}
+
+// A token for each row of logits (draw.h).
+void gpt_fast_draw(const float* logits, const Draw* draws, int64_t* tokens, int64_t rows, int64_t vocab, int threads) {
+    run_team(rows > 1 ? threads : 1, kPhases,
+             [&](Team& team) { draw_rows(team, logits, draws, tokens, rows, vocab); });
 }
 
 // Reads all of [data, data + num_bytes), a multiple of 128 kB, and nothing else: what memory allows (roofline.py).
@@ -67,7 +71,7 @@ int64_t gpt_fast_read(const uint8_t* data, int64_t num_bytes, int threads) {
 
 // Sizes of the structs that Python builds, so that a mismatch is an error at load.
 int64_t gpt_fast_struct_bytes(int64_t which) {
-    const int64_t sizes[] = {sizeof(Linear), sizeof(Op), sizeof(Program), sizeof(Step)};
+    const int64_t sizes[] = {sizeof(Linear), sizeof(Op), sizeof(Program), sizeof(Step), sizeof(Draw), sizeof(Chain)};
     return sizes[which];
 }
 
