@@ -89,13 +89,15 @@ def main() -> int:
 
 def loaded(target: str, options: dict[str, Any]) -> Loaded:
     """Load, write every page once, and say what it takes."""
-    checkpoint = Checkpoint.open(target)
-    with LLM(checkpoint, **options) as llm:
+    with LLM(target, **options) as llm:
         llm.generate([3, 4, 5], SamplingParams(max_tokens=20, ignore_eos=True))
         drafter = llm.engine.speculation.drafter if llm.engine.speculation is not None else None
         runners = [llm.engine.runner, *([drafter.runner] if isinstance(drafter, ModelDrafter) else [])]
         for tensor in (t for runner in runners for layer in runner.cache for t in layer if t is not None):
             tensor.zero_()
+        gc.collect()
+        resident, pages = psutil.Process().memory_info().rss, sum(runner.cache_bytes for runner in runners)
+        checkpoint = Checkpoint.open(target)  # not before: the file is mapped while it is open
         draft = open_draft(checkpoint, llm.tokenizer, llm.engine_config)
         weights = checkpoint.num_bytes(llm.dtype, llm.engine_config.quantize)
         weights += draft.checkpoint.num_bytes(llm.dtype, draft.quantize) if draft else 0
@@ -103,9 +105,7 @@ def loaded(target: str, options: dict[str, Any]) -> Loaded:
             llm.config, llm.engine_config, dtype=llm.dtype, free=memory.free_bytes(llm.device),
             device_type=llm.device.type, draft=draft.checkpoint.config if draft else None,
         )  # fmt: skip
-        gc.collect()
-        pages = sum(runner.cache_bytes for runner in runners)
-        return Loaded(psutil.Process().memory_info().rss / MB, weights / MB, pages / MB, plan.num_bytes / MB)
+        return Loaded(resident / MB, weights / MB, pages / MB, plan.num_bytes / MB)
 
 
 def requests(target: str, options: dict[str, Any], count: int) -> list[Moment]:
