@@ -129,7 +129,8 @@ class LLM:
         anew = scaling is not None and scaling.type == "longrope"
         pages = PageAllocator(num_pages, plan.page_size, o.prefix_cache)
         scheduler = Scheduler(pages, plan.max_batch, chunk, long_from, anew)
-        runners, drafter = [runner], cast("Drafter | None", LookupDrafter() if o.drafter == "lookup" else None)
+        drafter: Drafter | None = LookupDrafter(o.lookup_history) if o.drafter == "lookup" else None
+        runners = [runner]
         if draft is not None:
             guessing = Runner(serve(draft, kernels=o.kernels, compile=o.compile), cache_dtype=plan.dtype, **sizes)
             drafter = ModelDrafter(guessing, pages, self.config.vocab_size, draft.config.max_seq_len)

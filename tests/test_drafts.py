@@ -20,14 +20,14 @@ from gpt_fast import LLM, Completion, SamplingParams
 from gpt_fast.engine.compute import Computed, Outcome, sample_tokens
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
-from gpt_fast.engine.speculate.drafter import Wish
+from gpt_fast.engine.speculate.drafter import Drafter, Wish
 from gpt_fast.engine.speculate.speculation import Speculation
 
 Asked = tuple[list[int], SamplingParams]
 DEMO = Path(__file__).parents[1] / "model_store" / "demo" / "target"
 
 
-class Knowing:
+class Knowing(Drafter):
     """Drafts the true tokens, but each of them is wrong with ``error_rate``.
 
     ``truth``: by prompt and seed, the answer as it goes on past every end.
@@ -38,12 +38,6 @@ class Knowing:
 
     def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
         return [tuple(map(self._spoiled, self._next(r)[:count])) for r, count in wishes]
-
-    def missing(self, request: Request) -> int:
-        return 0
-
-    def measure(self, max_batch: int) -> None:
-        return None
 
     def _next(self, r: Request) -> Sequence[int]:
         return self.truth[(*r.token_ids[: r.num_prompt], r.params.seed)][r.num_output :]

@@ -208,6 +208,8 @@ class Engine:
 
     def _end(self, request: Request, completion: Completion | None, error: Exception | None) -> None:
         self.scheduler.finish(request)
+        if self.speculation is not None:
+            _observe(self.speculation.end, request)
         with self.changed:
             handle = self._handles.pop(request.id)
             handle.completion, handle.error = completion, error

@@ -12,7 +12,6 @@ that cost nothing are judged without being verified: by the tokens that came.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,8 +22,8 @@ _PRIOR, _PRIOR_DRAFTS = 0.6, 6.0  # that a draft is right before anything is kno
 _STRENGTH = 2.0  # drafts that what is known of all requests counts for, beside those of one request
 _OWN_MEMORY, _ALL_MEMORY = 0.97, 0.99  # what is kept of earlier drafts at each new one, of a request and of all
 _IDLE_MEMORY = 0.992  # at each step in which a request had none
-_PAYS, _STILL_PAYS = 1.02, 0.995  # tokens/s against plain that turn drafts on, and that leave them on
-_TRIALS_SHARE = 0.015  # of the time, for drafts that are not expected to pay
+_PAYS, _STILL_PAYS = 1.02, 0.985  # tokens/s against plain that turn drafts on, and that leave them on
+_TRIALS_SHARE = 0.018  # of the time, for drafts that are not expected to pay
 _WRONG, _TRIALS = 3, 12  # drafts of one trial: until so many were wrong, and at most
 
 
@@ -68,11 +67,11 @@ class Controller:
         self.most, self.steps, self.drafting = most, steps, drafting
         self._all = Estimate(most)
         self._all.right, self._all.tried = [_PRIOR * _PRIOR_DRAFTS] * most, [_PRIOR_DRAFTS] * most
-        self._own: weakref.WeakKeyDictionary[Request, Estimate] = weakref.WeakKeyDictionary()
+        self._own: dict[Request, Estimate] = {}
         self._step = 0
         self._on = False
         self._saved = math.inf  # seconds that trials may take: the first one whatever it takes
-        self._trial: weakref.ref[Request] | None = None
+        self._trial: Request | None = None
         self._wrong_left = self._trials_left = 0
 
     def choose(self, asked: Sequence[Asked], other_rows: int = 0) -> list[int]:
@@ -128,6 +127,11 @@ class Controller:
         self._wrong_left -= drafted > right
         self._all.note(drafted, right, _ALL_MEMORY)
 
+    def end(self, request: Request) -> None:
+        """``request`` has ended."""
+        self._own.pop(request, None)
+        self._trial = None if self._trial is request else self._trial
+
     def _try(self, asked: Sequence[Asked], rows: int, chosen: list[int]) -> list[int]:
         """One draft for one sequence if there is time for trials."""
         assert self.drafting is not None
@@ -135,8 +139,7 @@ class Controller:
         able = [j for j, a in enumerate(asked) if a.most]
         if rows >= self.steps.most or not able:
             return chosen
-        trial = self._trial() if self._trial is not None else None
-        again = [j for j in able if asked[j].request is trial and self._wrong_left > 0 and self._trials_left > 0]
+        again = [j for j in able if asked[j].request is self._trial and self._wrong_left > 0 and self._trials_left > 0]
         j = again[0] if again else min(able, key=lambda j: asked[j].missing)
         more = self.steps[rows + 1] - self.steps[rows] + self.drafting.call + self.drafting[1]
         cost = more + self.drafting.catching_up(asked[j].missing)
@@ -151,7 +154,7 @@ class Controller:
 
     def _begin_trial(self, request: Request) -> None:
         """Believe little of what was before, so that a few drafts can show that things have changed."""
-        self._trial, self._wrong_left, self._trials_left = weakref.ref(request), _WRONG, _TRIALS
+        self._trial, self._wrong_left, self._trials_left = request, _WRONG, _TRIALS
         weight = max(self._all.tried)
         self._all.fade(min(1.0, _STRENGTH / weight) if weight else 1.0)
         self._own.pop(request, None)

@@ -7,7 +7,6 @@ the noise of the token that the target will draw, so both draw the same one most
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -76,7 +75,7 @@ class ModelDrafter:
 
     def __init__(self, runner: Runner, pages: PageAllocator, vocab_size: int, max_seq_len: int) -> None:
         self.runner, self._pages, self._vocab_size, self._max_seq_len = runner, pages, vocab_size, max_seq_len
-        self._known: weakref.WeakKeyDictionary[Request, _Known] = weakref.WeakKeyDictionary()
+        self._known: dict[Request, _Known] = {}
         self._contents: dict[int, bytes] = {}  # the digest of every full page that is in this cache, too
 
     def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
@@ -105,7 +104,7 @@ class ModelDrafter:
             known = self._find(request)
         return request.num_tokens - known.num_computed - len(known.ahead)
 
-    def measure(self, max_batch: int) -> DraftTimes:
+    def measure(self) -> DraftTimes:
         """See ``Drafter``."""
         rows = min(_MEASURED_ROWS, self._max_seq_len)
         if not self.runner.chains:
@@ -121,6 +120,10 @@ class ModelDrafter:
         pages = (0,) * -(-(num_tokens + num_draws) // self._pages.page_size)
         plan = SequencePlan(0, (0,) * num_tokens, 0, 0, pages, num_logits=1, rope_len=num_tokens)
         self.runner.chain(StepPlan((plan,)), [[Draw()] * num_draws])
+
+    def end(self, request: Request) -> None:
+        """See ``Drafter``."""
+        self._known.pop(request, None)
 
     def _find(self, request: Request) -> _Known:
         """What is known of ``request`` by now: drafts that were right count, and shared pages when it is new."""

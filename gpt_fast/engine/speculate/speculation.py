@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -48,14 +47,14 @@ class Speculation:
         self.drafter, self.most = drafter, most
         self.controller: Controller | None = None
         self.counts = DraftCounts()
-        self._unverified: weakref.WeakKeyDictionary[Request, tuple[int, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+        self._unverified: dict[Request, tuple[int, tuple[int, ...]]] = {}
 
     def control(self, run: Callable[[int], object], max_batch: int, max_rows: int) -> None:
         """Choose the number of drafts from now on. ``run(rows)`` runs a step that verifies rows - 1 drafts; it and the
         drafter are timed. No step with drafts will have more than ``max_rows`` rows."""
         most = min(MAX_ROWS, max_rows, max_batch * (1 + self.most))
         steps = StepTimes(measure(run, most), most)
-        self.controller = Controller(self.most, steps, self.drafter.measure(max_batch))
+        self.controller = Controller(self.most, steps, self.drafter.measure())
 
     def propose(self, scheduler: Scheduler) -> None:
         """Set the drafts of running requests. A drafter that fails costs the drafts of one step and nothing else."""
@@ -83,24 +82,25 @@ class Speculation:
         wishes = [wish for wish in wishes if wish.most]
         if not wishes:
             return
-        missing = [self.drafter.missing(wish.request) for wish in wishes]
+        costs = None if self.controller is None else self.controller.drafting
+        missing = [] if costs is None else [self.drafter.missing(wish.request) for wish in wishes]
         begin = time.perf_counter()
         drafts = self.drafter.draft(wishes)
-        if self.controller is not None and self.controller.drafting is not None:
-            self.controller.drafting.note([w.most for w in wishes], missing, time.perf_counter() - begin)
+        if costs is not None:
+            costs.note([wish.most for wish in wishes], missing, time.perf_counter() - begin)
         for wish, tokens in zip(wishes, drafts, strict=True):
             wish.request.drafts = tokens
 
     def _choose_from_guesses(self, controller: Controller, scheduler: Scheduler, running: Sequence[Request]) -> None:
         """Guesses that cost nothing are made for everyone; those that are not worth a row are judged by what comes."""
-        wishes = [Wish(r, min(self.most, r.max_tokens - r.num_output - 1)) for r in running]
-        guesses = [(r, guess) for (r, _), guess in zip(wishes, self.drafter.draft(wishes), strict=True) if guess]
+        guesses = self.drafter.draft([Wish(r, min(self.most, r.max_tokens - r.num_output - 1)) for r in running])
         for request in running:
             self._judge(controller, request)
-        counts = controller.choose([Asked(r, len(guess)) for r, guess in guesses], _other_rows(scheduler))
-        for (request, guess), count in zip(guesses, counts, strict=True):
-            request.drafts = guess[: scheduler.room_for_drafts(request, count)]
-            if not request.drafts:
+        asked = [Asked(r, len(guess)) for r, guess in zip(running, guesses, strict=True)]
+        counts = controller.choose(asked, _other_rows(scheduler))
+        for request, guess, count in zip(running, guesses, counts, strict=True):
+            request.drafts = guess[: scheduler.room_for_drafts(request, count)] if count else ()
+            if guess and not request.drafts:
                 self._unverified.setdefault(request, (request.num_tokens, guess))
 
     def _judge(self, controller: Controller, request: Request) -> None:
@@ -111,6 +111,13 @@ class Speculation:
         if right < len(came) or (guess and right == len(guess)):
             controller.note(request, len(guess), right)
             del self._unverified[request]
+
+    def end(self, request: Request) -> None:
+        """``request`` has ended."""
+        self._unverified.pop(request, None)
+        if self.controller is not None:
+            self.controller.end(request)
+        self.drafter.end(request)
 
     def note(self, request: Request, drafted: int, right: int, taken: int) -> None:
         """A step verified ``drafted`` tokens of ``request``; the first ``right`` were right, and with the token behind

@@ -24,6 +24,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,11 +168,25 @@ def library() -> ctypes.CDLL:
     lib.gpt_fast_draw.argtypes = [_P, _P, _P, _I, _I, ctypes.c_int]
     for function in (lib.gpt_fast_run, lib.gpt_fast_chain, lib.gpt_fast_pack, lib.gpt_fast_draw):
         function.restype = None
+    _declare_automaton(lib)
     lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
     for which, kind in enumerate(structs.CHECKED):
         assert lib.gpt_fast_struct_bytes(which) == ctypes.sizeof(kind), f"{kind.__name__} differs"
     return lib
+
+
+def _declare_automaton(lib: ctypes.CDLL) -> None:
+    """These calls take a microsecond: to let other threads of Python run meanwhile would cost more."""
+    kinds: dict[str, tuple[Any, ...]] = {  # what is returned, then arguments
+        "gpt_fast_automaton": (_P,),
+        "gpt_fast_automaton_free": (None, _P),
+        "gpt_fast_automaton_bytes": (_I, _P),
+        "gpt_fast_automaton_extend": (None, _P, _P, _I, _P, _I),
+        "gpt_fast_automaton_find": (None, _P, _P, _I, _P, _I),
+    }
+    for name, kind in kinds.items():
+        setattr(lib, name, ctypes.PYFUNCTYPE(*kind)((name, lib)))
 
 
 @functools.cache

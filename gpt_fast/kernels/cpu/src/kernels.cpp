@@ -1,4 +1,7 @@
 // The functions that Python calls (through ctypes): plain C signatures around the kernels of the headers here.
+#include <new>
+
+#include "automaton.h"
 #include "chain.h"
 #include "pack.h"
 
@@ -51,6 +54,28 @@ void gpt_fast_chain(const Program* program, const Step* step, const Chain* chain
 void gpt_fast_draw(const float* logits, const Draw* draws, int64_t* tokens, int64_t rows, int64_t vocab, int threads) {
     run_team(rows > 1 ? threads : 1, kPhases,
              [&](Team& team) { draw_rows(team, logits, draws, tokens, rows, vocab); });
+}
+
+// A suffix automaton (automaton.h); null where there is no memory for it.
+Automaton* gpt_fast_automaton() { return new (std::nothrow) Automaton; }
+
+void gpt_fast_automaton_free(Automaton* automaton) { delete automaton; }
+
+int64_t gpt_fast_automaton_bytes(const Automaton* automaton) { return automaton->num_bytes(); }
+
+// Appends `tokens` and guesses what follows them. found [2 + most]: the length of the longest ending that occurred
+// before, the number of drafts, and the drafts.
+void gpt_fast_automaton_extend(Automaton* automaton, const int32_t* tokens, int64_t count, int32_t* found,
+                               int64_t most) {
+    automaton->extend(tokens, count);
+    found[0] = automaton->match_length();
+    found[1] = static_cast<int32_t>(automaton->guess(found + 2, most));
+}
+
+// The same for what follows the longest ending of `tokens` that the automaton knows, which stays as it is.
+void gpt_fast_automaton_find(const Automaton* automaton, const int32_t* tokens, int64_t count, int32_t* found,
+                             int64_t most) {
+    found[0] = automaton->find(tokens, count, found + 2, most, found + 1);
 }
 
 // Reads all of [data, data + num_bytes), a multiple of 128 kB, and nothing else: what memory allows (roofline.py).
