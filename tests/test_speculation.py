@@ -15,7 +15,7 @@ from test_drafts import seen
 from test_engine import mixed_requests
 from torch import Tensor
 
-from gpt_fast import LLM, SamplingParams
+from gpt_fast import LLM, Completion, SamplingParams
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.runner import Runner
@@ -243,3 +243,11 @@ def test_drafts_that_cannot_be_are_refused(options: dict[str, Any], told: str, d
 def test_a_model_in_memory_has_no_draft_model() -> None:
     with LLM(DEMO / "target", max_seq_len=64) as llm, pytest.raises(ValueError, match="built in memory"):
         LLM.from_model(llm.model, draft="int4")
+
+
+@pytest.mark.parametrize("sizes", [{"max_seq_len": 18}, {"max_seq_len": 5, "page_size": 1}])
+def test_drafts_are_timed_where_the_context_is_short(sizes: dict[str, Any]) -> None:
+    with LLM(DEMO / "target", draft=str(DEMO / "draft"), max_batch=1, **sizes) as llm:
+        done = llm.generate("Once", SamplingParams(max_tokens=2, temperature=0.0))
+        assert isinstance(done, Completion)
+        assert len(done.token_ids) == 2
