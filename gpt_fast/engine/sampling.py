@@ -48,7 +48,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def draw_of(row: SamplingRow) -> Draw:
     """What is left to do for ``row`` behind :func:`adjust`."""
     p = row.params
-    key = race_key(row.seed, row.position)
+    key = race_key(row.seed, row.position) if p.temperature else (0, 0)
     return Draw(p.temperature or 0.0, p.top_k or 0, 1.0 if p.top_p is None else p.top_p, p.min_p or 0.0, *key)
 
 
