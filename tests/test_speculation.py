@@ -16,11 +16,13 @@ from test_engine import mixed_requests
 from torch import Tensor
 
 from gpt_fast import LLM, Completion, SamplingParams
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.speculate.drafter import Drafter, Wish
 from gpt_fast.engine.speculate.lookup import LookupDrafter
 from gpt_fast.engine.speculate.model import ModelDrafter
+from gpt_fast.memory import plan_cache
 
 DEMO = Path(__file__).parents[1] / "model_store" / "demo"
 Asked = tuple[list[int], SamplingParams]
@@ -185,6 +187,18 @@ def test_the_demo_pair_writes_what_the_target_writes(draft: str, demo: tuple[dic
             assert [seen(d) for d in done] == expected
     if draft != "lookup":
         assert accepted(done) > 0.3
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_draft_model_costs_the_pages_that_were_planned(kv_cache_dtype: str) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "max_seq_len": 100, "kv_cache_dtype": kv_cache_dtype}
+    with LLM(DEMO / "target", draft=str(DEMO / "draft"), **options) as llm:
+        drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
+        draft = Checkpoint.open(DEMO / "draft").config
+        where: dict[str, Any] = {"dtype": llm.dtype, "free": 10**10, "device_type": "cpu"}
+        alone, both = (plan_cache(llm.config, llm.engine_config, draft=d, **where) for d in (None, draft))
+        assert llm.engine.runner.cache_bytes == alone.num_bytes
+        assert drafter.runner.cache_bytes == both.num_bytes - alone.num_bytes > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
