@@ -53,7 +53,7 @@ class IdleModel:
 
 
 class IdleStep:
-    path = "eager"
+    path, chain = "eager", None
 
     def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         self._forward = forward

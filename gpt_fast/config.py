@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from gpt_fast.errors import ConfigError, RequestError
-from gpt_fast.fields import Kind, OneOf, Real, Whole, check_fields, kinds_of, refuse, unknown
+from gpt_fast.fields import Kind, OneOf, Real, Text, Whole, check_fields, kinds_of, refuse, unknown
 
 T = TypeVar("T")
 
@@ -170,6 +170,22 @@ def device_name(value: Any, name: str) -> str:
     refuse(name, "one of auto, cpu, cuda, cuda:N", value)
 
 
+def drafter_name(value: Any, name: str) -> str:
+    """One of DRAFTS, or a path."""
+    if isinstance(value, str) and value.strip():
+        return Text()(value, name)
+    refuse(name, f"a checkpoint's folder, or one of {', '.join(DRAFTS)}", value)
+
+
+def when_to_speculate(value: Any, name: str) -> str:
+    """One of SPECULATE."""
+    if isinstance(value, bool):
+        words, meant = ("on and yes", "auto") if value else ("off and no", "never")
+        takes = f"one of {', '.join(SPECULATE)}"
+        raise RequestError(f"{name} must be {takes}, not {value}, which is how YAML reads {words}: write {meant}", name)
+    return OneOf(SPECULATE)(value, name)
+
+
 _Positions = Annotated[int | None, Whole(1, MAX_POSITIONS)]
 
 
@@ -192,9 +208,11 @@ class EngineConfig:
     num_pages: _Positions = None  # None: room for max_batch sequences of max_seq_len, if memory has it (memory.py)
     memory_share: Annotated[float | None, Real(0.01, 1)] = None  # of free memory, for the KV cache; None: see memory.py
     prefix_cache: bool = True
-    draft: str | None = None  # who guesses tokens ahead: a checkpoint's directory | lookup | int8 | int4; None: nobody
-    speculate: Annotated[str | None, OneOf(SPECULATE)] = None  # None: auto with a draft, else never
+    # Who guesses tokens ahead: a checkpoint's directory | lookup | int8 | int4; None: nobody.
+    draft: Annotated[str | None, drafter_name] = None
+    speculate: Annotated[str | None, when_to_speculate] = None  # None: auto with a draft, else never
     speculate_k: Annotated[int, Whole(1, 15)] = 4  # tokens guessed for each step and sequence, at most
+    lookup_history: Annotated[int, Whole(0, 2**20)] = 0  # tokens of finished answers that lookup remembers
     threads: Annotated[int | None, THREADS] = None  # on a CPU; None: one for a model that fits a cache, else torch's
 
     def __post_init__(self) -> None:
@@ -202,6 +220,8 @@ class EngineConfig:
             check_fields(self)
         except RequestError as error:
             raise ConfigError(error.message) from None
+        if self.lookup_history and self.drafter not in (None, "lookup"):
+            raise ConfigError(f"lookup_history: only lookup remembers answers, and draft is {self.drafter}")
 
     @property
     def drafter(self) -> str | None:

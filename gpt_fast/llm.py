@@ -20,6 +20,7 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.draft import open_draft
 from gpt_fast.checkpoint.families import GenerationDefaults
 from gpt_fast.config import EngineConfig, ModelConfig, from_mapping
+from gpt_fast.engine.compute import probe
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.handle import Handle
@@ -128,13 +129,15 @@ class LLM:
         anew = scaling is not None and scaling.type == "longrope"
         pages = PageAllocator(num_pages, plan.page_size, o.prefix_cache)
         scheduler = Scheduler(pages, plan.max_batch, chunk, long_from, anew)
-        runners, drafter = [runner], cast("Drafter | None", LookupDrafter() if o.drafter == "lookup" else None)
+        drafter: Drafter | None = LookupDrafter(o.lookup_history) if o.drafter == "lookup" else None
+        runners = [runner]
         if draft is not None:
             guessing = Runner(serve(draft, kernels=o.kernels, compile=o.compile), cache_dtype=plan.dtype, **sizes)
             drafter = ModelDrafter(guessing, pages, self.config.vocab_size, draft.config.max_seq_len)
             runners.append(guessing)
         self.engine = Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
-        self.engine.speculation = Speculation(drafter, o.speculate_k) if drafter is not None else None
+        if drafter is not None:
+            self.engine.speculation = Speculation(drafter, o.speculate_k)
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
         self._ids = itertools.count()
         self.engine.start(partial(self._warm_up, runners))
@@ -160,6 +163,8 @@ class LLM:
         with cache if runner.path == "compiled" else nullcontext():
             for each in runners:
                 each.warm_up()
+            if self.engine.speculation is not None and o.speculate != "always":
+                self.engine.speculation.control(partial(probe, runner, 0), runner.max_batch, self.max_seq_len)
 
     @overload
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds an archive for TorchServe: handler, package, model_config.yaml and checkpoint. Example:
+# Builds an archive for TorchServe: handler, package, model_config.yaml, checkpoint and draft model. Example:
 #   scripts/archive.sh --checkpoint checkpoints/TinyLlama --name gpt-fast --format no-archive --output model_store
 # --help lists the options. Uses the environment GPT_FAST_VENV, else .venv of this checkout, where there is one.
 set -euo pipefail

@@ -4,6 +4,8 @@
 #
 # usage: ./scripts/quickstart.sh [options]
 #   --checkpoint DIR   serve this checkpoint instead of the demo model (default model_store/demo/target)
+#   --draft DIR        a smaller model with the same vocabulary, which guesses tokens ahead; answers do not change
+#   --speculative      serve the demo model with the demo draft, by configs/model_config_speculative.yaml
 #   --config FILE      the model's configuration (default model_config.yaml; see configs/ for others)
 #   --request FILE     the request to send (default request.json)
 #   --port BASE        inference port (default 8080, or GPT_FAST_PORT); the others are BASE+1, BASE+2, BASE-1010, BASE-1009
@@ -19,24 +21,28 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 NAME=gpt-fast
-CHECKPOINT="$ROOT/model_store/demo/target"
-CONFIG="$ROOT/model_config.yaml"
+CHECKPOINT=""
+DRAFT=""
+SPECULATIVE=""
+CONFIG=""
 REQUEST="$ROOT/request.json"
 PORT="${GPT_FAST_PORT:-8080}"
 ACTION=serve
 
 while [ $# -gt 0 ]; do
   case "$1" in
-    --checkpoint | --config | --request | --port | --venv)
+    --checkpoint | --draft | --config | --request | --port | --venv)
       [ $# -ge 2 ] || usage_error "$1 needs a value"
       case "$1" in
         --checkpoint) CHECKPOINT="$(absolute "$2")" ;;
+        --draft) DRAFT="$(absolute "$2")" ;;
         --config) CONFIG="$(absolute "$2")" ;;
         --request) REQUEST="$(absolute "$2")" ;;
         --port) PORT="$2" ;;
         --venv) VENV="$(absolute "$2")" ;;
       esac
       shift ;;
+    --speculative) SPECULATIVE=yes ;;
     --install-only) ACTION=install ;;
     --stop) ACTION=stop ;;
     -h | --help) usage; exit 0 ;;
@@ -46,8 +52,15 @@ while [ $# -gt 0 ]; do
 done
 case "$PORT" in '' | *[!0-9]*) usage_error "--port must be a number, not '$PORT'" ;; esac
 if [ "$PORT" -lt 2034 ] || [ "$PORT" -gt 65533 ]; then usage_error "--port must be from 2034 to 65533, not $PORT"; fi
+if [ -n "$SPECULATIVE" ]; then
+  [ -z "$CHECKPOINT$DRAFT" ] || usage_error "--speculative is for the demo models; for others give --checkpoint DIR --draft DIR"
+  DRAFT="$ROOT/model_store/demo/draft"
+  CONFIG="${CONFIG:-$ROOT/configs/model_config_speculative.yaml}"
+fi
+CHECKPOINT="${CHECKPOINT:-$ROOT/model_store/demo/target}"
+CONFIG="${CONFIG:-$ROOT/model_config.yaml}"
 
-SERVES="$CHECKPOINT with $CONFIG"
+SERVES="$CHECKPOINT with $CONFIG${DRAFT:+ and the draft model $DRAFT}"
 server() { "$VENV/bin/python" "$ROOT/scripts/server.py" --run-dir "$RUN_DIR" "$@"; }
 
 STOP_COMMAND="$(command_for quickstart.sh --stop)"
@@ -85,7 +98,9 @@ fi
 for file in "$CONFIG" "$REQUEST" "$ROOT/config.properties"; do
   [ -f "$file" ] || [ "$ACTION" = install ] || die "$file is missing"
 done
-[ -d "$CHECKPOINT" ] || [ "$ACTION" = install ] || die "$CHECKPOINT is not a checkpoint folder"
+for folder in "$CHECKPOINT" "${DRAFT:-$CHECKPOINT}"; do
+  [ -d "$folder" ] || [ "$ACTION" = install ] || die "$folder is not a checkpoint folder"
+done
 
 say "Installing into $(shown "$VENV") (once)"
 mkdir -p "$RUN_DIR"
@@ -104,14 +119,15 @@ else
   say "Starting (log: $(shown "$RUN_DIR/server.log"))"
   export PATH="$VENV/bin:$PATH"
   stage "archive of $(shown "$CHECKPOINT")" "$RUN_DIR/archive.log" "$VENV/bin/python" -m gpt_fast archive \
-    --checkpoint "$CHECKPOINT" --name "$NAME" --format no-archive --config "$CONFIG" --output "$ROOT/model_store" ||
-    die "no archive, no server"
+    --checkpoint "$CHECKPOINT" ${DRAFT:+--draft "$DRAFT"} --name "$NAME" --format no-archive --config "$CONFIG" \
+    --output "$ROOT/model_store" || die "no archive, no server"
   server start --model "$NAME" --archive "$NAME" --model-store "$ROOT/model_store" --config "$ROOT/config.properties" \
     --port "$PORT" --serves "$SERVES" --cwd "$ROOT" --timeout "${GPT_FAST_START_TIMEOUT:-900}"
 fi
 
 say ""
 ask || die "the request failed; the server still runs. Its log: $RUN_DIR/server.log. Stop it: $STOP_COMMAND"
+if told="$(server drafts)" && [ -n "$told" ]; then say "$told"; fi
 say ""
 say "Done in $((SECONDS - STARTED_AT)) s. Ask again:  curl -N http://127.0.0.1:$PORT/predictions/$NAME -T $(shown "$REQUEST")"
 say "Stop the server:  $STOP_COMMAND"

@@ -4,7 +4,7 @@ Not a supervisor: one server per run directory, known by ``server.json`` there. 
 (its pid file, its sockets, its logs) goes to folders of this server alone, so that several live side by side.
 
     python scripts/server.py --run-dir .run start --model gpt-fast --archive gpt-fast --config config.properties
-    python scripts/server.py --run-dir .run status | ask request.json | stop
+    python scripts/server.py --run-dir .run status | ask request.json | drafts | stop
 """
 
 from __future__ import annotations
@@ -291,6 +291,19 @@ def ask(server: Server, request_file: Path) -> None:
         raise ServerError(f"\nthe server answered with status {answer.status}")
 
 
+def drafts(server: Server) -> str:
+    """What became of the tokens that were guessed ahead since the model was loaded; nothing where none ever are."""
+    with urllib.request.urlopen(f"{server.url}/1.0/metrics", timeout=60) as answer:
+        page = answer.read().decode()
+    numbers = dict(re.findall(r"^vllm:spec_decode_num_(\w+)_tokens_total\{[^}]*\} (\d+)$", page, re.MULTILINE))
+    if not numbers:
+        return ""
+    drafted, accepted = int(numbers["draft"]), int(numbers["accepted"])
+    if not drafted:
+        return "No tokens were guessed ahead so far."
+    return f"{drafted} tokens were guessed ahead so far, and {accepted} of them were right ({accepted / drafted:.0%})."
+
+
 def stop(run_dir: Path) -> str:
     """Stops Java, its workers and what they started; says what happened.
 
@@ -347,6 +360,7 @@ def parse_args() -> argparse.Namespace:
     verb.add_argument("--cwd", default=".", help="TorchServe's working directory")
     verbs.add_parser("status", help="exit 0 and one line about the running server, else exit 3")
     verbs.add_parser("ask", help="send a request file").add_argument("request", type=Path)
+    verbs.add_parser("drafts", help="tell what became of the tokens that were guessed ahead")
     verbs.add_parser("stop", help="stop the server")
     verb = verbs.add_parser("sweep", help="end every process that has NAME=VALUE in its environment")
     verb.add_argument("name")
@@ -378,6 +392,8 @@ def main() -> int:
             return 3
         if args.verb == "ask":
             ask(server, args.request)
+        elif args.verb == "drafts":
+            print(drafts(server))
         else:
             print(f"{server.port} {server.model} {server.serves}")
     except ServerError as error:

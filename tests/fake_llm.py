@@ -43,8 +43,9 @@ class FakeLLM:
         self.defaults = GenerationDefaults((), None, SamplingParams())
         scheduler = SimpleNamespace(running=[], num_preemptions=0, pages=PageAllocator(2, 1))
         self.engine = SimpleNamespace(
-            scheduler=scheduler, num_waiting=0, max_waiting=None, changed=changed, begun_or_ended=changed
-        )
+            scheduler=scheduler, speculation=None, num_waiting=0, max_waiting=None,
+            changed=changed, begun_or_ended=changed,
+        )  # fmt: skip
         self.handles: list[FakeHandle] = []
         self.silent = False  # of the handles to come
 

@@ -20,7 +20,8 @@ import yaml
 
 from gpt_fast.checkpoint.files import belongs
 from gpt_fast.errors import ConfigError
-from gpt_fast.serve.archive import ROOT, build_archive, set_checkpoint
+from gpt_fast.serve.archive import ROOT, build_archive, set_key
+from gpt_fast.serve.settings import read_settings
 
 needs_archiver = pytest.mark.skipif(
     not (Path(sysconfig.get_path("scripts")) / "torch-model-archiver").exists()
@@ -106,6 +107,81 @@ def test_by_reference_names_the_absolute_path(
     assert not (path / "checkpoint").exists()
 
 
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    """A draft model beside the checkpoint."""
+    folder = tmp_path / "small ones" / "draft 1"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "pytorch_model.bin", "notes.txt"):
+        (folder / name).write_text(name)
+    return folder
+
+
+def handler_of(archive: Path) -> Any:
+    """The handler block of an archive that is a folder."""
+    return yaml.safe_load((archive / "model_config.yaml").read_text())["handler"]
+
+
+@needs_archiver
+@pytest.mark.parametrize(("archive_format", "file"), [("no-archive", "m"), ("zip-store", "m.mar"), ("tgz", "m.tar.gz")])
+def test_a_draft_is_packed_beside_the_checkpoint(
+    checkpoint: Path, draft: Path, tmp_path: Path, archive_format: str, file: str
+) -> None:
+    (draft / "config.json").chmod(0o600)
+    said: list[str] = []
+    options = {"draft": draft, "archive_format": archive_format, "say": said.append}
+    archive = build_archive(checkpoint, name="m", output=tmp_path / "store", **options)  # type: ignore[arg-type]
+    assert archive == tmp_path / "store" / file
+    models = {name for name in names(archive) if name.startswith(("checkpoint/", "draft/"))}
+    assert models == {f"checkpoint/{name}" for name in ("config.json", "model.safetensors")} | {
+        f"draft/{name}" for name in ("config.json", "pytorch_model.bin")
+    }
+    assert mode(archive / "draft" / "config.json" if archive.is_dir() else archive) == 0o600
+    assert said[1] == "left out of draft: notes.txt"
+    if archive.is_dir():
+        assert (handler_of(archive)["checkpoint"], handler_of(archive)["draft"]) == ("checkpoint", "draft")
+
+
+@needs_archiver
+@pytest.mark.parametrize("key", ["draft", "draft_checkpoint_path"])
+@pytest.mark.parametrize("start", ["the configuration", "the command"])
+def test_a_draft_that_the_configuration_names_comes_along(
+    checkpoint: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, start: str
+) -> None:
+    config = (draft.parent if start == "the configuration" else tmp_path) / "c.yaml"
+    config.write_text(f"handler:\n    speculate_k: 3  # kept\n    {key}: draft 1\n")
+    monkeypatch.chdir(draft.parent if start == "the command" else tmp_path)
+    archive = build_archive(checkpoint, name="m", output=tmp_path / "store", config=config)
+    assert (archive / "draft" / "pytorch_model.bin").is_file()
+    assert handler_of(archive) == {"checkpoint": "checkpoint", "speculate_k": 3, "draft": "draft"}
+    moved = archive.rename(tmp_path / "elsewhere")
+    draft.rename(tmp_path / "gone")
+    assert read_settings({"handler": handler_of(moved)}, moved).engine["draft"] == str(moved / "draft")
+
+
+@needs_archiver
+def test_a_draft_by_reference_and_drafts_that_need_no_packing(checkpoint: Path, draft: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"name": "m", "output": tmp_path / "store"}
+    archive = build_archive(checkpoint, draft=draft, by_reference=True, **options)
+    assert (handler_of(archive)["draft"], (archive / "draft").exists()) == (str(draft), False)
+    for named in ("lookup", "int8", str(draft), "/on/the/other/machine"):
+        config = tmp_path / "c.yaml"
+        config.write_text(f"handler:\n    draft: {named}\n")
+        archive = build_archive(checkpoint, config=config, **options)
+        assert (handler_of(archive)["draft"], (archive / "draft").exists()) == (named, False)
+
+
+def test_a_draft_that_is_nowhere_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:
+    speculative = ROOT / "configs" / "model_config_speculative.yaml"
+    with pytest.raises(
+        ConfigError, match=r"draft 'draft' .* does not exist; tried .*Name the draft model with --draft"
+    ):
+        pack(checkpoint, tmp_path, config=speculative)
+    with pytest.raises(ConfigError, match=r"^draft: .*nowhere does not exist"):
+        pack(checkpoint, tmp_path, config=speculative, draft=tmp_path / "nowhere")
+    assert not (tmp_path / "store").exists()
+
+
 @needs_archiver
 def test_a_new_archive_replaces_the_old_one_and_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
     path = build_archive(checkpoint, name="m", output=tmp_path / "store")
@@ -152,9 +228,7 @@ def test_what_was_left_out_is_said(checkpoint: Path, tmp_path: Path) -> None:
     said: list[str] = []
     inside = pack(checkpoint, tmp_path, say=said.append)
     assert {path.name for path in inside.iterdir()} == {"config.json", "model.safetensors"}
-    assert said == [
-        "left out, no part of a checkpoint: .gitattributes, id_rsa, modeling.py, notes.txt, optimizer.pt, original/"
-    ]
+    assert said == ["left out of checkpoint: .gitattributes, id_rsa, modeling.py, notes.txt, optimizer.pt, original/"]
 
 
 @needs_archiver
@@ -321,11 +395,13 @@ def test_what_cannot_be_packed_is_refused(options: dict[str, str], says: str, ch
 
 
 @needs_archiver
-def test_the_script_is_the_same(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_script_is_the_same(checkpoint: Path, draft: Path, tmp_path: Path) -> None:
     command = [ROOT / "scripts" / "archive.sh", "--checkpoint", "my model", "--output", "s", "--by-reference"]
+    command += ["--draft", "small ones/draft 1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "s" / "gpt-fast")
+    assert handler_of(tmp_path / "s" / "gpt-fast")["draft"] == str(draft)
     manifest = json.loads((tmp_path / "s" / "gpt-fast" / "MAR-INF" / "MANIFEST.json").read_text())
     assert manifest["model"]["configFile"] == "model_config.yaml"
 
@@ -343,10 +419,15 @@ def test_the_script_is_the_same(checkpoint: Path, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_only_the_checkpoints_line_changes(before: str, after: str) -> None:
-    assert set_checkpoint(before, "c") == after
+    assert set_key(before, "checkpoint", "c") == after
     assert yaml.safe_load(after)["handler"]["checkpoint"] == "c"
+
+
+def test_an_alias_gives_way_to_its_key() -> None:
+    before = "handler:\n  draft_checkpoint_path: x/model.pth\n  checkpoint: y\n"
+    assert set_key(before, "draft", "draft") == 'handler:\n  draft: "draft"\n  checkpoint: y\n'
 
 
 def test_any_path_survives_the_yaml() -> None:
     path = "/a b/#c: 'd' \"e\" \\ é"
-    assert yaml.safe_load(set_checkpoint("handler:\n", path))["handler"]["checkpoint"] == path
+    assert yaml.safe_load(set_key("handler:\n", "checkpoint", path))["handler"]["checkpoint"] == path

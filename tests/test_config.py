@@ -19,6 +19,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "memory_share": (0.01, 1),
     "threads": (1, 2**20),
     "speculate_k": (1, 15),
+    "lookup_history": (0, 2**20),
 }
 
 

@@ -22,8 +22,7 @@ from test_program import CASES as OPERATIONS
 from torch import Tensor
 
 from gpt_fast.kernels.cpu import library as cpu
-from gpt_fast.kernels.cpu import packing
-from gpt_fast.kernels.cpu import program as program_module
+from gpt_fast.kernels.cpu import packing, structs
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
 from gpt_fast.model import description as d
 
@@ -47,7 +46,7 @@ class Memory:
     """Pieces of memory that one step reads, as they are before it runs, and the pointers in them."""
 
     def __init__(self, program: Program, address: int) -> None:
-        step = program_module._Step.from_address(address)
+        step = structs.Step.from_address(address)
         n, slots = step.num_tokens, step.slots
         turns = (ctypes.c_void_p * (2 * (1 + max(program._halves, default=-1)))).from_address(step.angles)
         self._regions: list[tuple[int, int, Any]] = []  # address, bytes, what lies there

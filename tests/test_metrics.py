@@ -22,10 +22,21 @@ from prometheus_text import Exposition, check_histograms, parse, quantile
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import Scheduler, SequencePlan, StepPlan
+from gpt_fast.engine.speculate.lookup import LookupDrafter
+from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.engine.text import TextStream
 from gpt_fast.params import SamplingParams
 from gpt_fast.serve import metrics as module
-from gpt_fast.serve.metrics import FAMILIES, Metrics, Sample, log_line, torchserve_line, worker_id, write_torchserve
+from gpt_fast.serve.metrics import (
+    FAMILIES,
+    Metrics,
+    Sample,
+    draft_families,
+    log_line,
+    torchserve_line,
+    worker_id,
+    write_torchserve,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRET = "a word of the prompt"
@@ -61,6 +72,7 @@ class Simulation:
         self.scheduler = Scheduler(PageAllocator(num_pages, 4, prefix_cache), max_batch, prefill_chunk=16)
         self.on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None
         self.on_finish: Callable[[Request], None] = lambda request: None
+        self.speculation: Speculation | None = None
         self.requests: list[Request] = []
         self.tokens: dict[str, list[float]] = {}
         self.begun: dict[str, float] = {}
@@ -251,6 +263,31 @@ def test_tokens_that_come_together_are_counted_each_and_timed_once() -> None:
     )
 
 
+def test_drafts_are_counted_by_what_became_of_them_and_by_position() -> None:
+    simulation = Simulation()
+    simulation.speculation = Speculation(LookupDrafter(), most=3)
+    metrics, r = watched(simulation), simulation.add(3, 9)
+    front_end = FrontEnd()
+    metrics.flush(front_end.emit)
+    assert [found_at(front_end.scraped(), position) for position in range(3)] == [0, 0, 0]
+    for drafted, right in ((3, 3), (3, 1), (2, 0), (0, 0)):
+        simulation.speculation.note(r, drafted, right, right + 1)
+    metrics.flush(front_end.emit)
+    for found in (parse(metrics.exposition()), front_end.scraped()):
+        assert found.value("vllm:spec_decode_num_drafts_total") == 3
+        assert found.value("vllm:spec_decode_num_draft_tokens_total") == 8
+        assert found.value("vllm:spec_decode_num_accepted_tokens_total") == 4
+        assert [found_at(found, position) for position in range(3)] == [2, 1, 1]
+
+
+def found_at(found: Exposition, position: int) -> float:
+    return found.value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(position))
+
+
+def test_without_a_drafter_there_is_no_series_of_drafts() -> None:
+    assert "spec_decode" not in busy()[1].exposition()
+
+
 def test_nothing_is_kept_of_requests_that_ended() -> None:
     _, metrics = busy()
     assert not metrics._seen
@@ -280,8 +317,10 @@ def test_a_bound_includes_itself_and_quantiles_come_out() -> None:
 
 
 def test_the_exposition_declares_what_it_shows() -> None:
-    found = parse(busy()[1].exposition())
-    for family in FAMILIES:
+    simulation = Simulation()
+    simulation.speculation = Speculation(LookupDrafter(), most=3)
+    found = parse(watched(simulation).exposition())
+    for family in (*FAMILIES, *draft_families(3)):
         for name in filter(None, (family.name, family.former)):
             assert found.types[f"vllm:{name}"] == family.kind
             assert found.help[f"vllm:{name}"] == family.help
@@ -452,8 +491,9 @@ def test_a_flush_is_one_write() -> None:
 
 
 def test_the_metrics_file_declares_what_is_reported() -> None:
-    front_end = FrontEnd()
-    watched(Simulation()).flush(front_end.emit)
+    front_end, simulation = FrontEnd(), Simulation()
+    simulation.speculation = Speculation(LookupDrafter(), most=3)
+    watched(simulation).flush(front_end.emit)
     config = yaml.safe_load((ROOT / "configs" / "metrics.yaml").read_text())
     declared = {
         m["name"]: (kind.upper(), tuple(m["dimensions"]))

@@ -100,6 +100,27 @@ def test_a_key_of_the_handler_is_named_with_its_line(tmp_path: Path) -> None:
     assert message.startswith(f", line {at + 1}: max_body_bytes in the handler block")
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "speculate: off",
+            "must be one of auto, always, never, not False, which is how YAML reads off and no: write never",
+        ),
+        ("speculate: no", "write never"),
+        ("speculate: on", "not True, which is how YAML reads on and yes: write auto"),
+        ("speculate: often", "must be one of auto, always, never, not 'often'"),
+        ("speculate_k: 0", "must be a whole number from 1 to 15, not 0"),
+        ("draft: off", "must be a checkpoint's folder, or one of lookup, int8, int4, not False"),
+        ("draft_checkpoint_path: [a]", "must be a checkpoint's folder, or one of lookup, int8, int4, not a list"),
+    ],
+)
+def test_what_speculation_cannot_be_is_named_with_its_line(tmp_path: Path, line: str, says: str) -> None:
+    message = refusal(tmp_path, f"minWorkers: 1\nhandler:\n    stream: true\n    {line}\n")
+    assert message.startswith(f", line 4: {line.partition(':')[0]} in the handler block")
+    assert message.endswith(says)
+
+
 def test_keys_that_are_wrong_only_together_are_refused(tmp_path: Path) -> None:
     assert "maxWorkers: 1" in refusal(tmp_path, "continuousBatching: true\nmaxWorkers: 2\n")
     assert "minWorkers" in refusal(tmp_path, "minWorkers: 3\nmaxWorkers: 2\n")

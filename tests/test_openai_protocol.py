@@ -111,6 +111,8 @@ def text_params(**fields: Any) -> SamplingParams:
 
 # ---- an engine that says what it is told ----------------------------------------------------------------------------
 
+NUM_DRAFTED, NUM_ACCEPTED = 6, 4  # for each answer
+
 
 def entry(token: int, num_top: int) -> TokenLogprobs:
     top = tuple((token + i, -0.5 - i) for i in range(num_top))
@@ -137,7 +139,9 @@ def deltas(
         done = None
         if last:
             logprobs = None if params.logprobs is None else tuple(numbers)
-            done = Completion(said, tuple(ids), reason, logprobs, about_prompt, len(prompt), 3)
+            done = Completion(
+                said, tuple(ids), reason, logprobs, about_prompt, len(prompt), 3, NUM_DRAFTED, NUM_ACCEPTED
+            )
         yield Delta(new, (token,), reason if last else None, done, tuple(numbers[i : i + 1]))
 
 
@@ -292,6 +296,7 @@ REFUSED = [
     ({"logit_bias": [1]}, "logit_bias", "invalid_type"),
     ({"logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
     ({"stream": "yes"}, "stream", "invalid_type"),
+    ({"draft_counts": 1}, "draft_counts", "invalid_type"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_type"),
@@ -605,6 +610,21 @@ def test_usage_is_absent_unless_asked_for() -> None:
     assert all("usage" not in event for event in events(run(parse_chat(chat(stream=True), context()), "yo")))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("parse", "body"), [(parse_chat, chat), (parse_completion, text)])
+def test_what_became_of_drafts_is_told_to_those_who_ask(parse: Any, body: Any, stream: bool) -> None:
+    def usages(**fields: Any) -> list[Any]:
+        answer = run(parse(body(stream=stream, n=2, **fields), context()), "yo", "you")
+        return [event.get("usage") for event in (events(answer) if stream else [json.loads(answer)])]
+
+    plain = usages(**{"stream_options": {"include_usage": True}} if stream else {})
+    told = usages(draft_counts=True)
+    assert told[-1] == plain[-1] | {"draft_n": 2 * NUM_DRAFTED, "draft_n_accepted": 2 * NUM_ACCEPTED}
+    assert told[:-1] == plain[:-1] == [None] * len(plain[:-1]), "a stream counts at its end"
+    assert not any(name.startswith("draft") for usage in plain if usage for name in usage)
+    assert usages(draft_counts=False) == usages()
+
+
 def test_streamed_logprobs_come_with_their_token_before_its_text() -> None:
     request = parse_chat(chat(stream=True, logprobs=True, top_logprobs=2), context())
     choices = [event["choices"][0] for event in events(run(request, "é", reason="length"))]
@@ -749,6 +769,13 @@ def test_client_chat(openai: Any) -> None:
     assert choice.logprobs.content[0].top_logprobs[0].token == "H"
     assert strict.usage.total_tokens == strict.usage.prompt_tokens + 12
     assert strict.usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_client_counts_of_drafts(openai: Any) -> None:
+    answer = client(openai).chat.completions.create(**chat(), extra_body={"draft_counts": True})
+    assert (answer.usage.draft_n, answer.usage.draft_n_accepted) == (NUM_DRAFTED, NUM_ACCEPTED)
+    stream = client(openai).completions.create(**text(stream=True), extra_body={"draft_counts": True})
+    assert [chunk.usage.draft_n for chunk in stream if chunk.usage] == [NUM_DRAFTED]
 
 
 def test_client_chat_stream(openai: Any) -> None:

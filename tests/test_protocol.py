@@ -229,6 +229,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("stream number", {"stream": 1}, "stream"),
     ("return_token_ids number", {"return_token_ids": 1, "stream": False}, "return_token_ids"),
     ("return_token_ids in a stream", {"return_token_ids": True}, "return_token_ids"),
+    ("draft_counts number", {"draft_counts": 1, "stream": False}, "draft_counts"),
+    ("draft_counts in a stream", {"draft_counts": True}, "draft_counts"),
     ("unknown field", {"max_token": 5}, "max_token"),
     ("unknown field of another API", {"messages": []}, "messages"),
     ("the empty field", {"": 1}, ""),
@@ -261,7 +263,8 @@ def test_long_numbers_are_refused_by_the_fields_own_check() -> None:
 
 
 def test_completion_body() -> None:
-    done = Completion("é 🙂", (5, 6, 7), "stop", num_prompt_tokens=4, num_cached_tokens=2)
+    counts = {"num_prompt_tokens": 4, "num_cached_tokens": 2, "num_drafted": 8, "num_accepted": 1}
+    done = Completion("é 🙂", (5, 6, 7), "stop", **counts)  # type: ignore[arg-type]
     request = native.parse_request({"prompt": "a", "stream": False})
     assert json.loads(request.write_end([done])) == {
         "text": "é 🙂",
@@ -270,6 +273,9 @@ def test_completion_body() -> None:
     }
     request = native.parse_request({"prompt": "a", "stream": False, "return_token_ids": True})
     assert json.loads(request.write_end([done]))["token_ids"] == [5, 6, 7]
+    request = native.parse_request({"prompt": "a", "stream": False, "draft_counts": True})
+    usage = json.loads(request.write_end([done]))["usage"]
+    assert (usage["cached_tokens"], usage["draft_n"], usage["draft_n_accepted"]) == (2, 8, 1)
 
 
 def test_error_body_can_always_be_sent() -> None:

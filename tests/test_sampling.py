@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from gpt_fast.engine.sampling import SamplingRow, adjust, logprobs, narrowed, sample
-from gpt_fast.kernels.race import exponential, plain_race, race, race_key
+from gpt_fast.engine.sampling import (
+    NO_TOKEN,
+    SamplingRow,
+    adjust,
+    draw_of,
+    log_total,
+    logprobs,
+    narrowed,
+    plain_sample,
+    sample,
+)
+from gpt_fast.kernels.race import Draw, draw, exponential, race, race_key
 from gpt_fast.params import SamplingParams
 
 
@@ -36,6 +47,22 @@ def test_top_k_top_p_min_p_keep_what_they_say() -> None:
     assert kept(LOGITS, top_p=0.91) == [0, 1, 2, 3]
     assert kept(LOGITS, min_p=0.29) == [0, 1, 2]
     assert kept(LOGITS.flip(0), top_k=1) == [4]
+
+
+def test_a_total_has_the_same_bits_alone_and_in_company_whatever_is_ruled_out_behind() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # among which torch would share a single row
+    try:
+        scaled = 3 * torch.randn(64, 50257)
+        together = log_total(scaled)
+        torch.testing.assert_close(together.double(), scaled.double().logsumexp(-1), atol=1e-5, rtol=0)
+        for count in (1, 2, 5):
+            assert torch.equal(torch.cat([log_total(part) for part in scaled.split(count)]), together)
+    finally:
+        torch.set_num_threads(before)
+    ranked = scaled.topk(3000).values.masked_fill(torch.arange(3000) >= 900, -torch.inf)
+    for width in (1024, 1500, 1501, 2999):
+        assert torch.equal(log_total(ranked[:, :width]), log_total(ranked))
 
 
 def test_the_order_is_temperature_min_p_top_k_top_p() -> None:
@@ -70,23 +97,32 @@ DRAWS = 100_000
 
 
 def chi_square(draw: Sampler, **fields: float) -> tuple[float, float]:
-    """Of 100,000 draws from 40 tokens, and the greatest value that 1 in 10,000 true samplers exceeds."""
+    """``distance`` of 100,000 draws from 40 tokens."""
     logits = torch.randn(40, generator=torch.Generator().manual_seed(8)) * 2
     probs = narrowed(logits[None], [row(**fields).params])[0].double().softmax(-1)
     rows = [row(position=i % 1000, seed=i // 1000, **fields) for i in range(DRAWS)]
-    found = torch.bincount(draw(logits.expand(DRAWS, 40), rows), minlength=40).double()
-    assert found[probs == 0].sum() == 0
-    expected = probs[probs > 0] * DRAWS
+    return distance(draw(logits.expand(DRAWS, 40), rows), probs)
+
+
+def distance(drawn: torch.Tensor, probs: torch.Tensor) -> tuple[float, float]:
+    """How far tokens ``drawn`` [N] are from ``probs`` [V] (chi-square), and the greatest value that 1 in 10,000 true
+    samplers exceeds. Tokens expected fewer than five times count as one. Infinite for a token that is ruled out."""
+    found, expected = torch.bincount(drawn, minlength=len(probs)).double(), probs.double() * len(drawn)
+    impossible = float(found[probs == 0].sum())
+    often = expected >= 5
+    found, expected = (torch.cat((v[often], v[~often].sum()[None])) for v in (found, expected))
+    found, expected = found[expected > 0], expected[expected > 0]
     freedom = len(expected) - 1
     limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3  # Wilson & Hilferty 1931
-    return float(((found[probs > 0] - expected) ** 2 / expected).sum()), limit
+    return float(((found - expected) ** 2 / expected).sum()) if not impossible else torch.inf, limit
 
 
 @pytest.mark.parametrize(
     "fields", [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_p": 0.9}, {"top_k": 7, "top_p": 0.8}]
 )
-def test_draws_follow_the_distribution(fields: dict[str, float]) -> None:
-    found, limit = chi_square(sample, **fields)
+@pytest.mark.parametrize("sampler", [sample, plain_sample])
+def test_draws_follow_the_distribution(sampler: Sampler, fields: dict[str, float]) -> None:
+    found, limit = chi_square(sampler, **fields)
     assert found < limit
 
 
@@ -134,27 +170,50 @@ def test_noise_is_exponential_and_tokens_and_keys_have_their_own() -> None:
         assert abs(together) < 4 / len(one) ** 0.5
 
 
+CHOICES: dict[str, list[float | int | None]] = {
+    "temperature": [0.0, 0.3, 1.0, 1.7],
+    "top_k": [None, 1, 5, 900],
+    "top_p": [None, 1e-6, 0.1, 0.5, 0.9, 0.999],
+    "min_p": [None, 0.05, 0.3, 1.0],
+}
+
+
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 40, 5003])
 def test_the_kernel_draws_as_its_plain_twin(vocab_size: int) -> None:
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(500, vocab_size, generator=generator) * 5
-    logits[torch.rand(500, vocab_size, generator=generator) < 0.3] = -torch.inf
+    generator, choose = torch.Generator().manual_seed(vocab_size), random.Random(vocab_size)
+    logits = torch.randn(600, vocab_size, generator=generator) * 5
+    logits[torch.rand(600, vocab_size, generator=generator) < 0.3] = -torch.inf
     logits[:, 0] = 0.0
-    keys = torch.tensor([race_key(7, p) for p in range(500)], dtype=torch.int32)
-    drawn, plain = race(logits, keys), plain_race(logits, keys)
-    assert (drawn != plain).sum() <= 1  # two times may differ by rounding alone
+    rows = [
+        SamplingRow(SamplingParams(**{k: choose.choice(v) for k, v in CHOICES.items()}).resolved(), 7, p)  # type: ignore[arg-type]
+        for p in range(600)
+    ]
+    drawn, plain = draw(logits, [draw_of(r) for r in rows]), plain_sample(logits, rows)
+    assert (drawn != plain).sum() <= 1  # two times, or a token at a limit, may differ by rounding alone
     assert logits.gather(1, drawn[:, None]).isfinite().all()
 
 
-@pytest.mark.parametrize("draw", [race, plain_race])
-def test_a_row_without_a_finite_greatest_logit_draws_nothing(draw: Callable[..., torch.Tensor]) -> None:
+def by_kernel(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return draw(logits, [Draw(temperature)] * len(logits))
+
+
+def by_torch(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return plain_sample(logits, [row(temperature=temperature)] * len(logits))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("sampler", [by_kernel, by_torch])
+def test_a_row_without_a_finite_greatest_logit_draws_nothing(
+    sampler: Callable[[torch.Tensor, float], torch.Tensor], temperature: float
+) -> None:
     logits = torch.zeros(5, 19)
     logits[0, 3] = torch.nan
     logits[1, 18] = torch.nan
     logits[2, 11] = torch.inf
     logits[3] = -torch.inf
-    assert draw(logits, torch.ones(5, 2, dtype=torch.int32))[:4].tolist() == [-1] * 4
-    assert draw(logits, torch.ones(5, 2, dtype=torch.int32))[4] >= 0
+    drawn = sampler(logits, temperature).tolist()
+    assert drawn[:4] == [NO_TOKEN] * 4
+    assert drawn[4] >= 0
 
 
 def test_two_near_distributions_draw_the_same_token_most_of_the_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import shutil
@@ -84,6 +85,9 @@ def test_help_says_how_to_use_it(name: str, tmp_path: Path) -> None:
         ("quickstart.sh", ["--venv"]),
         ("quickstart.sh", ["--port", "eighty"]),
         ("quickstart.sh", ["--port", "80"]),
+        ("quickstart.sh", ["--draft"]),
+        ("quickstart.sh", ["--speculative", "--checkpoint", "mine"]),
+        ("quickstart.sh", ["--draft", "mine", "--speculative"]),
         ("test.sh", ["--venv"]),
         ("prepare.sh", []),
         ("prepare.sh", ["--bogus"]),
@@ -98,9 +102,10 @@ def test_a_wrong_command_line_gives_usage_and_status_2(name: str, arguments: lis
     assert not list(tmp_path.iterdir()), "it began to work before it had read its options"
 
 
-def test_a_missing_checkpoint_is_said_before_anything_is_installed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--checkpoint", "--draft"])
+def test_a_missing_checkpoint_is_said_before_anything_is_installed(option: str, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
-    refused = run(ROOT / "scripts" / "quickstart.sh", "--checkpoint", tmp_path / "none", "--venv", venv)
+    refused = run(ROOT / "scripts" / "quickstart.sh", option, tmp_path / "none", "--venv", venv)
     assert refused.returncode == 1
     assert refused.stderr.strip()
     assert not venv.exists()
@@ -187,6 +192,29 @@ def test_the_printed_stop_command_works_as_printed(
     by, _, what = asked.read_text().strip().partition("bin/python ")
     assert os.path.realpath(by) == str(venv)
     assert what == f"{ROOT}/scripts/server.py --run-dir {run_dir} stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "draft", "config"),
+    [
+        ([], None, "model_config.yaml"),
+        (["--speculative"], f"{ROOT}/model_store/demo/draft", "configs/model_config_speculative.yaml"),
+        (["--speculative", "--config", "request.json"], f"{ROOT}/model_store/demo/draft", "request.json"),
+        (["--draft", f"{ROOT}/model_store/demo"], f"{ROOT}/model_store/demo", "model_config.yaml"),
+    ],
+)
+def test_a_draft_goes_into_the_archive_and_into_what_the_server_is_known_by(
+    options: list[str], draft: str | None, config: str, installed: dict[str, str], tmp_path: Path
+) -> None:
+    variables = {**installed, "GPT_FAST_RUN_DIR": str(tmp_path / "run"), "GPT_FAST_VENV": str(tmp_path / "my venv")}
+    done = run(ROOT / "scripts" / "quickstart.sh", *options, cwd=ROOT, env=variables)
+    assert done.returncode == 0, done.stderr
+    asked = (tmp_path / "asked").read_text().splitlines()
+    (packed,) = (line for line in asked if "-m gpt_fast archive" in line)
+    (started,) = (line for line in asked if "server.py" in line and " start " in line)
+    assert f"--config {ROOT}/{config} " in packed
+    assert (f"--draft {draft} " in packed) == (draft is not None)
+    assert (f" and the draft model {draft} " in started) == (draft is not None)
 
 
 def test_stop_finds_the_environment_that_the_server_was_started_with(installed: dict[str, str], tmp_path: Path) -> None:
@@ -376,6 +404,23 @@ def test_the_phase_comes_from_the_log(server: ModuleType) -> None:
     assert server.phase("") == "starting TorchServe"
     assert server.phase(lines[0]) == "starting a worker"
     assert server.phase("\n".join(lines[:3])) == "loading the model: loading weights"
+
+
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        ('vllm:num_requests_running{a="b"} 1\n', ""),
+        ("{draft} 0\n{accepted} 0\n", "No tokens were guessed ahead so far."),
+        ("{draft} 8\n{accepted} 6\n", "8 tokens were guessed ahead so far, and 6 of them were right (75%)."),
+    ],
+)
+def test_what_became_of_drafts_is_told(
+    page: str, says: str, server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("draft", "accepted"):
+        page = page.replace(f"{{{name}}}", f'vllm:spec_decode_num_{name}_tokens_total{{model_name="m",engine="0"}}')
+    monkeypatch.setattr(server.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(page.encode()))
+    assert server.drafts(server.Server(1, 0.0, 8080, "m", "", "")) == says
 
 
 def test_a_pid_that_is_someone_elses_is_not_our_server(server: ModuleType) -> None:

@@ -15,6 +15,7 @@ from gpt_fast.errors import ConfigError
 from gpt_fast.serve.settings import KNOWN, read_settings
 
 ROOT = Path(__file__).resolve().parent.parent
+SPECULATIVE = Path("configs", "model_config_speculative.yaml")
 
 
 @pytest.fixture
@@ -29,8 +30,13 @@ def read(archive: Path, **keys: Any) -> Any:
     return read_settings({"handler": keys}, archive)
 
 
-def test_the_shipped_configuration_is_valid_and_says_every_engine_key_it_has(archive: Path) -> None:
-    config = yaml.safe_load((ROOT / "model_config.yaml").read_text())
+SHIPPED = [ROOT / "model_config.yaml", *sorted((ROOT / "configs").glob("model_config*.yaml"))]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_configuration_is_valid_and_says_every_engine_key_it_has(path: Path, archive: Path) -> None:
+    (archive / "draft").mkdir()
+    config = yaml.safe_load(path.read_text())
     settings = read_settings(config, archive)
     assert settings.checkpoint == archive / "checkpoint"
     assert settings.warnings == ()
@@ -41,8 +47,19 @@ def test_the_shipped_configuration_is_valid_and_says_every_engine_key_it_has(arc
     assert config["batchSize"] > settings.engine["max_batch"] + settings.engine["max_waiting"]
 
 
-def test_every_key_of_the_shipped_configuration_has_a_comment_above() -> None:
-    lines = (ROOT / "model_config.yaml").read_text().splitlines()
+def test_the_configuration_for_drafts_differs_in_their_keys_alone(archive: Path) -> None:
+    plain, own = (yaml.safe_load(path.read_text()) for path in (SHIPPED[0], ROOT / SPECULATIVE))
+    changed = {key: own["handler"][key] for key in own["handler"] if own["handler"][key] != plain["handler"].get(key)}
+    assert changed == {"draft": "draft", "speculate": "auto"}
+    assert own["handler"].keys() == plain["handler"].keys()
+    assert own == plain | {"handler": own["handler"]}
+    (archive / "draft").mkdir()
+    assert read_settings(own, archive).engine["draft"] == str(archive / "draft")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_key_of_a_shipped_configuration_has_a_comment_above(path: Path) -> None:
+    lines = path.read_text().splitlines()
     commented = False  # keys in a row share the comment above the first
     for line in lines:
         if ":" in line and not line.lstrip().startswith("#"):
@@ -72,6 +89,10 @@ def test_an_unknown_key_is_refused_with_the_known_ones(archive: Path) -> None:
         {"max_new_tokens": 1.5},
         {"checkpoint": 5},
         {"dtype": 16},
+        {"draft": False},
+        {"draft_checkpoint_path": 7},
+        {"speculate": 1},
+        {"speculate_k": "4"},
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_by_name(keys: dict[str, Any], archive: Path) -> None:
@@ -89,6 +110,9 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(keys: dict[str, Any], arch
         {"dtype": "float8"},
         {"max_batch": 0},
         {"device": "tpu"},
+        {"draft": ""},
+        {"speculate": "sometimes"},
+        {"speculate_k": 16},
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(keys: dict[str, Any], archive: Path) -> None:
@@ -128,9 +152,19 @@ def test_an_alias_and_its_key_together_are_refused(archive: Path) -> None:
         read(archive, checkpoint="a", converted_ckpt_dir="b")
     with pytest.raises(ConfigError, match="draft_checkpoint_path and draft"):
         read(archive, draft="lookup", draft_checkpoint_path="b")
+
+
+def test_where_a_draft_is_looked_for(archive: Path) -> None:
     assert read(archive, draft="lookup").engine == {"draft": "lookup"}
-    with pytest.raises(ConfigError, match="draft 'nowhere' in"):
-        read(archive, draft="nowhere")
+    for name in ("auto", "nowhere"):  # "auto" is a name for the checkpoint alone
+        with pytest.raises(
+            ConfigError, match=f"draft '{name}' in the handler block .* does not exist; tried .*{archive}"
+        ):
+            read(archive, draft=name)
+    (archive / "small").mkdir()
+    (archive / "small" / "pytorch_model.bin").touch()
+    for name in ("small", "small/pytorch_model.bin"):
+        assert read(archive, draft_checkpoint_path=name).engine == {"draft": str(archive / "small")}
 
 
 def test_where_a_checkpoint_is_looked_for(

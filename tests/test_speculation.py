@@ -15,12 +15,14 @@ from test_drafts import seen
 from test_engine import mixed_requests
 from torch import Tensor
 
-from gpt_fast import LLM, SamplingParams
+from gpt_fast import LLM, Completion, SamplingParams
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.speculate.drafter import Drafter, Wish
-from gpt_fast.engine.speculate.lookup import MIN_MATCH, LookupDrafter, SuffixAutomaton
+from gpt_fast.engine.speculate.lookup import LookupDrafter
 from gpt_fast.engine.speculate.model import ModelDrafter
+from gpt_fast.memory import plan_cache
 
 DEMO = Path(__file__).parents[1] / "model_store" / "demo"
 Asked = tuple[list[int], SamplingParams]
@@ -28,6 +30,10 @@ Asked = tuple[list[int], SamplingParams]
 
 def lookup(pages: PageAllocator, sizes: dict[str, int]) -> Drafter:
     return LookupDrafter()
+
+
+def history(pages: PageAllocator, sizes: dict[str, int]) -> Drafter:
+    return LookupDrafter(history=200)
 
 
 class NearModel(FakeModel):
@@ -48,7 +54,7 @@ def near_model(pages: PageAllocator, sizes: dict[str, int]) -> ModelDrafter:
     return ModelDrafter(Runner(NearModel(), **sizes), pages, VOCAB_SIZE, 60)
 
 
-DRAFTERS = {"lookup": lookup, "same": same_model, "near": near_model}
+DRAFTERS = {"lookup": lookup, "history": history, "same": same_model, "near": near_model}
 
 
 def ask(llm: LLM, requests: Sequence[Asked]) -> list[Any]:
@@ -60,38 +66,6 @@ def ask(llm: LLM, requests: Sequence[Asked]) -> list[Any]:
 def accepted(done: Sequence[Any]) -> float:
     """Share of the drafts that were right."""
     return sum(d.num_accepted for d in done) / max(1, sum(d.num_drafted for d in done))
-
-
-# ---- lookup ----
-
-
-@pytest.mark.parametrize("alphabet", [1, 2, 3, 9])
-def test_the_automaton_finds_the_longest_ending_that_occurred_before(alphabet: int) -> None:
-    draw = random.Random(alphabet)
-    tokens = [draw.randrange(alphabet) for _ in range(120)]
-    automaton = SuffixAutomaton()
-    for end in range(1, len(tokens) + 1):
-        automaton.extend(tokens[end - 1 : end])
-        known = tokens[:end]
-        longest = max(
-            n for n in range(end) if n == 0 or any(known[i : i + n] == known[end - n :] for i in range(end - n))
-        )
-        assert automaton.match_length == longest
-        if longest:
-            place = automaton.match_place
-            assert place < end - 1
-            assert known[place - longest + 1 : place + 1] == known[end - longest :]
-
-
-def test_a_guess_is_what_followed_and_a_repetition_goes_on() -> None:
-    automaton = SuffixAutomaton()
-    automaton.extend([1, 2, 3, 4, 5, 6, 1, 2, 3])
-    assert automaton.guess(3) == (4, 5, 6)
-    assert automaton.guess(8) == (4, 5, 6, 1, 2, 3, 4, 5)
-    automaton.extend([9, 9, 9, 9, 9])
-    assert automaton.guess(4) == (9, 9, 9, 9)
-    automaton.extend([7] * (MIN_MATCH - 1))
-    assert automaton.guess(4) == ()
 
 
 # ---- any drafter ----
@@ -115,7 +89,7 @@ def test_no_answer_changes(drafter: str, options: dict[str, Any], plain: list[An
             done = ask(llm, mixed_requests())
             assert [seen(d) for d in done] == plain
             check_idle(llm)
-        if drafter != "lookup":
+        if drafter in ("same", "near"):
             share = accepted(done)
             assert share == 1.0 if drafter == "same" else 0.2 < share < 1.0
 
@@ -196,19 +170,58 @@ def demo(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[Any]]:
         return options, [seen(d) for d in llm.generate(list(prompts), list(params))]
 
 
-@pytest.mark.parametrize("draft", ["checkpoint", "lookup", "int4"])
+@pytest.mark.parametrize("draft", ["checkpoint", "lookup", "history", "int4"])
 def test_the_demo_pair_writes_what_the_target_writes(draft: str, demo: tuple[dict[str, Any], list[Any]]) -> None:
     options, expected = demo
     name = str(DEMO / "draft") if draft == "checkpoint" else draft
     if draft == "int4" and options["quantize"]:
         options = options | {"quantize": "int8"}
+    if draft == "history":
+        name, options = "lookup", options | {"lookup_history": 2000}
     prompts, params = zip(*demo_requests(), strict=True)
-    with LLM(DEMO / "target", max_batch=3, num_pages=20, max_seq_len=128, draft=name, **options) as llm:
-        done = llm.generate(list(prompts), list(params))
-        llm.engine.scheduler.check_integrity()
-    assert [seen(d) for d in done] == expected
+    options = options | {"max_batch": 3, "num_pages": 20, "max_seq_len": 128, "draft": name, "speculate": "always"}
+    with LLM(DEMO / "target", **options) as llm:
+        for _ in range(2):
+            done = llm.generate(list(prompts), list(params))
+            llm.engine.scheduler.check_integrity()
+            assert [seen(d) for d in done] == expected
     if draft != "lookup":
         assert accepted(done) > 0.3
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_draft_model_costs_the_pages_that_were_planned(kv_cache_dtype: str) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "max_seq_len": 100, "kv_cache_dtype": kv_cache_dtype}
+    with LLM(DEMO / "target", draft=str(DEMO / "draft"), **options) as llm:
+        drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
+        draft = Checkpoint.open(DEMO / "draft").config
+        where: dict[str, Any] = {"dtype": llm.dtype, "free": 10**10, "device_type": "cpu"}
+        alone, both = (plan_cache(llm.config, llm.engine_config, draft=d, **where) for d in (None, draft))
+        assert llm.engine.runner.cache_bytes == alone.num_bytes
+        assert drafter.runner.cache_bytes == both.num_bytes - alone.num_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_in_one_call_are_those_of_one_call_each(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = zip(*demo_requests(), strict=True)
+    found = []
+    for chains in (True, False):
+        options: dict[str, Any] = {"draft": str(DEMO / "draft"), "speculate": "always", "dtype": dtype, "threads": 2}
+        with LLM(DEMO / "target", max_batch=5, num_pages=60, **options) as llm:
+            drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
+            assert drafter.runner.chains
+            if not chains:
+                monkeypatch.setattr(Runner, "chains", False)
+            drafts: list[list[tuple[int, ...]]] = []
+            draft = drafter.draft
+            drafter.draft = lambda wishes, draft=draft, drafts=drafts: drafts.append(draft(wishes)) or drafts[-1]
+            with llm.engine.changed:  # one step takes them all in
+                handles = llm.submit_all(list(zip(prompts, params, strict=True)))
+            for handle in handles:
+                assert list(handle)[-1].completion
+            found.append(drafts)
+    assert found[0] == found[1]
+    assert {len(d) for step in found[0] for d in step} == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize(
@@ -230,3 +243,11 @@ def test_drafts_that_cannot_be_are_refused(options: dict[str, Any], told: str, d
 def test_a_model_in_memory_has_no_draft_model() -> None:
     with LLM(DEMO / "target", max_seq_len=64) as llm, pytest.raises(ValueError, match="built in memory"):
         LLM.from_model(llm.model, draft="int4")
+
+
+@pytest.mark.parametrize("sizes", [{"max_seq_len": 18}, {"max_seq_len": 5, "page_size": 1}])
+def test_drafts_are_timed_where_the_context_is_short(sizes: dict[str, Any]) -> None:
+    with LLM(DEMO / "target", draft=str(DEMO / "draft"), max_batch=1, **sizes) as llm:
+        done = llm.generate("Once", SamplingParams(max_tokens=2, temperature=0.0))
+        assert isinstance(done, Completion)
+        assert len(done.token_ids) == 2

@@ -15,6 +15,7 @@ Body = dict[str, Any]
 _NAME_OF_PROMPT = {"native": "prompt", "v1/completions": "prompt", "v1/chat/completions": "messages"}
 # Without them a grammar can be followed to its end: each forbids tokens that it may need.
 _AGAINST_GRAMMARS = ("min_tokens", "logit_bias", "ignore_eos", "stop_token_ids")
+_WHOLE = {"logprobs", "prompt_logprobs", "return_token_ids", "draft_counts"}  # what a native stream has no room for
 MILLION = 1_000_000
 
 
@@ -60,7 +61,7 @@ def _agree(rng: random.Random, protocol: str, body: Body) -> None:
         body["min_tokens"] = rng.randint(0, limit)
     if body.get("stream_options") is not None:
         body["stream"] = True
-    if protocol == "native" and any(name in body for name in ("logprobs", "prompt_logprobs", "return_token_ids")):
+    if protocol == "native" and not _WHOLE.isdisjoint(body):
         body["stream"] = False
     if body.get("echo") and "logprobs" in body:
         body["stream"] = False

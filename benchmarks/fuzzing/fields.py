@@ -225,6 +225,7 @@ _COMMON: dict[str, Field] = {
     "choice": Field(choices, bad_choice),
     "timeout_s": real(100, 1000, 100, 1000),
     "stream": SWITCH,
+    "draft_counts": SWITCH,
 }
 
 NATIVE: dict[str, Field] = _COMMON | {

@@ -29,7 +29,8 @@ _FRONT_END = re.compile(
     rb'\{\s*"code": 500,\s*"type": "(?:ErrorDataDecoder|(?:Array|String)IndexOutOfBounds)Exception"'
 )
 _BARE = (413, 417)  # these come from the front end, without a body
-_CHANGING = ("id", "created", "cached_tokens", "prompt_tokens_details")  # from one time to the next
+# From one time to the next.
+_CHANGING = ("id", "created", "cached_tokens", "prompt_tokens_details", "draft_n", "draft_n_accepted")
 
 
 def faults(shot: Shot, answer: Answer, secrets: Iterable[bytes] = ()) -> Iterator[tuple[str, str]]:
@@ -127,7 +128,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def normal(answer: Answer) -> str:
-    """``answer`` without what changes from one time to the next: ids, dates, cached tokens, where a stream is cut."""
+    """``answer`` without what changes from time to time: ids, dates, cached tokens, drafts, where a stream is cut."""
     text = answer.body.decode("utf-8", "replace")
     if answer.content_type == "text/event-stream":
         text = json.dumps(_merged(events(text)), sort_keys=True)

@@ -45,7 +45,10 @@ def _check_vocabulary(target: Checkpoint, tokenizer: Tokenizer | None, draft: Ch
         other = None
     if tokenizer is None or other is None:
         if draft.config.vocab_size != target.config.vocab_size:
-            raise ConfigError(f"{where}: {draft.config.vocab_size} tokens, not {target.config.vocab_size}")
+            sizes = f"{draft.config.vocab_size} tokens, not {target.config.vocab_size}"
+            lacking = draft if other is None else target
+            todo = f"If that is only how embeddings are filled up, put the tokenizer's files into {lacking.directory}"
+            raise ConfigError(f"{where}: {sizes}. {todo}")
         return
     if tokenizer.vocab_size != other.vocab_size:
         raise ConfigError(f"{where}: {other.vocab_size} tokens, not {tokenizer.vocab_size}")

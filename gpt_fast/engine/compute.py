@@ -163,8 +163,9 @@ def attempt(
     return [item if isinstance(item, Exception) else next(results) for item in items]
 
 
-def probe(runner: Runner, slot: int) -> None:
-    """Compute and sample one token that nobody needs, in ``slot`` and page 0. Raises if nothing works any more."""
-    text = TextStream(IncrementalDetokenizer(None))
+def probe(runner: Runner, slot: int, rows: int = 1) -> None:
+    """Compute a token and rows - 1 drafts that nobody needs, in ``slot`` and page 0, and sample behind each. Raises if
+    nothing works any more."""
+    text, pages = TextStream(IncrementalDetokenizer(None)), (0,) * -(-rows // runner.page_size)
     request = Request("probe", [0], SamplingParams().resolved(), seed=0, max_tokens=1, end_ids=frozenset(), text=text)
-    sample_tokens(execute(runner, [Scheduled(request, SequencePlan(slot, (0,), 0, 0, (0,), 1, 1))]))
+    sample_tokens(execute(runner, [Scheduled(request, SequencePlan(slot, (0,) * rows, 0, 0, pages, rows, rows))]))

@@ -133,6 +133,7 @@ class Engine:
         begin = time.perf_counter()
         if self.speculation is not None:
             self.speculation.propose(self.scheduler)
+        drafted = time.perf_counter()
         plan, parts = self._schedule()
         if not parts:
             return
@@ -146,7 +147,10 @@ class Engine:
                 num_drafts = max(0, own.end - request.num_tokens)
                 self._try(self._advance, request, outcome, num_drafts, now)
             self.changed.notify_all()
-        _observe(self.on_step, plan, time.perf_counter() - begin)
+        end = time.perf_counter()
+        if self.speculation is not None:
+            self.speculation.observe(plan, end - drafted)
+        _observe(self.on_step, plan, end - begin)
 
     def _schedule(self) -> tuple[StepPlan, list[Scheduled]]:
         """The scheduler's next step. Requests that it cannot plan end here."""
@@ -204,6 +208,8 @@ class Engine:
 
     def _end(self, request: Request, completion: Completion | None, error: Exception | None) -> None:
         self.scheduler.finish(request)
+        if self.speculation is not None:
+            _observe(self.speculation.end, request)
         with self.changed:
             handle = self._handles.pop(request.id)
             handle.completion, handle.error = completion, error

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout
+from gpt_fast.kernels.race import Draw
+
+# Tokens, positions, lengths, layout, rows, the slot of each row, and draws -> the tokens drawn for each row.
+Chain = Callable[[Tensor, Tensor, Tensor, StepLayout, Tensor, Tensor, Sequence[Sequence[Draw]]], list[list[int]]]
 
 
 class Step(Protocol):
@@ -20,6 +24,10 @@ class Step(Protocol):
         """New tokens [N] at ``positions`` [N] -> logits [R, vocab_size] of the tokens in ``rows`` [R]; int64 all.
         ``lengths`` [N]: tokens of the sequence when this one was computed, its prompt at least. The cache receives the
         new tokens where ``layout`` says."""
+
+    @property
+    def chain(self) -> Chain | None:
+        """Several steps in one call, as ``kernels.cpu.program.Program.chain`` runs them; None: this one cannot."""
 
     def reads_host(self, num_tokens: int) -> bool:
         """Whether a step of ``num_tokens`` new tokens takes its tensors from the host: all but the page table and

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from gpt_fast.engine.model import Model
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.tensors import tensor_of
 from gpt_fast.kernels.cache import StepLayout
+from gpt_fast.kernels.race import Draw
 
 log = logging.getLogger(__name__)
 
@@ -63,24 +65,49 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor:
         """Run one step; returns logits [R, vocab_size] on the device: ``num_logits`` rows of each sequence in order."""
+        return self._step(*self._arguments(plan))
+
+    @property
+    def chains(self) -> bool:
+        """Whether :meth:`chain` works here."""
+        return self._step.chain is not None
+
+    @torch.inference_mode()
+    def chain(self, plan: StepPlan, draws: Sequence[Sequence[Draw]]) -> list[list[int]]:
+        """Run one step, and then those of the tokens that are drawn behind it, all in one call. ``draws``: of each
+        sequence with a row of logits how its tokens are drawn, one after the other; at least one. Returns the tokens of
+        each; NO_TOKEN (sampling.py) for one that cannot be drawn, and those behind it mean nothing."""
+        assert self._step.chain is not None
+        drawing = [(s, len(own)) for s, own in zip((s for s in plan.sequences if s.num_logits), draws, strict=True)]
+        later = [
+            (s.slot, s.end + i, s.rope_len) for i in range(max(map(len, draws)) - 1) for s, n in drawing if i + 1 < n
+        ]
+        slots = tensor_of([s.slot for s, _ in drawing], torch.int64, _HOST)
+        return self._step.chain(*self._arguments(plan, later), slots, draws)
+
+    def _arguments(
+        self, plan: StepPlan, later: Sequence[tuple[int, int, int]] = ()
+    ) -> tuple[Tensor, Tensor, Tensor, StepLayout, Tensor]:
+        """What the model's step takes. Of ``later`` tokens (slot, position, rope_len) there are positions, lengths and
+        write slots as well."""
         self._place(plan)
-        tokens, positions, lengths, write_slots, rows = (list[int]() for _ in range(5))
+        tokens, where, rows = list[int](), list[tuple[int, int, int]](), list[int]()
         counts, context_len = [0] * self.max_batch, [0] * self.max_batch
-        size = self.page_size
-        for sequence in plan.sequences:
-            slot, start, end, rope_len = sequence.slot, sequence.start, sequence.end, sequence.rope_len
-            pages = self._pages[slot]
-            counts[slot], context_len[slot] = end - start, end
-            tokens += sequence.tokens
-            rows += range(len(tokens) - sequence.num_logits, len(tokens))
-            positions += range(start, end)
-            lengths += [max(rope_len, position + 1) for position in range(start, end)]
-            write_slots += [pages[position // size] * size + position % size for position in range(start, end)]
-        home = _HOST if self._step.reads_host(len(tokens)) else self.device
-        new, places, totals, slots = tensor_of([tokens, positions, lengths, write_slots], torch.int64, home).unbind(0)
+        for s in plan.sequences:
+            counts[s.slot], context_len[s.slot] = s.end - s.start, s.end
+            tokens += s.tokens
+            rows += range(len(tokens) - s.num_logits, len(tokens))
+            where += [(s.slot, position, s.rope_len) for position in range(s.start, s.end)]
+        where += later
+        home, size, pages = _HOST if self._step.reads_host(len(tokens)) else self.device, self.page_size, self._pages
+        numbers = [*tokens, *(0 for _ in later)]
+        numbers += [position for _, position, _ in where]
+        numbers += [max(rope_len, position + 1) for _, position, rope_len in where]
+        numbers += [pages[slot][position // size] * size + position % size for slot, position, _ in where]
+        new, places, totals, slots = tensor_of(numbers, torch.int64, home).view(4, -1).unbind(0)
         query_start = tensor_of([0, *itertools.accumulate(counts)], torch.int32, home)
         layout = StepLayout(query_start, tensor_of(context_len, torch.int32, home), self._page_table, slots)
-        return self._step(new, places, totals, layout, tensor_of(rows, torch.int64, self.device))
+        return new[: len(tokens)], places, totals, layout, tensor_of(rows, torch.int64, self.device)
 
     def _place(self, plan: StepPlan) -> None:
         """Send what the plan changes in the page table to the device."""

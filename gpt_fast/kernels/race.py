@@ -10,10 +10,15 @@ u of the noise ``-ln(1 - u)`` has 31 bits: what is less likely than about 1e-9 i
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from gpt_fast.kernels.cpu.library import available, library
+from gpt_fast.kernels.cpu import structs
+from gpt_fast.kernels.cpu.library import library
 
 _MASK = 2**64 - 1
 
@@ -29,25 +34,42 @@ def race_key(seed: int, position: int) -> tuple[int, int]:
     return (z & 0xFFFFFFFF) - 2**31, (z >> 32) - 2**31
 
 
+class Draw(NamedTuple):
+    """How a token is drawn from a row of logits; engine/sampling.py says what the fields mean, and C++ reads them."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    low: int = 0  # of the key
+    high: int = 0
+
+
+def draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Draw one token per row by C++: logits [R, V] float32 on the CPU -> [R] int64; -1 for a row with NaN, or whose
+    greatest logit is not finite. Its twin is ``engine.sampling.plain_sample``; they agree except where rounding
+    decides."""
+    logits = logits.contiguous()
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    given = (structs.Draw * len(draws))(*draws)
+    where = (logits.data_ptr(), ctypes.addressof(given), tokens.data_ptr())
+    library().gpt_fast_draw(*where, *logits.shape, torch.get_num_threads())
+    return tokens
+
+
 def race(logits: Tensor, keys: Tensor) -> Tensor:
     """Draw one token per row: logits [R, V] float32, keys [R, 2] int32 -> [R] int64; -1 for a row with NaN, or whose
-    greatest logit is not finite. The key of a row decides its noise. By C++ on a CPU, by Triton on a GPU, else by
-    :func:`plain_race`; they agree except where two times differ only by rounding."""
+    greatest logit is not finite. The key of a row decides its noise. By Triton on a GPU, else by :func:`plain_race`;
+    they agree except where two times differ only by rounding."""
     if logits.device.type == "cuda":
         from gpt_fast.kernels.gpu.race import race as gpu_race
 
         return gpu_race(logits, keys)
-    if not available():
-        return plain_race(logits, keys)
-    logits, keys = logits.contiguous(), keys.contiguous()
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    where = (logits.data_ptr(), keys.data_ptr(), tokens.data_ptr())
-    library().gpt_fast_race(*where, *logits.shape, torch.get_num_threads())
-    return tokens
+    return plain_race(logits, keys)
 
 
 def plain_race(logits: Tensor, keys: Tensor) -> Tensor:
-    """The twin of the kernels in plain torch."""
+    """The race in plain torch."""
     greatest = logits.amax(dim=-1, keepdim=True)  # NaN where the row has one
     token = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     times = exponential(token, keys[:, :1], keys[:, 1:]) / (logits - greatest).exp()

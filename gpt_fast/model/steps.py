@@ -63,6 +63,8 @@ Served = CpuModel | TorchModel
 class TorchStep:
     """The steps of one model over one cache. ``path`` says what runs them, or the short ones on a GPU."""
 
+    chain = None
+
     def __init__(self, model: Transformer, cache: KVCache, page_table: Tensor, *, kernels: bool, compile: bool) -> None:
         self._model, self._cache = model, cache
         self._captured = _capture(model, cache, page_table) if kernels and model.device.type == "cuda" else None

@@ -1,6 +1,6 @@
 """Build an archive that TorchServe loads as it is: handler, package, configuration and, unless told otherwise, weights.
 
-    gpt-fast archive --checkpoint DIR [--by-reference] [--format no-archive] [--output model_store]
+    gpt-fast archive --checkpoint DIR [--draft DIR] [--by-reference] [--format no-archive] [--output model_store]
 
 torch-model-archiver does the packing. Around it: the package gpt_fast stays a folder (--extra-files unpacks folders),
 the working place is not ``/tmp/<model name>`` (which it deletes first), and a checkpoint is copied only once.
@@ -19,23 +19,34 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from gpt_fast.checkpoint.files import choose_files, copy_files, narrow
+from gpt_fast.config import DRAFTS
 from gpt_fast.errors import ConfigError
 from gpt_fast.serve.model_yaml import NAME, parse_model_yaml
-from gpt_fast.serve.settings import check_file
+from gpt_fast.serve.settings import ALIASES, check_file, find_named
 
 PACKAGE = Path(__file__).resolve().parent.parent
 ROOT = PACKAGE.parent
 SHIPPED = {"config": ROOT / NAME, "handler": ROOT / "handler.py"}  # an installed package has neither
 SUFFIXES = {"no-archive": "", "default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
-_KEY = re.compile(r"\s+(?:checkpoint|converted_ckpt_dir)\s*:")
+
+
+class _Model(NamedTuple):
+    """A checkpoint that the archive comes with. ``key``: the handler's, and the name of the folder in the archive.
+    ``value``: of that key. ``files``: to copy into the folder; none where ``value`` is a path outside."""
+
+    key: str
+    value: str
+    files: tuple[Path, ...]
 
 
 def build_archive(
     checkpoint: str | Path,
     *,
+    draft: str | Path | None = None,
     name: str = "gpt-fast",
     version: str = "1.0",
     archive_format: str = "no-archive",
@@ -49,28 +60,22 @@ def build_archive(
     """Write the archive and return its path; an earlier archive of the same name is replaced.
 
     ``checkpoint``: a folder, or a file that stands for the folder around it. Its files go into the archive's folder
-    ``checkpoint``; with ``by_reference`` the archive names the absolute path instead and stays small.
+    ``checkpoint``; with ``by_reference`` the archive names the absolute path instead and stays small. ``draft``: the
+    same for a model that guesses tokens ahead; None: the one that ``config`` names by a relative path, if it does.
     ``archive_format``: "no-archive" (a folder, the fastest), "default" (.mar), "zip-store" (.mar, not compressed,
     the better one for weights) or "tgz". ``config`` and ``handler``: None means the repository's. ``follow_links``:
     copy files of the checkpoint that are links out of its folder, too. ``say`` is told what was left out.
 
     Raises ConfigError for what cannot be packed, for a wrong configuration (with file and line) and for a full disk."""
     _check_options(name, archive_format, {"config": config, "handler": handler})
-    source = _absolute(checkpoint)
     config, handler = Path(config or SHIPPED["config"]), Path(handler or SHIPPED["handler"])
-    for what, path in (("checkpoint", source), ("config", config), ("handler", handler)):
+    for what, path in (("config", config), ("handler", handler)):
         if not path.exists():
             raise ConfigError(f"{what}: {path} does not exist")
-    where, files = str(source), tuple[Path, ...]()
-    if not by_reference:
-        named = "" if source.is_dir() else source.name
-        where = f"checkpoint/{named}".rstrip("/")
-        files, left_out = choose_files(source.parent if named else source, named, follow_links)
-        if not files:
-            raise ConfigError(f"checkpoint: {source} holds no file that a checkpoint has, such as config.json")
-        if left_out:
-            say(f"left out, no part of a checkpoint: {', '.join(left_out)}")
-    text = _config_with(config, where)
+    before = check_file(config).config
+    sources = {"checkpoint": checkpoint, "draft": draft or _draft_of(config, before.get("handler") or {})}
+    models = [_model(k, Path(v), by_reference, follow_links, say) for k, v in sources.items() if v is not None]
+    text = _config_with(config, before, models)
     target = Path(output).resolve() / (name + SUFFIXES[archive_format])
     if target.is_dir() and any(target.iterdir()) and not (target / "MAR-INF" / "MANIFEST.json").is_file():
         raise ConfigError(f"{target} exists and is not an archive; it is left alone")
@@ -81,7 +86,7 @@ def build_archive(
             work = Path(scratch)
             (work / NAME).write_text(text, encoding="utf-8")
             narrow(work / NAME, [config])
-            built = _pack(work, files, name, version, archive_format, handler)
+            built = _pack(work, models, name, version, archive_format, handler)
             if target.is_dir():
                 shutil.rmtree(target)
             os.replace(built, target)
@@ -104,9 +109,9 @@ def _check_options(name: str, archive_format: str, files: Mapping[str, object]) 
         raise ConfigError(f"the installed package comes without {names}. Give {flags}, {otherwise}")
 
 
-def set_checkpoint(yaml_text: str, value: str) -> str:
-    """``yaml_text`` with ``checkpoint: value`` in its handler block, every other line and comment as it was."""
-    lines = yaml_text.splitlines()
+def set_key(yaml_text: str, key: str, value: str) -> str:
+    """``yaml_text`` with ``key: value`` in its handler block, every other line and comment as it was."""
+    lines, found = yaml_text.splitlines(), re.compile(rf"\s+(?:{'|'.join(_names(key))})\s*:")
     start = next((i for i, line in enumerate(lines) if re.match(r"handler\s*:", line)), len(lines))
     if start == len(lines):
         lines.append("handler:")
@@ -117,45 +122,77 @@ def set_checkpoint(yaml_text: str, value: str) -> str:
             if not line[0].isspace():
                 break
             indent = line[: len(line) - len(line.lstrip())]
-            if _KEY.match(line):
+            if found.match(line):
                 place = slice(i, i + 1)
                 break
-    lines[place] = [f"{indent}checkpoint: {json.dumps(value)}"]
+    lines[place] = [f"{indent}{key}: {json.dumps(value)}"]
     return "\n".join(lines) + "\n"
 
 
-def _absolute(checkpoint: str | Path) -> Path:
-    """Without links in the folder's path; a file that is itself a link stays in the folder it was named in."""
-    path = Path(checkpoint).expanduser().absolute()
-    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+def _names(key: str) -> list[str]:
+    """The names that ``key`` may have in the handler block."""
+    return [key, *(alias for alias, meant in ALIASES.items() if meant == key)]
 
 
-def _config_with(config: Path, checkpoint: str) -> str:
-    """The text of the file ``config``, checked, with ``checkpoint`` in it."""
-    before = check_file(config).config
-    text = set_checkpoint(config.read_text(encoding="utf-8"), checkpoint)
-    block = {k: v for k, v in (before.get("handler") or {}).items() if k not in ("checkpoint", "converted_ckpt_dir")}
-    wanted = {**before, "handler": {**block, "checkpoint": checkpoint}}
+def _draft_of(config: Path, block: Mapping[str, Any]) -> Path | None:
+    """The draft model that the handler ``block`` of ``config`` names by a path that is not absolute. It starts at the
+    file's folder, or where this command runs: there is no archive yet."""
+    named = next((block[name] for name in _names("draft") if block.get(name) is not None), None)
+    if named in (None, *DRAFTS) or Path(named).expanduser().is_absolute():
+        return None
+    try:
+        return find_named(Path(named), config.absolute().parent, "draft")
+    except ConfigError as error:
+        raise ConfigError(f"{config}: {error}. Name the draft model with --draft DIR") from None
+
+
+def _model(key: str, path: Path, by_reference: bool, follow_links: bool, say: Callable[[str], None]) -> _Model:
+    """The checkpoint at ``path``, for the archive. Raises ConfigError."""
+    source = path.expanduser().absolute()
+    # Without links in the folder's path; a file that is itself a link stays in the folder it was named in.
+    source = source.resolve() if source.is_dir() else source.parent.resolve() / source.name
+    if not source.exists():
+        raise ConfigError(f"{key}: {source} does not exist")
+    if by_reference:
+        return _Model(key, str(source), ())
+    named = "" if source.is_dir() else source.name
+    files, left_out = choose_files(source.parent if named else source, named, follow_links)
+    if not files:
+        raise ConfigError(f"{key}: {source} holds no file that a checkpoint has, such as config.json")
+    if left_out:
+        say(f"left out of {key}: {', '.join(left_out)}")
+    return _Model(key, f"{key}/{named}".rstrip("/"), files)
+
+
+def _config_with(config: Path, before: Mapping[str, Any], models: Sequence[_Model]) -> str:
+    """The text of the file ``config``, which holds ``before``, with the keys of ``models``. Raises ConfigError."""
+    text, block = config.read_text(encoding="utf-8"), before.get("handler") or {}
+    for key, value, _ in models:
+        text = set_key(text, key, value)
+        block = {k: v for k, v in block.items() if k not in _names(key)} | {key: value}
     with contextlib.suppress(ConfigError):
-        if parse_model_yaml(text, str(config)).config == wanted:
+        if parse_model_yaml(text, str(config)).config == {**before, "handler": block}:
             return text
-    raise ConfigError(f"{config}: write the handler block with one key a line, indented, so that checkpoint fits in")
+    keys = " and ".join(model.key for model in models)
+    raise ConfigError(f"{config}: write the handler block with one key a line, indented, so that {keys} can be set")
 
 
-def _pack(work: Path, files: Sequence[Path], name: str, version: str, archive_format: str, handler: Path) -> Path:
+def _pack(work: Path, models: Sequence[_Model], name: str, version: str, archive_format: str, handler: Path) -> Path:
     """The finished archive, somewhere in ``work``, where the configuration lies already."""
     staging = work / "staging"
     ignored = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.so", ".*")
     shutil.copytree(PACKAGE, staging / PACKAGE.name, ignore=ignored)
-    if files and archive_format != "no-archive":
-        (staging / "checkpoint").mkdir()
+    copied = {model.key: model.files for model in models if model.files}
+    for folder, files in copied.items() if archive_format != "no-archive" else ():
+        (staging / folder).mkdir()
         for path in files:
-            (staging / "checkpoint" / path.name).symlink_to(path.resolve())
+            (staging / folder / path.name).symlink_to(path.resolve())
     built = _run_archiver(work, staging, name, version, archive_format, handler)
-    if built.is_file():
-        narrow(built, [work / NAME, *files, *(path.parent for path in files[:1])])  # it holds what they hold
-    elif files:
-        copy_files(files, built / "checkpoint")
+    if built.is_file():  # it holds what they hold
+        narrow(built, [work / NAME, *(path for files in copied.values() for path in (*files, files[0].parent))])
+        return built
+    for folder, files in copied.items():
+        copy_files(files, built / folder)
     return built
 
 

@@ -25,6 +25,7 @@ from gpt_fast.outputs import FinishReason
 
 if TYPE_CHECKING:
     from gpt_fast.engine.engine import Engine
+    from gpt_fast.engine.speculate.speculation import DraftCounts
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,21 @@ FAMILIES = (
 )
 
 
+def draft_families(most: int) -> tuple[Family, ...]:
+    """What became of drafts, of which a step has at most ``most`` for each sequence. Without a drafter there are none
+    of these series, as in vLLM."""
+    at = "Drafts that were right, by their position in the step; 0 is the first."
+    return (
+        Family("spec_decode_num_drafts_total", "counter", "Times that a sequence had drafts in a step."),
+        Family("spec_decode_num_draft_tokens_total", "counter", "Tokens that were drafted, and verified."),
+        Family("spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens that were right."),
+        Family(
+            "spec_decode_num_accepted_tokens_per_pos_total", "counter", at, label="position",
+            label_values=tuple(str(position) for position in range(most)),
+        ),
+    )  # fmt: skip
+
+
 class Sample(NamedTuple):
     """One number of one series. The parts of a histogram are counters, as they are in Prometheus itself."""
 
@@ -125,8 +141,10 @@ class Metrics:
         self._engine, self._clock = engine, clock
         self._labels = (("model_name", model_name), ("engine", worker))
         self._lock = threading.Lock()
+        speculation = engine.speculation
+        self._families = FAMILIES if speculation is None else FAMILIES + draft_families(speculation.most)
         self._values: dict[tuple[str, str], float] = {
-            (f.name, value): 0 for f in FAMILIES if f.kind != "histogram" for value in f.label_values
+            (f.name, value): 0 for f in self._families if f.kind != "histogram" for value in f.label_values
         }
         self._histograms = {f.name: Histogram(f.buckets) for f in FAMILIES if f.kind == "histogram"}
         self._seen: dict[str, tuple[float, int]] = {}  # of running requests: last_token and num_output as counted
@@ -191,8 +209,18 @@ class Metrics:
             if pages.prefix_cache:
                 values["prefix_cache_queries_total", ""] = pages.queries
                 values["prefix_cache_hits_total", ""] = pages.hits
-            named = [(family, name) for family in FAMILIES for name in (family.name, family.former) if name]
+            if engine.speculation is not None:
+                self._read_drafts(engine.speculation.counts)
+            named = [(family, name) for family in self._families for name in (family.name, family.former) if name]
             return [(family, name, list(self._samples(family, name))) for family, name in named]
+
+    def _read_drafts(self, counts: DraftCounts) -> None:
+        values = self._values
+        values["spec_decode_num_drafts_total", ""] = counts.num_drafts
+        values["spec_decode_num_draft_tokens_total", ""] = counts.num_draft_tokens
+        values["spec_decode_num_accepted_tokens_total", ""] = counts.num_accepted_tokens
+        for position, accepted in enumerate(tuple(counts.accepted_per_position)):
+            values["spec_decode_num_accepted_tokens_per_pos_total", str(position)] = accepted
 
     def exposition(self) -> str:
         """Everything in Prometheus' text format, version 0.0.4, with vLLM's names. Send it as CONTENT_TYPE."""

@@ -18,7 +18,7 @@ from gpt_fast.serve.model_yaml import ModelYaml, check_torchserve_keys, read_mod
 
 BLOCK = "the handler block of model_config.yaml"
 
-_ALIASES = {"converted_ckpt_dir": "checkpoint", "draft_checkpoint_path": "draft"}
+ALIASES = {"converted_ckpt_dir": "checkpoint", "draft_checkpoint_path": "draft"}
 _WITHOUT_EFFECT = {
     "fx_graph_cache": "torch caches compiled graphs by itself",
     "profile": "nothing is profiled",
@@ -47,7 +47,7 @@ class HandlerSettings:
 _ENGINE = kinds_of(EngineConfig)
 _OWN: dict[str, Kind] = {k: v for k, v in kinds_of(HandlerSettings).items() if k not in ("engine", "warnings")}
 KNOWN: dict[str, Kind] = {**_OWN, **_ENGINE, **dict.fromkeys(_WITHOUT_EFFECT, as_given)}
-KNOWN |= {alias: KNOWN[key] for alias, key in _ALIASES.items()}
+KNOWN |= {alias: KNOWN[key] for alias, key in ALIASES.items()}
 
 
 def read_settings(config: Mapping[str, Any] | None, model_dir: Path) -> HandlerSettings:
@@ -56,7 +56,7 @@ def read_settings(config: Mapping[str, Any] | None, model_dir: Path) -> HandlerS
     found = check(config or {})
     engine, draft = dict(found.engine), found.engine.get("draft")
     if draft not in (None, *DRAFTS):
-        engine["draft"] = str(find_checkpoint(Path(draft), model_dir, "draft"))
+        engine["draft"] = str(find_named(Path(draft), model_dir, "draft"))
     return replace(found, checkpoint=find_checkpoint(found.checkpoint, model_dir), engine=engine)
 
 
@@ -80,11 +80,11 @@ def check(config: Mapping[str, Any]) -> HandlerSettings:
     check_torchserve_keys(config)
     serves_continuously(config)
     block = config.get("handler") or {}
-    for alias, key in _ALIASES.items():
+    for alias, key in ALIASES.items():
         if alias in block and key in block:
             raise ConfigError(f"{alias} and {key} in {BLOCK} are the same key; give one of them")
-    given = {k: v for k, v in block.items() if v is not None or _ALIASES.get(k, k) not in _OWN}
-    read = {_ALIASES.get(k, k): v for k, v in read_keys(KNOWN, given, BLOCK).items()}
+    given = {k: v for k, v in block.items() if v is not None or ALIASES.get(k, k) not in _OWN}
+    read = {ALIASES.get(k, k): v for k, v in read_keys(KNOWN, given, BLOCK).items()}
     own = {k: v for k, v in read.items() if k in _OWN}
     warnings = tuple(f"{k} in {BLOCK} has no effect: {why}" for k, why in _WITHOUT_EFFECT.items() if k in block)
     return HandlerSettings(**own, engine={k: v for k, v in read.items() if k in _ENGINE}, warnings=warnings)
@@ -104,22 +104,26 @@ def _line_of_fault(file: ModelYaml, message: str) -> int | None:
     return None
 
 
-def find_checkpoint(named: Path, model_dir: Path, key: str = "checkpoint") -> Path:
-    """Where the checkpoint ``named`` by ``key`` is. "auto": in the archive's folder ``checkpoint`` or its root, where
-    torch-model-archiver leaves the contents of a folder given as --extra-files. A relative path starts at the archive.
-    That is also the worker's working directory; only the shell's $PWD, which is tried last, knows where
-    ``torchserve --start`` was typed. Raises ConfigError with every place that was tried."""
-    if str(named) == "auto":
-        for place in (model_dir / "checkpoint", model_dir):
-            if place.is_dir() and any(next(place.glob(pattern), None) for pattern in _WEIGHTS):
-                return place
-        todo = f"build it with scripts/archive.sh --checkpoint DIR, or name one as checkpoint in {BLOCK}"
-        raise ConfigError(f"the archive at {model_dir} holds no checkpoint: {todo}")
+def find_checkpoint(named: Path, model_dir: Path) -> Path:
+    """Where the checkpoint ``named`` is. "auto": in the archive's folder ``checkpoint`` or its root, where
+    torch-model-archiver leaves the contents of a folder given as --extra-files. Raises ConfigError."""
+    if str(named) != "auto":
+        return find_named(named, model_dir, "checkpoint")
+    for place in (model_dir / "checkpoint", model_dir):
+        if place.is_dir() and any(next(place.glob(pattern), None) for pattern in _WEIGHTS):
+            return place
+    todo = f"build it with scripts/archive.sh --checkpoint DIR, or name one as checkpoint in {BLOCK}"
+    raise ConfigError(f"the archive at {model_dir} holds no checkpoint: {todo}")
+
+
+def find_named(named: Path, start: Path, key: str) -> Path:
+    """The folder that ``key`` calls ``named``; a file in it, as TorchServe's example has it, stands for it. A relative
+    path starts at ``start``, the archive. That is also the worker's working directory; only the shell's $PWD, which is
+    tried last, knows where ``torchserve --start`` was typed. Raises ConfigError with every place that was tried."""
     here = Path.cwd()
-    places = [Path(folder) / named.expanduser() for folder in (model_dir, here, os.environ.get("PWD", here))]
+    places = [Path(folder) / named.expanduser() for folder in (start, here, os.environ.get("PWD", here))]
     for place in places:
         if place.exists():
-            # The file of TorchServe's example stands for its folder, where the tokenizer is.
-            return place.parent if place.name == "model.pth" else place
+            return place.parent if place.is_file() else place
     tried = ", ".join(dict.fromkeys(str(place) for place in places))
     raise ConfigError(f"{key} {str(named)!r} in {BLOCK} does not exist; tried {tried}")

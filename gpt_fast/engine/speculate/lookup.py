@@ -1,94 +1,98 @@
-"""Drafts by looking up what followed the last tokens where they stood before in the same sequence.
+"""Drafts by looking up what followed the last tokens where they stood before: in the same sequence, or, where that is
+asked for, in answers to earlier requests.
 
-A suffix automaton (Blumer et al. 1985) finds the longest ending of a sequence that occurred earlier, in constant time
-for each token; SAM decoding (Hu et al. 2024, arXiv 2411.10666) drafts so. Nothing is shared between requests.
+SAM decoding (Hu et al. 2024, arXiv 2411.10666) drafts so, by a suffix automaton (kernels/automaton.py).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from gpt_fast.engine.request import Request
-from gpt_fast.engine.speculate.drafter import Wish
+from gpt_fast.engine.speculate.drafter import Drafter, Wish
+from gpt_fast.kernels.automaton import NOTHING, Automaton, Guess, PlainAutomaton, automaton_class
 
-MIN_MATCH = 3  # tokens; shorter endings are followed by too many things
-_BURST = 2048  # tokens taken in at once: a long prompt must not hold a step up
-_REFRESHED = 4  # shorter endings whose latest place is kept up to date
-
-
-class SuffixAutomaton:
-    """All substrings of a sequence that grows. State 0 is the empty one."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]  # to the state of the longest ending that more places share
-        self._length = [0]  # of a state's longest string
-        self._place = [-1]  # index of the last token of a place where it occurs, a late one
-        self._last = 0
-        self.match_length = 0  # of the longest ending that occurred before
-        self.match_place = -1  # index of the last token of that earlier place
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append ``tokens``."""
-        for token in tokens:
-            self._append(token)
-
-    def _append(self, token: int) -> None:
-        place, new = len(self.tokens), self._state({}, self._length[self._last] + 1, len(self.tokens))
-        self.tokens.append(token)
-        at = self._last
-        while at >= 0 and token not in self._next[at]:
-            self._next[at][token] = new
-            at = self._link[at]
-        self._link[new] = self._branch(at, token) if at >= 0 else 0
-        self._last, at = new, self._link[new]
-        self.match_length, self.match_place = self._length[at], self._place[at]
-        for _ in range(_REFRESHED):
-            if at > 0:
-                self._place[at] = place
-                at = self._link[at]
-
-    def _branch(self, at: int, token: int) -> int:
-        """The state of the string of ``at`` with ``token`` behind it, split off a longer one where needed."""
-        found = self._next[at][token]
-        if self._length[found] == self._length[at] + 1:
-            return found
-        copy = self._state(dict(self._next[found]), self._length[at] + 1, self._place[found])
-        self._link[copy], self._link[found] = self._link[found], copy
-        while at >= 0 and self._next[at].get(token) == found:
-            self._next[at][token] = copy
-            at = self._link[at]
-        return copy
-
-    def _state(self, following: dict[int, int], length: int, place: int) -> int:
-        self._next.append(following)
-        self._link.append(0)
-        self._length.append(length)
-        self._place.append(place)
-        return len(self._length) - 1
-
-    def guess(self, count: int) -> tuple[int, ...]:
-        """``count`` tokens that followed the longest known ending; a repetition goes on repeating."""
-        if self.match_length < MIN_MATCH:
-            return ()
-        begin, period = self.match_place + 1, len(self.tokens) - self.match_place - 1
-        return tuple(self.tokens[begin + i % period] for i in range(count))
+_BURST = 2048  # tokens taken in at once: a long text must not hold a step up
+_ENDING = 16  # tokens that are looked up in other answers
+_SEPARATOR = -1  # between answers; no token
 
 
-class LookupDrafter:
-    """Takes the drafts of a request from the prompt and the answer of that request."""
+class LookupDrafter(Drafter):
+    """Takes the drafts of a request from its own prompt and answer, and from the last ``history`` tokens of finished
+    answers where they know a longer ending. Other prompts are not remembered: what an answer copies from a prompt, it
+    copies from its own.
 
-    def __init__(self) -> None:
-        self._automata: weakref.WeakKeyDictionary[Request, SuffixAutomaton] = weakref.WeakKeyDictionary()
+    An ending of n tokens that is known gives n - 1 drafts at most: the longer it is, the surer is what followed it."""
+
+    def __init__(self, history: int = 0) -> None:
+        self._new = automaton_class()
+        self._automata: dict[Request, Automaton | PlainAutomaton] = {}
+        self._history = History(history) if history else None
 
     def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
         """See ``Drafter``."""
-        return [self._guess(request, count) for request, count in wishes]
+        if self._history is not None:
+            self._history.take_in()
+        return [self._guess(request, most) for request, most in wishes]
 
-    def _guess(self, request: Request, count: int) -> tuple[int, ...]:
-        automaton = self._automata.setdefault(request, SuffixAutomaton())
-        known = len(automaton.tokens)
-        automaton.extend(request.token_ids[known : known + _BURST])
-        return automaton.guess(count) if len(automaton.tokens) == request.num_tokens else ()
+    def end(self, request: Request) -> None:
+        """See ``Drafter``."""
+        self._automata.pop(request, None)
+        if self._history is not None:
+            self._history.add(request.token_ids[request.num_prompt :])
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the automata hold."""
+        own = sum(automaton.num_bytes for automaton in self._automata.values())
+        return own + (self._history.num_bytes if self._history is not None else 0)
+
+    def _guess(self, request: Request, most: int) -> tuple[int, ...]:
+        automaton = self._automata.get(request)
+        if automaton is None:
+            automaton = self._automata[request] = self._new()
+        known = automaton.num_tokens
+        best = automaton.extend(request.token_ids[known : known + _BURST], most)
+        if automaton.num_tokens < request.num_tokens:
+            best = NOTHING
+        if self._history is not None and best.length < _ENDING:
+            found = self._history.find(request.token_ids[-_ENDING:], most)
+            best = found if found.length > best.length else best
+        return best.tokens[: max(0, best.length - 1)]
+
+
+class History:
+    """The last answers, at most ``num_tokens`` tokens: two automata of half of that, of which the older one is dropped
+    when the newer one is full."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._half = num_tokens // 2
+        self._new = automaton_class()
+        self._newer, self._older = self._new(), self._new()
+        self._coming: list[int] = []  # not taken in yet
+
+    def add(self, answer: Sequence[int]) -> None:
+        """Remember ``answer``, or its beginning where more comes in at once than can be remembered."""
+        room = self._half - len(self._coming) - 1
+        if answer and room > 0:
+            self._coming += [*answer[:room], _SEPARATOR]
+
+    def take_in(self) -> None:
+        """Make some of what was added findable."""
+        if not self._coming:
+            return
+        if self._newer.num_tokens == self._half:
+            self._newer, self._older = self._new(), self._newer
+        count = min(_BURST, self._half - self._newer.num_tokens)
+        self._newer.extend(self._coming[:count])
+        del self._coming[:count]
+
+    def find(self, ending: Sequence[int], most: int) -> Guess:
+        """What followed the longest of the endings of ``ending`` that an answer has; of equal ones the later one."""
+        newer, older = self._newer.find(ending, most), self._older.find(ending, most)
+        return older if older.length > newer.length else newer
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the automata hold."""
+        return self._newer.num_bytes + self._older.num_bytes

@@ -7,21 +7,26 @@ the noise of the token that the target will draw, so both draw the same one most
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.engine.compute import sampling_row
+from gpt_fast.engine.compute import probe, sampling_row
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
-from gpt_fast.engine.sampling import NO_TOKEN, sample
+from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, draw_of, only_drawn, sample
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.speculate.drafter import Wish
+from gpt_fast.engine.speculate.times import DraftTimes, StepTimes, measure
+from gpt_fast.kernels.race import Draw
+
+_MEASURED_ROWS = 128  # of a step; longer ones are extrapolated
+_MORE_DRAFTS = 4
 
 
 @dataclass
@@ -45,6 +50,24 @@ class _Draft:
     tokens: list[int] = field(default_factory=list)
     allowed: Tensor | None = None  # what the grammar allows behind them
 
+    @property
+    def ended(self) -> bool:
+        """Whether the answer ends behind the last draft, if all are right."""
+        return bool(self.tokens) and self.tokens[-1] in self.request.end_ids
+
+
+class _Part(NamedTuple):
+    """Tokens of a sequence that the draft model computes in one step, the first at position ``start``."""
+
+    draft: _Draft
+    tokens: tuple[int, ...]
+    start: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether the next draft can be drawn behind it."""
+        return self.start + len(self.tokens) >= self.draft.request.num_tokens
+
 
 class ModelDrafter:
     """Drafts by the model of ``runner``, whose cache is laid out as the target's; ``pages`` are the target's. Sequences
@@ -52,16 +75,57 @@ class ModelDrafter:
 
     def __init__(self, runner: Runner, pages: PageAllocator, vocab_size: int, max_seq_len: int) -> None:
         self.runner, self._pages, self._vocab_size, self._max_seq_len = runner, pages, vocab_size, max_seq_len
-        self._known: weakref.WeakKeyDictionary[Request, _Known] = weakref.WeakKeyDictionary()
+        self._known: dict[Request, _Known] = {}
         self._contents: dict[int, bytes] = {}  # the digest of every full page that is in this cache, too
 
     def draft(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
         """See ``Drafter``."""
         drafts = [_Draft(r, self._find(r), min(most, self._max_seq_len - r.num_tokens)) for r, most in wishes]
-        active = self._catch_up([d for d in drafts if d.count > 0])
-        while active:
-            active = self._extend(active)
+        parts = self._catching_up([d for d in drafts if d.count > 0])
+        at_once: list[_Part] = []
+        one_by_one: list[_Part] = []
+        for part in parts:
+            (at_once if self._draws_at_once(part.draft.request) else one_by_one).append(part)
+        try:
+            if at_once:
+                self._draw_at_once(at_once)
+            while one_by_one:
+                one_by_one = self._draw_one(one_by_one)
+        except Exception:
+            self._known.clear()  # what is in the cache is not certain any more
+            self._contents.clear()
+            raise
         return [tuple(d.tokens) for d in drafts]
+
+    def missing(self, request: Request) -> int:
+        """See ``Drafter``."""
+        known = self._known.get(request)
+        if known is None or known.admission != request.num_admissions:
+            known = self._find(request)
+        return request.num_tokens - known.num_computed - len(known.ahead)
+
+    def measure(self) -> DraftTimes:
+        """See ``Drafter``."""
+        room = self.runner.pages_per_sequence * self._pages.page_size
+        rows = min(_MEASURED_ROWS, self._max_seq_len, room - 1)
+        if not self.runner.chains:
+            return DraftTimes(0.0, StepTimes(measure(lambda n: probe(self.runner, 0, n), rows), rows))
+        steps = measure(lambda n: self._run_chain(n, 1), rows)
+        more = _MORE_DRAFTS if room >= 2 + _MORE_DRAFTS else 1
+        several = measure(lambda n: self._run_chain(1, 1 + n), more)[more]
+        one = max((several - steps[1]) / more, 0.0)
+        call = steps[1] - one
+        return DraftTimes(call, StepTimes({n: seconds - call for n, seconds in steps.items()}, rows))
+
+    def _run_chain(self, num_tokens: int, num_draws: int) -> None:
+        """Compute tokens that nobody needs, in slot 0 and page 0."""
+        pages = (0,) * -(-(num_tokens + num_draws) // self._pages.page_size)
+        plan = SequencePlan(0, (0,) * num_tokens, 0, 0, pages, num_logits=1, rope_len=num_tokens)
+        self.runner.chain(StepPlan((plan,)), [[Draw()] * num_draws])
+
+    def end(self, request: Request) -> None:
+        """See ``Drafter``."""
+        self._known.pop(request, None)
 
     def _find(self, request: Request) -> _Known:
         """What is known of ``request`` by now: drafts that were right count, and shared pages when it is new."""
@@ -86,54 +150,64 @@ class ModelDrafter:
         known.num_noted = known.num_computed // size
         return known
 
-    def _catch_up(self, drafts: Sequence[_Draft]) -> list[_Draft]:
-        """Compute tokens that are not in the cache yet, in chunks as the target does, and draw the first draft of those
-        that are complete, which are returned while they want more."""
-        budget, chosen = self.runner.prefill_chunk, []
+    def _catching_up(self, drafts: Sequence[_Draft]) -> list[_Part]:
+        """What each draft needs to have computed first, in chunks as the target does, in order of the slots."""
+        budget, parts = self.runner.prefill_chunk, []
         for d in drafts:
-            start, grammar = d.known.num_computed, d.request.grammar
-            d.allowed = None if grammar is None else grammar.allowed()
+            start = d.known.num_computed
             tokens = d.request.token_ids[start : start + max(1, budget)]
             budget -= len(tokens) if len(tokens) > 1 else 0
-            chosen.append((d, tuple(tokens), start))
-        return self._run(chosen)
+            parts.append(_Part(d, tuple(tokens), start))
+        return sorted(parts, key=lambda part: part.draft.request.slot)
 
-    def _extend(self, drafts: Sequence[_Draft]) -> list[_Draft]:
-        """Compute each one's last draft and draw the next."""
-        return self._run([(d, (d.tokens[-1],), d.request.num_tokens + len(d.tokens) - 1) for d in drafts])
+    def _draws_at_once(self, request: Request) -> bool:
+        """Whether all drafts of ``request`` can be drawn in one call."""
+        return self.runner.chains and only_drawn(sampling_row(request, (), None)) and request.grammar is None
 
-    def _run(self, parts: Sequence[tuple[_Draft, tuple[int, ...], int]]) -> list[_Draft]:
-        """Compute ``tokens`` from position ``start`` for each draft; returns those that got a draft and want more."""
-        parts = sorted(parts, key=lambda part: part[0].request.slot)
-        if not parts:
-            return []
-        try:
-            logits = self.runner.execute(StepPlan(tuple(self._plan(*part) for part in parts)))
-        except Exception:
-            self._known.clear()  # what is in the cache is not certain any more
-            self._contents.clear()
-            raise
-        complete = [d for d, tokens, start in parts if start + len(tokens) >= d.request.num_tokens]
+    def _draw_at_once(self, parts: Sequence[_Part]) -> None:
+        """Compute ``parts``, and all drafts of those that are complete by then."""
+        drawing = [part.draft for part in parts if part.complete]
+        draws = [[_draw(d.request, i) for i in range(d.count)] for d in drawing]
+        plan = StepPlan(tuple(self._plan(part, part.draft.count if part.complete else 1) for part in parts))
+        if not drawing:
+            self.runner.execute(plan)
+            return
+        for d, tokens in zip(drawing, self.runner.chain(plan, draws), strict=True):
+            for token in tokens:
+                if not 0 <= token < self._vocab_size or d.ended:
+                    break
+                d.tokens.append(token)
+            d.known.ahead = tuple(d.tokens[:-1])
+
+    def _draw_one(self, parts: Sequence[_Part]) -> list[_Part]:
+        """Compute ``parts``, and one draft of those that are complete by then. Returns what is to be computed next."""
+        for d in (part.draft for part in parts if part.draft.request.grammar is not None and not part.draft.tokens):
+            assert d.request.grammar is not None
+            d.allowed = d.request.grammar.allowed()
+        logits = self.runner.execute(StepPlan(tuple(self._plan(part, 1) for part in parts)))
+        complete = [part.draft for part in parts if part.complete]
         rows = [sampling_row(d.request, tuple(d.tokens), d.allowed) for d in complete]
-        drawn: list[int] = sample(self._widened(logits), rows).tolist() if complete else []
+        drawn: list[int] = sample(widened(logits, self._vocab_size), rows).tolist() if complete else []
         going_on = []
         for d, token in zip(complete, drawn, strict=True):
             if token == NO_TOKEN:
                 continue
             d.tokens.append(token)
             d.known.ahead = tuple(d.tokens[:-1])
-            if len(d.tokens) < d.count and token not in d.request.end_ids and self._may_follow(d):
-                going_on.append(d)
+            if len(d.tokens) < d.count and not d.ended and self._may_follow(d):
+                going_on.append(_Part(d, (token,), d.request.num_tokens + len(d.tokens) - 1))
         return going_on
 
-    def _plan(self, d: _Draft, tokens: tuple[int, ...], start: int) -> SequencePlan:
-        request, known, end = d.request, d.known, start + len(tokens)
-        for page in request.pages[start // self._pages.page_size : -(-end // self._pages.page_size)]:
+    def _plan(self, part: _Part, num_draws: int) -> SequencePlan:
+        """``part`` for the runner, and what is known when it is computed with all but the last of ``num_draws``."""
+        request, known, end = part.draft.request, part.draft.known, part.start + len(part.tokens)
+        size = self._pages.page_size
+        for page in request.pages[part.start // size : -(-(end + num_draws - 1) // size)]:
             self._contents.pop(page, None)
-        new = tuple(request.pages[known.num_placed :])
         plan = SequencePlan(
-            slot=request.slot, tokens=tokens, start=start, num_placed=known.num_placed, new_pages=new,
-            num_logits=int(end >= request.num_tokens), rope_len=request.rope_len,
+            slot=request.slot, tokens=part.tokens, start=part.start, num_placed=known.num_placed,
+            new_pages=tuple(request.pages[known.num_placed :]), num_logits=int(part.complete),
+            rope_len=request.rope_len,
         )  # fmt: skip
         known.num_placed = len(request.pages)
         known.num_computed = min(end, request.num_tokens)
@@ -147,7 +221,13 @@ class ModelDrafter:
         d.allowed = masks[-1]
         return len(masks) == len(d.tokens) + 1
 
-    def _widened(self, logits: Tensor) -> Tensor:
-        """[R, V] for the target's V: what the draft model does not have is ruled out, what it has more is cut off."""
-        missing = self._vocab_size - logits.shape[1]
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self._vocab_size]
+
+def _draw(request: Request, num_drafts: int) -> Draw:
+    """How the token behind ``num_drafts`` drafts is drawn."""
+    return draw_of(SamplingRow(request.params, request.seed, request.num_tokens + num_drafts))
+
+
+def widened(logits: Tensor, vocab_size: int) -> Tensor:
+    """[..., vocab_size], the target's: what the draft model does not have is ruled out, what it has more is cut off."""
+    missing = vocab_size - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]

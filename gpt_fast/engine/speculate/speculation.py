@@ -1,16 +1,23 @@
-"""Who gets how many drafts in the next step, and from whom."""
+"""Drafts before each step, and what became of them."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpt_fast.engine.request import Request
-from gpt_fast.engine.scheduler import Scheduler
+from gpt_fast.engine.scheduler import Scheduler, StepPlan
+from gpt_fast.engine.speculate.controller import Asked, Controller
 from gpt_fast.engine.speculate.drafter import Drafter, Wish
+from gpt_fast.engine.speculate.times import StepTimes, measure
 from gpt_fast.outputs import Origin
 
 log = logging.getLogger(__name__)
+
+MAX_ROWS = 64  # of a step with drafts that are chosen
+_EXPECTED_TOKENS = 128  # of an answer that may be longer
 
 
 @dataclass
@@ -20,37 +27,107 @@ class DraftCounts:
     num_drafts: int = 0  # times that a sequence had drafts in a step
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)  # first drafts that were right, second ones, ...
+    drafted_per_position: list[int] = field(default_factory=list)  # first drafts, second ones, ...
+    accepted_per_position: list[int] = field(default_factory=list)  # and those of them that were right
 
     def note(self, drafted: int, accepted: int) -> None:
         """Of one step's ``drafted`` tokens for one sequence the first ``accepted`` were right."""
         self.num_drafts += drafted > 0
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
-        self.accepted_per_position += [0] * (drafted - len(self.accepted_per_position))
-        for i in range(accepted):
-            self.accepted_per_position[i] += 1
+        for counts, count in ((self.drafted_per_position, drafted), (self.accepted_per_position, accepted)):
+            counts += [0] * (drafted - len(counts))
+            for i in range(count):
+                counts[i] += 1
 
 
 class Speculation:
-    """Before each step asks ``drafter`` for ``count`` drafts for each sequence that decodes."""
+    """Before each step asks ``drafter`` for up to ``most`` drafts for each sequence that decodes: as many as the
+    ``controller`` chooses, or ``most`` where it is None. All methods are called by the engine's thread."""
 
-    def __init__(self, drafter: Drafter, count: int) -> None:
-        self.drafter, self.count = drafter, count
+    def __init__(self, drafter: Drafter, most: int) -> None:
+        self.drafter, self.most = drafter, most
+        self.controller: Controller | None = None
         self.counts = DraftCounts()
+        self.drafting_s = 0.0  # seconds that the drafts of the latest step took
+        self._unverified: dict[Request, tuple[int, tuple[int, ...]]] = {}
+
+    def control(self, run: Callable[[int], object], max_batch: int, max_rows: int) -> None:
+        """Choose the number of drafts from now on. ``run(rows)`` runs a step that verifies rows - 1 drafts; it and the
+        drafter are timed. No step with drafts will have more than ``max_rows`` rows."""
+        most = min(MAX_ROWS, max_rows, max_batch * (1 + self.most))
+        steps = StepTimes(measure(run, most), most)
+        self.controller = Controller(self.most, steps, self.drafter.measure())
 
     def propose(self, scheduler: Scheduler) -> None:
         """Set the drafts of running requests. A drafter that fails costs the drafts of one step and nothing else."""
+        begin = time.perf_counter()
+        self._propose(scheduler)
+        self.drafting_s = time.perf_counter() - begin
+
+    def _propose(self, scheduler: Scheduler) -> None:
         running = [r for r in scheduler.running if r.num_pending == 1 and not r.paused]
-        wishes = [Wish(r, scheduler.room_for_drafts(r, self.count)) for r in running]
-        wishes = [wish for wish in wishes if wish.most > 0]
+        if not running:
+            return
         try:
-            drafts = self.drafter.draft(wishes) if wishes else []
+            if self.controller is None:
+                self._draft(scheduler, running, [self.most] * len(running))
+            elif self.controller.drafting is None:
+                self._choose_from_guesses(self.controller, scheduler, running)
+            else:
+                asked = [self._asked(r, self.drafter.missing(r)) for r in running]
+                self._draft(scheduler, running, self.controller.choose(asked, _other_rows(scheduler)))
         except Exception:
             log.exception("drafting failed; this step goes on without drafts")
+
+    def _asked(self, request: Request, missing: int) -> Asked:
+        left = request.max_tokens - request.num_output
+        return Asked(request, min(self.most, left - 1), missing, min(left, max(_EXPECTED_TOKENS, request.num_output)))
+
+    def _draft(self, scheduler: Scheduler, running: Sequence[Request], counts: Sequence[int]) -> None:
+        """Have ``counts`` drafts made, or as many as there is room for."""
+        wishes = [Wish(r, scheduler.room_for_drafts(r, n)) for r, n in zip(running, counts, strict=True) if n]
+        wishes = [wish for wish in wishes if wish.most]
+        if not wishes:
             return
+        costs = None if self.controller is None else self.controller.drafting
+        missing = [] if costs is None else [self.drafter.missing(wish.request) for wish in wishes]
+        begin = time.perf_counter()
+        drafts = self.drafter.draft(wishes)
+        if costs is not None:
+            costs.note([wish.most for wish in wishes], missing, time.perf_counter() - begin)
         for wish, tokens in zip(wishes, drafts, strict=True):
             wish.request.drafts = tokens
+
+    def _choose_from_guesses(self, controller: Controller, scheduler: Scheduler, running: Sequence[Request]) -> None:
+        """Guesses that cost nothing are made for everyone; those that are not worth a row are judged by what comes."""
+        guesses = self.drafter.draft([Wish(r, min(self.most, r.max_tokens - r.num_output - 1)) for r in running])
+        for request in list(self._unverified):
+            self._judge(controller, request)
+        if not any(guesses):
+            return
+        asked = [Asked(r, len(guess)) for r, guess in zip(running, guesses, strict=True)]
+        counts = controller.choose(asked, _other_rows(scheduler))
+        for request, guess, count in zip(running, guesses, counts, strict=True):
+            request.drafts = guess[: scheduler.room_for_drafts(request, count)] if count else ()
+            if guess and not request.drafts:
+                self._unverified.setdefault(request, (request.num_tokens, guess))
+
+    def _judge(self, controller: Controller, request: Request) -> None:
+        """Note how far an unverified guess was right, once it was wrong or its last token is known."""
+        begin, guess = self._unverified[request]
+        came = request.token_ids[begin : begin + len(guess)]
+        right = next((i for i, token in enumerate(came) if token != guess[i]), len(came))
+        if right < len(came) or right == len(guess):
+            controller.note(request, len(guess), right)
+            del self._unverified[request]
+
+    def end(self, request: Request) -> None:
+        """``request`` has ended."""
+        self._unverified.pop(request, None)
+        if self.controller is not None:
+            self.controller.end(request)
+        self.drafter.end(request)
 
     def note(self, request: Request, drafted: int, right: int, taken: int) -> None:
         """A step verified ``drafted`` tokens of ``request``; the first ``right`` were right, and with the token behind
@@ -62,3 +139,20 @@ class Speculation:
         request.origins.extend(["accepted"] * accepted)
         request.origins.extend([last] * (taken - accepted))
         self.counts.note(drafted, accepted)
+        if drafted and self.controller is not None:
+            self.controller.note(request, drafted, right)
+            self._unverified.pop(request, None)
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step took ``seconds`` beside drafting."""
+        controller = self.controller  # the requests of the step may have ended, and then it may be changed
+        if controller is not None and all(s.num_logits == len(s.tokens) for s in plan.sequences):
+            controller.steps.note(plan.num_tokens, seconds)
+
+
+def _other_rows(scheduler: Scheduler) -> int:
+    """Prompt tokens that the next step will probably compute."""
+    pending = sum(r.num_pending for r in scheduler.running if r.num_pending > 1 and not r.paused)
+    if len(scheduler.running) < scheduler.max_batch:
+        pending += sum(r.num_tokens for r in scheduler.waiting)
+    return min(pending, max(1, scheduler.prefill_chunk // 4))

@@ -24,16 +24,18 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt_fast.errors import CompilerError, UnavailableError
+from gpt_fast.kernels.cpu import structs
+from gpt_fast.kernels.cpu.structs import SOURCES
 from gpt_fast.user_cache import private_folder, trusted
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).with_name("src")
 # Without -fno-tree-reassoc gcc gathers integer sums at the end of a block and spills every register on the way.
 FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-pthread", "-fPIC", "-shared")
 _AVX2 = ("-mavx2", "-mfma")
@@ -163,11 +165,29 @@ def library() -> ctypes.CDLL:
         raise UnavailableError(f"{path} cannot be loaded: {error}") from error
     lib.gpt_fast_run.argtypes = [_P, _P, ctypes.c_int]
     lib.gpt_fast_pack.argtypes = [_I, _P, _P, _I, _I, _I, _I, ctypes.c_int]
-    lib.gpt_fast_race.argtypes = [_P, _P, _P, _I, _I, ctypes.c_int]
-    lib.gpt_fast_run.restype = lib.gpt_fast_pack.restype = lib.gpt_fast_race.restype = None
+    lib.gpt_fast_chain.argtypes = [_P, _P, _P, ctypes.c_int]
+    lib.gpt_fast_draw.argtypes = [_P, _P, _P, _I, _I, ctypes.c_int]
+    for function in (lib.gpt_fast_run, lib.gpt_fast_chain, lib.gpt_fast_pack, lib.gpt_fast_draw):
+        function.restype = None
+    _declare_automaton(lib)
     lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
+    for which, kind in enumerate(structs.CHECKED):
+        assert lib.gpt_fast_struct_bytes(which) == ctypes.sizeof(kind), f"{kind.__name__} differs"
     return lib
+
+
+def _declare_automaton(lib: ctypes.CDLL) -> None:
+    """These calls take a microsecond: to let other threads of Python run meanwhile would cost more."""
+    kinds: dict[str, tuple[Any, ...]] = {  # what is returned, then arguments
+        "gpt_fast_automaton": (_P,),
+        "gpt_fast_automaton_free": (None, _P),
+        "gpt_fast_automaton_bytes": (_I, _P),
+        "gpt_fast_automaton_extend": (None, _P, _P, _I, _P, _I),
+        "gpt_fast_automaton_find": (None, _P, _P, _I, _P, _I),
+    }
+    for name, kind in kinds.items():
+        setattr(lib, name, ctypes.PYFUNCTYPE(*kind)((name, lib)))
 
 
 @functools.cache

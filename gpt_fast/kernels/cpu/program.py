@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure
 from typing import Any, NamedTuple
@@ -18,7 +17,9 @@ from torch import Tensor
 
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout, check_cache, padded
-from gpt_fast.kernels.cpu.library import CACHE_FORMATS, FORMATS, SOURCES, library
+from gpt_fast.kernels.cpu import structs
+from gpt_fast.kernels.cpu.library import CACHE_FORMATS, FORMATS, library
+from gpt_fast.kernels.race import Draw
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import alibi_slopes
 
@@ -26,21 +27,6 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped_swiglu"
 
 _READ = ("x", "add", "routes", "by", "q", "k", "v")  # fields that name buffers which an operation reads
 _MAX_BUFFERS = 64  # program.h
-_KINDS: dict[str, Any] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
-
-
-def _struct(name: str) -> Any:
-    """The struct ``name`` of the headers, which alone say what fields it has."""
-    text = "".join(path.read_text(encoding="utf-8") for path in SOURCES.glob("*.h"))
-    (body,) = re.findall(rf"^struct {name} \{{\n(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
-    fields: list[tuple[str, Any]] = []
-    for kind, names in re.findall(r"^ +(\w[\w* ]*[* ])(\w+(?:, \w+)*);", body, re.MULTILINE):
-        fields += [(n, ctypes.c_void_p if "*" in kind else _KINDS[kind.strip()]) for n in names.split(", ")]
-    _KINDS[name] = type(name, (Structure,), {"_fields_": fields})
-    return _KINDS[name]
-
-
-_Linear, _Embedding, _Op, _Program, _Step = map(_struct, ("Linear", "Embedding", "Op", "Program", "Step"))
 
 
 class PackedWeights(NamedTuple):
@@ -101,8 +87,6 @@ class Program:
         input: tuple[str, int] | None = None,
     ) -> None:
         self._library = library()
-        for which, kind in enumerate((_Linear, _Op, _Program, _Step)):
-            assert self._library.gpt_fast_struct_bytes(which) == ctypes.sizeof(kind), f"{kind.__name__} differs"
         self._kept: list[object] = []
         self._ops: list[Structure] = []
         self._buffers = b = _Buffers(output, input)
@@ -121,8 +105,8 @@ class Program:
         self._width, self._rows = b.widths[b.output], rows_before is not None
         self._in_place = input is not None and b.output == 0
         widths, slots, slot_widths = (self._array(ctypes.c_int64, n) for n in (b.widths, b.slots, b.slot_widths))
-        self._program = _Program(
-            ops=self._array(_Op, self._ops), num_ops=len(self._ops), widths=widths, slots=slots,
+        self._program = structs.Program(
+            ops=self._array(structs.Op, self._ops), num_ops=len(self._ops), widths=widths, slots=slots,
             num_buffers=len(b.widths), slot_widths=slot_widths, num_slots=len(b.slot_widths), widest=self._widest,
             input=-1 if input is None else 0, output=b.output,
             cache_format=0 if k_cache is None else CACHE_FORMATS[k_cache.dtype],
@@ -142,31 +126,76 @@ class Program:
 
         Raises ValueError for rope tables of another width than the operations'.
         """
+        step, out, kept = self._step(tokens, positions, angles, layout, rows, input)
+        self._library.gpt_fast_run(ctypes.addressof(self._program), ctypes.addressof(step), torch.get_num_threads())
+        del kept
+        return out
+
+    def chain(
+        self,
+        tokens: Tensor,  # [N] int64
+        positions: Tensor,  # [N + later tokens] int64
+        angles: Sequence[tuple[Tensor, Tensor]],  # of all those positions
+        layout: StepLayout,  # write slots of all those positions, the rest of the first step
+        rows: Tensor,  # [R] int64
+        row_slots: Tensor,  # [R] int64, rising: the slot of each row
+        draws: Sequence[Sequence[Draw]],
+    ) -> list[list[int]]:
+        """A step, and then one after the other those of the tokens that are drawn behind its rows: ``draws[r]`` says
+        how (the fields of ``Draw``) and, by its length, how many. A row drops out after its last token, and later
+        steps hold the tokens of the others in order. Returns the tokens of each row; -1 for one that cannot be drawn.
+        """
+        step, out, kept = self._step(tokens, positions, angles, layout, rows)
+        counts, longest = [len(each) for each in draws], max(map(len, draws))
+        table = (structs.Draw * (longest * len(draws)))(*itertools.chain(*itertools.zip_longest(*draws, fillvalue=())))
+        halves = (ctypes.c_int64 * max(1, len(angles)))(*(cos.shape[-1] for cos, _ in angles))
+        each_count = (ctypes.c_int64 * len(counts))(*counts)
+        drawn = (ctypes.c_int64 * len(table))()
+        chain = structs.Chain(
+            draws=ctypes.addressof(table), counts=ctypes.addressof(each_count), row_slots=row_slots.data_ptr(),
+            halves=ctypes.addressof(halves), num_ropes=len(angles), num_steps=longest, vocab=self._width,
+            tokens=ctypes.addressof(drawn),
+        )  # fmt: skip
+        addresses = (ctypes.addressof(struct) for struct in (self._program, step, chain))
+        self._library.gpt_fast_chain(*addresses, torch.get_num_threads())
+        del out, kept
+        return [[drawn[i * len(draws) + r] for i in range(count)] for r, count in enumerate(counts)]
+
+    def _step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        angles: Sequence[tuple[Tensor, Tensor]],
+        layout: StepLayout | None,
+        rows: Tensor,
+        input: Tensor | None = None,
+    ) -> tuple[Structure, Tensor, object]:
+        """The struct of a step, its output, and what must be kept while it runs."""
         for table, half in self._halves.items():
             if {t.shape[-1] for t in angles[table]} != {half}:
                 raise ValueError(f"rope table {table} must have {half} columns, not {angles[table][0].shape[-1]}")
         given = [tokens, positions, rows, *(t for pair in angles for t in pair)]
-        tokens, positions, rows, *turns = (t.contiguous() for t in given)
-        start, context_len, page_table, write_slots = (t.contiguous() for t in layout or _NO_LAYOUT)
+        tokens, positions, rows, *turns = given = [t.contiguous() for t in given]
+        parts = [t.contiguous() for t in layout or _NO_LAYOUT]
+        start, context_len, page_table, write_slots = parts
         pointers = (ctypes.c_void_p * max(1, len(turns)))(*(t.data_ptr() for t in turns))
         source = None if input is None else input.clone(memory_format=torch.contiguous_format)
         if self._in_place and source is not None:
             out = source
         else:
             out = torch.empty(rows.shape[0] if self._rows else tokens.shape[0], self._width)
-        step = _Step(
+        step = structs.Step(
             tokens=tokens.data_ptr(), positions=positions.data_ptr(), num_tokens=tokens.shape[0],
             angles=ctypes.addressof(pointers), query_start=start.data_ptr(), context_len=context_len.data_ptr(),
             page_table=page_table.data_ptr(), write_slots=write_slots.data_ptr(), slots=page_table.shape[0],
             pages_per_slot=page_table.shape[1], rows=rows.data_ptr(), num_rows=rows.shape[0],
             input=None if source is None else source.data_ptr(), output=out.data_ptr(),
         )  # fmt: skip
-        self._library.gpt_fast_run(ctypes.addressof(self._program), ctypes.addressof(step), torch.get_num_threads())
-        return out
+        return step, out, (given, parts, pointers, source)
 
     def _keep_wanted_rows(self) -> None:
         x, width = self._buffers["x"], self._buffers.width("x")
-        self._ops.append(_Op(code=len(_TRANSLATE), x=x, out=self._buffers.new("x", width), width=width))
+        self._ops.append(structs.Op(code=len(_TRANSLATE), x=x, out=self._buffers.new("x", width), width=width))
         self._rounded = _Rounding()  # rows stand elsewhere now
 
     def _block(self, ops: Sequence[d.Op], weights: Weights) -> None:
@@ -180,7 +209,7 @@ class Program:
 
     def _begun(self, op: d.Op) -> Structure:
         """The struct of ``op`` with its code, the buffers that it reads, and its numbers that C++ calls the same."""
-        done: Structure = _Op(code=list(_TRANSLATE).index(type(op)), add=-1)
+        done: Structure = structs.Op(code=list(_TRANSLATE).index(type(op)), add=-1)
         for name, value in vars(op).items():
             if name in ("x", "add", "routes") and value:
                 setattr(done, name, self._buffers[value])
@@ -205,7 +234,7 @@ class Program:
         if table.dtype not in (torch.float32, torch.bfloat16):
             raise UnsupportedError(f"an embedding table of {table.dtype}")
         done.width = table.shape[1]
-        done.table = _Embedding(self._pointer(table), table.dtype == torch.bfloat16, table.dim() == 3)
+        done.table = structs.Embedding(self._pointer(table), table.dtype == torch.bfloat16, table.dim() == 3)
 
     def _norm(self, op: d.Norm, done: Structure, w: Weights) -> None:
         weight, bias = w.vectors[op.weight]
@@ -293,13 +322,13 @@ class Program:
     def _linears(self, ws: Sequence[PackedWeights], stride: int, factor: float = 1.0) -> int:
         """The address of the structs of ``ws``. ``stride``: columns of the output buffer."""
         made = [
-            _Linear(
+            structs.Linear(
                 format=FORMATS[w.kind], n=w.out_features, k=w.in_features, group_size=w.group_size, out_stride=stride,
                 data=self._pointer(w.data), scale=self._floats(w.scale), bias=self._floats(w.bias), factor=factor,
             )
             for w in ws
         ]  # fmt: skip
-        return self._array(_Linear, made)
+        return self._array(structs.Linear, made)
 
     def _array(self, kind: Any, items: Sequence[object]) -> int:
         """The address of ``items``, one behind the other."""

@@ -18,6 +18,7 @@ from gpt_fast.serve.protocol.request import (
     SAMPLING,
     Prompt,
     WireRequest,
+    draft_counts,
     error_body,
     read_fields,
     read_prompt,
@@ -40,6 +41,7 @@ _KINDS: dict[str, Kind] = {
     "prompt": _prompt,
     "stream": flag,
     "return_token_ids": flag,
+    "draft_counts": flag,
 }
 FIELDS = tuple(sorted(_KINDS))
 
@@ -65,6 +67,8 @@ class NativeRequest(WireRequest):
                 answer[name] = [None if entry is None else _logprobs(entry) for entry in entries]
         usage = token_counts(completion.num_prompt_tokens, len(completion.token_ids))
         answer["usage"] = usage | {"cached_tokens": completion.num_cached_tokens}
+        if self.given.get("draft_counts"):
+            answer["usage"] |= draft_counts(completions)
         return json.dumps(answer, ensure_ascii=False) + "\n"
 
     def write_error(self, error: RequestError) -> str:
@@ -83,7 +87,7 @@ def parse_request(
     if params.n != 1:
         raise RequestError("n must be 1 here; v1/completions gives several samples", "n")
     stream = given.get("stream", default_stream)
-    for name in ("return_token_ids", "logprobs", "prompt_logprobs"):
+    for name in ("return_token_ids", "draft_counts", "logprobs", "prompt_logprobs"):
         if stream and given.get(name, False) is not False:
             raise RequestError(f'{name} needs "stream": false; streamed text has no room for it', name)
     return NativeRequest(given, [prompt], params, stream)

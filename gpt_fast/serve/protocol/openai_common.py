@@ -17,7 +17,7 @@ from typing import Any
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import SamplingParams
-from gpt_fast.serve.protocol.request import WRITTEN, WireRequest, error_body, token_counts
+from gpt_fast.serve.protocol.request import WRITTEN, WireRequest, draft_counts, error_body, token_counts
 from gpt_fast.tokenizer import Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_prompt import FALLBACK, special_names
@@ -93,7 +93,10 @@ class OpenAIRequest(WireRequest):
         self.context = context
         self.id = self._prefix + context.new_id()
         self.created = int(context.clock())
-        self._options: Mapping[str, Any] = given.get("stream_options", {})
+        self._counts_drafts: bool = given.get("draft_counts", False)
+        self._options: dict[str, Any] = dict(given.get("stream_options", {}))
+        if self._counts_drafts:
+            self._options["include_usage"] = True
         self._begun: set[int] = set()  # sequences that have been streamed from
         self._num_new = 0  # tokens streamed so far, of all sequences
 
@@ -119,6 +122,8 @@ class OpenAIRequest(WireRequest):
         num_new = sum(len(completion.token_ids) for completion in completions)
         usage = token_counts(sum(completion.num_prompt_tokens for completion in firsts), num_new)
         usage["prompt_tokens_details"] = {"cached_tokens": sum(completion.num_cached_tokens for completion in firsts)}
+        if self._counts_drafts:
+            usage |= draft_counts(completions)
         if self.stream:
             return (self._event([], usage) if self._options.get("include_usage") else "") + _DONE
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]

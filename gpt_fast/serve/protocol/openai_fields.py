@@ -162,6 +162,7 @@ _BOTH: dict[str, Kind] = {
     "stream": flag,
     "stream_options": Struct(_STREAM_OPTIONS),
     "response_format": _response_format,
+    "draft_counts": flag,  # our own
 }
 COMPLETION = _BOTH | {"prompt": _prompts, "echo": flag}
 CHAT = _BOTH | {

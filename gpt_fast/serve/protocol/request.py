@@ -128,6 +128,15 @@ def token_counts(num_prompt: int, num_new: int) -> dict[str, Any]:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
 
+def draft_counts(completions: Sequence[Completion]) -> dict[str, Any]:
+    """The fields of ``usage`` that ``draft_counts`` asks for, by llama.cpp's names: tokens that were drafted, and those
+    of them that were right."""
+    return {
+        "draft_n": sum(completion.num_drafted for completion in completions),
+        "draft_n_accepted": sum(completion.num_accepted for completion in completions),
+    }
+
+
 def error_body(error: RequestError) -> str:
     """What a refused or failed request is answered with. ASCII, so that whatever it quotes can be sent."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"

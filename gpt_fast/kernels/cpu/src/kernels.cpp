@@ -1,7 +1,9 @@
 // The functions that Python calls (through ctypes): plain C signatures around the kernels of the headers here.
-#include "program.h"
+#include <new>
+
+#include "automaton.h"
+#include "chain.h"
 #include "pack.h"
-#include "race.h"
 
 using namespace gpt_fast;
 
@@ -41,10 +43,37 @@ void gpt_fast_run(const Program* program, Step* step, int threads) {
     run_team(threads, Run::phases(*program), [&](Team& team) { Run(*program, *step, threads, memory).run(team); });
 }
 
-// A token for each row of logits (race.h).
-void gpt_fast_race(const float* logits, const int32_t* keys, int64_t* tokens, int64_t rows, int64_t vocab,
-                   int threads) {
-    run_team(rows > 1 ? threads : 1, kPhases, [&](Team& team) { race(team, logits, keys, tokens, rows, vocab); });
+// Several steps of a program, each of the tokens that the one before has drawn (chain.h).
+void gpt_fast_chain(const Program* program, const Step* step, const Chain* chain, int threads) {
+    run_chain(*step, *chain, threads, [&](Step& each) { gpt_fast_run(program, &each, threads); });
+}
+
+// A token for each row of logits (draw.h).
+void gpt_fast_draw(const float* logits, const Draw* draws, int64_t* tokens, int64_t rows, int64_t vocab, int threads) {
+    run_team(rows > 1 ? threads : 1, kPhases,
+             [&](Team& team) { draw_rows(team, logits, draws, tokens, rows, vocab); });
+}
+
+// A suffix automaton (automaton.h); null where there is no memory for it.
+Automaton* gpt_fast_automaton() { return new (std::nothrow) Automaton; }
+
+void gpt_fast_automaton_free(Automaton* automaton) { delete automaton; }
+
+int64_t gpt_fast_automaton_bytes(const Automaton* automaton) { return automaton->num_bytes(); }
+
+// Appends `tokens` and guesses what follows them. found [2 + most]: the length of the longest ending that occurred
+// before, the number of drafts, and the drafts.
+void gpt_fast_automaton_extend(Automaton* automaton, const int32_t* tokens, int64_t count, int32_t* found,
+                               int64_t most) {
+    automaton->extend(tokens, count);
+    found[0] = automaton->match_length();
+    found[1] = static_cast<int32_t>(automaton->guess(found + 2, most));
+}
+
+// The same for what follows the longest ending of `tokens` that the automaton knows, which stays as it is.
+void gpt_fast_automaton_find(const Automaton* automaton, const int32_t* tokens, int64_t count, int32_t* found,
+                             int64_t most) {
+    found[0] = automaton->find(tokens, count, found + 2, most, found + 1);
 }
 
 // Reads all of [data, data + num_bytes), a multiple of 128 kB, and nothing else: what memory allows (roofline.py).
@@ -65,7 +94,7 @@ int64_t gpt_fast_read(const uint8_t* data, int64_t num_bytes, int threads) {
 
 // Sizes of the structs that Python builds, so that a mismatch is an error at load.
 int64_t gpt_fast_struct_bytes(int64_t which) {
-    const int64_t sizes[] = {sizeof(Linear), sizeof(Op), sizeof(Program), sizeof(Step)};
+    const int64_t sizes[] = {sizeof(Linear), sizeof(Op), sizeof(Program), sizeof(Step), sizeof(Draw), sizeof(Chain)};
     return sizes[which];
 }
 

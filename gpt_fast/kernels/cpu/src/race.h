@@ -1,4 +1,4 @@
-// The exponential race that draws a token (engine/sampling.py says why): of each row the token that comes in first.
+// The exponential race that draws a token (engine/sampling.py says why): the token that comes in first.
 //
 // Token i starts with probability proportional to e^logit and takes E / e^(logit - greatest logit) to arrive, where E is
 // exponentially distributed noise: a hash of the row's key and i. The first to arrive is distributed as the softmax of
@@ -50,49 +50,28 @@ inline F8 exponential8(I8 token, I8 low, I8 high) {
     return choose(less(splat(0.0f), lost), negative(log8(rest)) * u / larger(lost, splat(0x1p-60f)), u);
 }
 
-// The token of each row of `logits` [rows, vocab] that arrives first; -1 where no logit is finite, or one is NaN or
-// +infinity. keys [rows, 2]: the rows' keys. Of equal times the lower token wins.
-inline void race(Team& team, const float* logits, const int32_t* keys, int64_t* tokens, int64_t rows, int64_t vocab) {
-    team.share(rows, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) {
-            const float* row = logits + r * vocab;
-            const int64_t whole = vocab / 8 * 8;
-            alignas(32) float tail[8];
-            for (int j = 0; j < 8; ++j) tail[j] = whole + j < vocab ? row[whole + j] : -INFINITY;
-            F8 most = load8(tail), sum = splat(0.0f);
-            for (int64_t i = 0; i < whole; i += 8) {
-                const F8 x = load8(row + i);
-                most = larger(x, most);
-                sum = choose(is_nan(x), x, sum);
-            }
-            const float greatest = lane_max(most);
-            alignas(32) float lanes[8];
-            store8(lanes, choose(is_nan(load8(tail)), load8(tail), sum));
-            bool sound = std::isfinite(greatest);
-            for (const float lane : lanes) sound = sound && lane == lane;
-            tokens[r] = -1;
-            if (!sound) continue;
-            const I8 low = splat(keys[2 * r]), high = splat(keys[2 * r + 1]);
-            alignas(32) const int32_t first[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-            I8 token = load32(reinterpret_cast<const uint8_t*>(first));
-            F8 best = splat(INFINITY), winner = splat(0.0f);
-            for (int64_t i = 0; i <= whole; i += 8, token = add(token, splat(8))) {
-                const F8 x = i < whole ? load8(row + i) : load8(tail);
-                const F8 chance = exp8(x - splat(greatest));
-                const F8 time = exponential8(token, low, high) / chance;  // chance 0: infinity
-                const F8 sooner = less(time, best);
-                best = choose(sooner, time, best);
-                winner = choose(sooner, as_floats(token), winner);
-            }
-            alignas(32) int32_t who[8];
-            store8(lanes, best);
-            store8(reinterpret_cast<float*>(who), winner);
-            int found = 0;
-            for (int j = 1; j < 8; ++j)
-                if (lanes[j] < lanes[found] || (lanes[j] == lanes[found] && who[j] < who[found])) found = j;
-            tokens[r] = who[found];
-        }
-    });
+// Which of `count` tokens, a multiple of 8, arrives first. `greatest`: the greatest of their logits, finite; a logit of
+// -infinity never arrives. Of equal times the lower token wins.
+inline int64_t race_row(const float* logits, int64_t count, float greatest, int32_t low_key, int32_t high_key) {
+    const I8 low = splat(low_key), high = splat(high_key);
+    alignas(32) const int32_t first[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    I8 token = load32(reinterpret_cast<const uint8_t*>(first));
+    F8 best = splat(INFINITY), winner = splat(0.0f);
+    for (int64_t i = 0; i < count; i += 8, token = add(token, splat(8))) {
+        const F8 chance = exp8(load8(logits + i) - splat(greatest));
+        const F8 time = exponential8(token, low, high) / chance;  // chance 0: infinity
+        const F8 sooner = less(time, best);
+        best = choose(sooner, time, best);
+        winner = choose(sooner, as_floats(token), winner);
+    }
+    alignas(32) float times[8];
+    alignas(32) int32_t who[8];
+    store8(times, best);
+    store8(reinterpret_cast<float*>(who), winner);
+    int found = 0;
+    for (int j = 1; j < 8; ++j)
+        if (times[j] < times[found] || (times[j] == times[found] && who[j] < who[found])) found = j;
+    return who[found];
 }
 
 }  // namespace gpt_fast

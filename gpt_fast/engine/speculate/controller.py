@@ -1,0 +1,160 @@
+"""How many drafts each sequence gets in the next step: as many as make the tokens per second of the whole batch
+greatest, and none where none pay.
+
+A step of n rows takes T(n) seconds, drafts cost D, and draft i of a sequence is taken with probability p_i, that all
+up to it are right. B sequences gain B + the sum of p_i tokens in T(B + drafts) + D seconds. T and D are measured
+(times.py), p is a running estimate for each request and position from what happened to drafts before.
+
+Where no drafts pay nothing is learned about them, so now and then some are tried, for a small share of the time. Drafts
+that cost nothing are judged without being verified: by the tokens that came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gpt_fast.engine.request import Request
+from gpt_fast.engine.speculate.times import DraftTimes, StepTimes
+
+_PRIOR, _PRIOR_DRAFTS = 0.6, 6.0  # that a draft is right before anything is known, and what that counts for
+_STRENGTH = 2.0  # drafts that what is known of all requests counts for, beside those of one request
+_OWN_MEMORY, _ALL_MEMORY = 0.97, 0.99  # what is kept of earlier drafts at each new one, of a request and of all
+_IDLE_MEMORY = 0.992  # at each step in which a request had none
+_PAYS, _STILL_PAYS = 1.02, 0.985  # tokens/s against plain that turn drafts on, and that leave them on
+_TRIALS_SHARE = 0.018  # of the time, for drafts that are not expected to pay
+_WRONG, _TRIALS = 3, 12  # drafts of one trial: until so many were wrong, and at most
+
+
+class Asked(NamedTuple):
+    """A sequence that could have drafts."""
+
+    request: Request
+    most: int  # drafts
+    missing: int = 1  # tokens that the drafter has to compute before it can draw the first one
+    steps_left: float = 64.0  # that this sequence will probably take part in
+
+
+class Estimate:
+    """How often draft i was right where those before it were, lately."""
+
+    def __init__(self, positions: int) -> None:
+        self.right, self.tried = [0.0] * positions, [0.0] * positions
+        self.step = 0  # the last one that had drafts
+
+    def note(self, drafted: int, right: int, memory: float) -> None:
+        """The first ``right`` of ``drafted`` were right, and the next was wrong. ``memory``: share that is kept of what
+        was noted before."""
+        self.fade(memory)
+        for i in range(min(drafted, right + 1)):
+            self.tried[i] += 1.0
+            self.right[i] += i < right
+
+    def fade(self, memory: float) -> None:
+        self.right = [x * memory for x in self.right]
+        self.tried = [x * memory for x in self.tried]
+
+    def chance(self, i: int, prior: float) -> float:
+        """That draft i is right if those before it are; ``prior`` where nothing is known."""
+        return (self.right[i] + _STRENGTH * prior) / (self.tried[i] + _STRENGTH)
+
+
+class Controller:
+    """Chooses up to ``most`` drafts a sequence. ``drafting`` None: drafts cost nothing."""
+
+    def __init__(self, most: int, steps: StepTimes, drafting: DraftTimes | None) -> None:
+        self.most, self.steps, self.drafting = most, steps, drafting
+        self._all = Estimate(most)
+        self._all.right, self._all.tried = [_PRIOR * _PRIOR_DRAFTS] * most, [_PRIOR_DRAFTS] * most
+        self._own: dict[Request, Estimate] = {}
+        self._step = 0
+        self._on = False
+        self._saved = math.inf  # seconds that trials may take: the first one whatever it takes
+        self._trial: Request | None = None
+        self._wrong_left = self._trials_left = 0
+
+    def choose(self, asked: Sequence[Asked], other_rows: int = 0) -> list[int]:
+        """How many drafts each of ``asked`` gets, beside ``other_rows`` of prompts in the same step."""
+        self._step += 1
+        if not asked:
+            return []
+        steps, drafting = self.steps, self.drafting
+        rows = len(asked) + other_rows
+        tokens, seconds = float(len(asked)), steps[rows]
+        plain = tokens / seconds
+        best, best_count = plain * (_STILL_PAYS if self._on else _PAYS), 0
+        likeliest = sorted(((p, j) for j, a in enumerate(asked) for p in self.chances(a.request, a.most)), reverse=True)
+        counts, level, drafting_s = [0] * len(asked), [0] * (self.most + 1), 0.0 if drafting is None else drafting.call
+        for n, (p, j) in enumerate(likeliest[: max(0, steps.most - rows)], 1):
+            if drafting is not None:
+                i = counts[j]
+                level[i] += 1
+                drafting_s += drafting[level[i]] - drafting[level[i] - 1]
+                if i == 0:
+                    drafting_s += drafting.catching_up(asked[j].missing) / asked[j].steps_left
+            counts[j] += 1
+            tokens += p
+            rate = tokens / (steps[rows + n] + drafting_s)
+            if rate > best:
+                best, best_count = rate, n
+        self._on = best_count > 0
+        chosen = [0] * len(asked)
+        for _, j in likeliest[:best_count]:
+            chosen[j] += 1
+        return chosen if self._on or drafting is None else self._try(asked, rows, chosen)
+
+    def chances(self, request: Request, most: int) -> list[float]:
+        """p_i of the first ``most`` drafts of ``request``."""
+        own, prior, p = self._own.get(request), _PRIOR, 1.0
+        if own is not None and own.step < self._step:
+            own.fade(_IDLE_MEMORY ** (self._step - own.step))
+            own.step = self._step
+        chances = []
+        for i in range(most):
+            prior = self._all.chance(i, prior)
+            p *= prior if own is None else own.chance(i, prior)
+            chances.append(p)
+        return chances
+
+    def note(self, request: Request, drafted: int, right: int) -> None:
+        """The first ``right`` of ``drafted`` tokens were right."""
+        own = self._own.get(request)
+        if own is None:
+            own = self._own[request] = Estimate(self.most)
+        own.note(drafted, right, _OWN_MEMORY)
+        own.step = self._step + 1
+        self._wrong_left -= drafted > right
+        self._all.note(drafted, right, _ALL_MEMORY)
+
+    def end(self, request: Request) -> None:
+        """``request`` has ended."""
+        self._own.pop(request, None)
+        self._trial = None if self._trial is request else self._trial
+
+    def _try(self, asked: Sequence[Asked], rows: int, chosen: list[int]) -> list[int]:
+        """One draft for one sequence if there is time for trials."""
+        assert self.drafting is not None
+        self._saved += _TRIALS_SHARE * self.steps[rows]
+        able = [j for j, a in enumerate(asked) if a.most]
+        if rows >= self.steps.most or not able:
+            return chosen
+        again = [j for j in able if asked[j].request is self._trial and self._wrong_left > 0 and self._trials_left > 0]
+        j = again[0] if again else min(able, key=lambda j: asked[j].missing)
+        more = self.steps[rows + 1] - self.steps[rows] + self.drafting.call + self.drafting[1]
+        cost = more + self.drafting.catching_up(asked[j].missing)
+        if not again:
+            if self._saved < cost + (_WRONG - 1) * more:
+                return chosen
+            self._begin_trial(asked[j].request)
+        self._saved = (0.0 if self._saved == math.inf else self._saved) - cost
+        self._trials_left -= 1
+        chosen[j] = 1
+        return chosen
+
+    def _begin_trial(self, request: Request) -> None:
+        """Believe little of what was before, so that a few drafts can show that things have changed."""
+        self._trial, self._wrong_left, self._trials_left = request, _WRONG, _TRIALS
+        weight = max(self._all.tried)
+        self._all.fade(min(1.0, _STRENGTH / weight) if weight else 1.0)
+        self._own.pop(request, None)

@@ -1,0 +1,28 @@
+"""The structs that Python hands to the C++ kernels, as their headers declare them."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any
+
+SOURCES = Path(__file__).with_name("src")
+
+_KINDS: dict[str, Any] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
+
+
+def _struct(name: str) -> Any:
+    """The struct ``name`` of the headers, which alone say what fields it has."""
+    text = "".join(path.read_text(encoding="utf-8") for path in SOURCES.glob("*.h"))
+    (body,) = re.findall(rf"^struct {name} \{{\n(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
+    fields: list[tuple[str, Any]] = []
+    for kind, names in re.findall(r"^ +(\w[\w* ]*[* ])(\w+(?:, \w+)*);", body, re.MULTILINE):
+        fields += [(n, ctypes.c_void_p if "*" in kind else _KINDS[kind.strip()]) for n in names.split(", ")]
+    _KINDS[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return _KINDS[name]
+
+
+Linear, Embedding, Op, Program = map(_struct, ("Linear", "Embedding", "Op", "Program"))
+Step, Draw, Chain = map(_struct, ("Step", "Draw", "Chain"))
+CHECKED = (Linear, Op, Program, Step, Draw, Chain)  # in the order of gpt_fast_struct_bytes
