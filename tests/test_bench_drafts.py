@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_model import FakeModelLLM, check_idle
+import torch
+from fake_model import FakeModel, FakeModelLLM, check_idle
 from test_speculation import DEMO, same_model
 
 from gpt_fast import Completion, SamplingParams, cli
-from gpt_fast.bench import plots
+from gpt_fast.bench import plots, published
 from gpt_fast.bench import speculation as bench
 from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepTimes, Tally, break_even, plain_step_s, speculating
 from gpt_fast.engine import engine as engine_module
@@ -319,6 +320,16 @@ def test_published_rules_have_rows_and_answers_of_their_own(prompts: Path, tempe
         assert (tokens[name] == tokens["target"]) == (temperature == 0.0)
         assert answers[name].tally.num_tokens == sum(map(len, tokens[name]))  # all, the first ones as well
         assert answers["target"].tally.num_tokens == sum(len(one) - 1 for one in tokens["target"])
+
+
+def test_published_rules_compute_by_as_many_threads_as_the_engine() -> None:
+    llm: Any = SimpleNamespace(
+        engine=SimpleNamespace(threads=2), engine_config=SimpleNamespace(compile=True), model=FakeModel()
+    )
+    assert torch.get_num_threads() == 1
+    with published.calling(llm):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 1
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,7 @@ ratio: tokens/s over those of the target alone in the same round. a step: each s
 draft, verify, plain ms: one draft, a step of the target that verifies drafts, a step without drafts.
 expected ratio: (accepted + 1) x plain / (drafts x draft + verify), of steps with drafts in which the whole batch
 decodes; drafts pay where it is above 1. Times are means of a round, and figures medians of the rounds.
--: not measured."""
+-: not measured. Rules of --method compute whole sequences without a cache: compare them with each other only."""
 
 
 def describe(row: dict[str, Any]) -> str:
