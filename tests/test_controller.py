@@ -81,7 +81,7 @@ class World:
                     choose.note(r, drafted, min(right, drafted))
             self.seconds += seconds + drafting
             if isinstance(choose, Controller):
-                choose.steps.note(rows, seconds)
+                choose.observe(rows, rows > size, seconds)
                 if choose.drafting is not None and any(counts):
                     asked_for = [(c, m) for c, m in zip(counts, missing, strict=True) if c]
                     choose.drafting.note([c for c, _ in asked_for], [1 for _ in asked_for], drafting)
@@ -157,6 +157,8 @@ def test_prompts_beside_make_drafts_dear() -> None:
     for _ in range(20):
         controller.note(one, MOST, MOST)
     assert controller.choose([Asked(one, MOST)]) == [MOST]
+    assert controller.choose([Asked(one, 3)]) == [0]  # to see how long a plain step takes
+    controller.steps.note(1, int8(1))
     assert controller.choose([Asked(one, 3)]) == [3]
     assert controller.choose([Asked(one, MOST)], other_rows=MAX_ROWS) == [0]
     assert controller.choose([]) == []

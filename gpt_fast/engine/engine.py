@@ -135,7 +135,6 @@ class Engine:
         """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests at fault."""
         if self.speculation is not None:
             self.speculation.propose(self.scheduler)
-        drafted = time.perf_counter()
         plan, parts = self._schedule()
         if not parts:
             return
@@ -151,7 +150,7 @@ class Engine:
             self.changed.notify_all()
         began, self._began = self._began, time.perf_counter()
         if self.speculation is not None:
-            self.speculation.observe(plan, self._began - drafted)
+            self.speculation.observe(plan, self._began - began)
         _observe(self.on_step, plan, self._began - began)
 
     def _schedule(self) -> tuple[StepPlan, list[Scheduled]]:

@@ -69,7 +69,7 @@ class Controller:
         self._all.right, self._all.tried = [_PRIOR * _PRIOR_DRAFTS] * most, [_PRIOR_DRAFTS] * most
         self._own: dict[Request, Estimate] = {}
         self._step = 0
-        self._on = False
+        self._on = self._had_drafts = False
         self._saved = math.inf  # seconds that trials may take: the first one whatever it takes
         self._trial: Request | None = None
         self._wrong_left = self._trials_left = 0
@@ -81,6 +81,8 @@ class Controller:
             return []
         steps, drafting = self.steps, self.drafting
         rows = len(asked) + other_rows
+        if self._on and not steps.known(rows):
+            return [0] * len(asked)  # how long a plain step takes must be known as well
         tokens, seconds = float(len(asked)), steps[rows]
         plain = tokens / seconds
         best, best_count = plain * (_STILL_PAYS if self._on else _PAYS), 0
@@ -116,6 +118,13 @@ class Controller:
             p *= prior if own is None else own.chance(i, prior)
             chances.append(p)
         return chances
+
+    def observe(self, rows: int, has_drafts: bool, seconds: float) -> None:
+        """A step of ``rows`` took ``seconds`` beside drafting. The first step with drafts, or without, after others
+        does not count: it finds the caches filled with something else."""
+        if has_drafts == self._had_drafts:
+            self.steps.note(rows, seconds)
+        self._had_drafts = has_drafts
 
     def note(self, request: Request, drafted: int, right: int) -> None:
         """The first ``right`` of ``drafted`` tokens were right."""

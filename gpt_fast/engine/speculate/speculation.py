@@ -86,13 +86,13 @@ class Speculation:
 
     def _draft(self, scheduler: Scheduler, running: Sequence[Request], counts: Sequence[int]) -> None:
         """Have ``counts`` drafts made, or as many as there is room for."""
+        begin = time.perf_counter()
         wishes = [Wish(r, scheduler.room_for_drafts(r, n)) for r, n in zip(running, counts, strict=True) if n]
         wishes = [wish for wish in wishes if wish.most]
         if not wishes:
             return
         costs = None if self.controller is None else self.controller.drafting
         missing = [] if costs is None else [self.drafter.missing(wish.request) for wish in wishes]
-        begin = time.perf_counter()
         drafts = self.drafter.draft(wishes)
         if costs is not None:
             costs.note([wish.most for wish in wishes], missing, time.perf_counter() - begin)
@@ -144,10 +144,11 @@ class Speculation:
             self._unverified.pop(request, None)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step took ``seconds`` beside drafting."""
+        """A step took ``seconds`` with drafting."""
         controller = self.controller  # the requests of the step may have ended, and then it may be changed
         if controller is not None and all(s.num_logits == len(s.tokens) for s in plan.sequences):
-            controller.steps.note(plan.num_tokens, seconds)
+            has_drafts = plan.num_tokens > len(plan.sequences)
+            controller.observe(plan.num_tokens, has_drafts, seconds - self.drafting_s)
 
 
 def _other_rows(scheduler: Scheduler) -> int:

@@ -11,17 +11,18 @@ _ALWAYS = 4
 _BUDGET_S = 2.0  # for the others
 _REPEATS = 3
 _NEW = 0.1  # weight of the latest step in a running mean
-_FADE = 0.99  # of what is known of a number of rows, at each step with another number
-_OTHERS = 4.0  # steps that all other numbers of rows count for
-_REFRESH = 8  # steps
+_MOST = 1.5  # times what is expected, or its inverse: what a hiccup counts at most
+_KEPT = 0.995  # of what is known of a number of rows, at each step
+_FRESH = 0.5  # steps, faded, from which a number of rows counts as known
+_REFRESH = 8  # steps between two looks at all numbers of rows
 
 
 class StepTimes:
     """Seconds of a step of 1 to ``most`` rows: ``times[rows]``.
 
-    Between and beyond the ``measured`` numbers of rows times are interpolated. A machine that becomes slower, or
-    contexts that grow, change all of them: each number of rows has its running ratio to what was measured, and those
-    that were not seen lately follow the others.
+    Between and beyond the ``measured`` numbers of rows times are interpolated. A machine that becomes slower and
+    contexts that grow change them all, each in its way. So each number of rows has its running ratio to what was
+    measured, and those that were not seen lately have one between those that were.
     """
 
     def __init__(self, measured: Mapping[int, float], most: int) -> None:
@@ -29,31 +30,41 @@ class StepTimes:
         self._first = _interpolated(measured, most)
         self._now = list(self._first)
         self._ratio, self._weight = [1.0] * (most + 1), [0.0] * (most + 1)
-        self._all = 1.0
         self._noted = 0
 
     def __getitem__(self, rows: int) -> float:
         return self._now[rows] if rows <= self.most else self._now[-1] * rows / self.most
 
+    def known(self, rows: int) -> bool:
+        """Whether steps of so many rows were seen lately."""
+        return rows > self.most or self._weight[rows] >= _FRESH
+
     def note(self, rows: int, seconds: float) -> None:
         """A step of ``rows`` took ``seconds``."""
         if rows > self.most:
             return
-        ratio = min(4.0 * self._all, max(self._all / 4.0, seconds / self._first[rows]))  # a hiccup counts little
-        self._all += _NEW * (ratio - self._all)
-        weight = self._weight[rows]
-        self._ratio[rows] += (ratio - self._ratio[rows]) / min(1.0 / _NEW, weight + 1.0)
-        self._weight[rows] = min(1.0 / _NEW, weight + 1.0)
-        self._now[rows] = self._first[rows] * self._blend(rows)
+        expected = self._now[rows]
+        ratio = min(_MOST * expected, max(expected / _MOST, seconds)) / self._first[rows]
+        weight = min(1.0 / _NEW, self._weight[rows] + 1.0)
+        before = self._now[rows] / self._first[rows]
+        self._ratio[rows] = before + (ratio - before) / (weight + (not self.known(rows)))
+        self._weight[rows] = weight
+        self._now[rows] = self._first[rows] * self._ratio[rows]
         self._noted += 1
         if self._noted % _REFRESH == 0:
-            faded = _FADE**_REFRESH
-            self._weight = [w * faded for w in self._weight]
-            self._now = [first * self._blend(r) for r, first in enumerate(self._first)]
+            self._weight = [w * _KEPT**_REFRESH for w in self._weight]
+            self._now = [first * self._between(r) for r, first in enumerate(self._first)]
 
-    def _blend(self, rows: int) -> float:
-        own, weight = self._ratio[rows], self._weight[rows]
-        return (own * weight + self._all * _OTHERS) / (weight + _OTHERS)
+    def _between(self, rows: int) -> float:
+        """The ratio of ``rows``, or one between those of its known neighbours."""
+        known = [r for r, weight in enumerate(self._weight) if weight >= _FRESH] or [max(1, self._most_seen())]
+        below = max((r for r in known if r <= rows), default=known[0])
+        above = min((r for r in known if r >= rows), default=known[-1])
+        share = (rows - below) / (above - below) if above > below else 0.0
+        return self._ratio[below] * (1 - share) + self._ratio[above] * share
+
+    def _most_seen(self) -> int:
+        return max(range(self.most + 1), key=self._weight.__getitem__)
 
 
 class DraftTimes:
