@@ -27,10 +27,13 @@ from quantized import dequantized
 from torch import Tensor
 
 from gpt_fast.config import ModelConfig, RopeScaling
+from gpt_fast.engine import sampling
+from gpt_fast.engine.runner import Runner
+from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.cpu.packing import from_nibbles
-from gpt_fast.kernels.race import plain_race, race_key
+from gpt_fast.kernels.race import Draw, plain_race, race_key
 from gpt_fast.kernels.reference import quantize_heads
 from gpt_fast.model import steps as engine_steps
 from gpt_fast.model.attention import Scoring, paged_attention_eager, paged_attention_static
@@ -687,6 +690,48 @@ def check_short_steps_are_replayed_and_long_ones_are_not(monkeypatch: pytest.Mon
         got = fast(step["tokens"], step["positions"], step["lengths"], layout, rows)
         assert len(passes) == passed
         torch.testing.assert_close(got, plain_step(model, step, twin_cache), atol=1e-4, rtol=1e-3)
+
+
+@torch.inference_mode()
+def check_a_chain_of_replays_equals_a_step_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three sequences four, one and three tokens are drawn by Triton's race; each goes into the next replay."""
+    model = model_of(CONFIGS["plain"], None)
+    capture = (lambda run: run) if DEVICE == "cpu" else None
+    monkeypatch.setattr(
+        engine_steps,
+        "_capture",
+        lambda m, cache, table: graphs.CapturedProgram(gpu_model.gpu_program(m, cache), table, (1, 2, 4), capture),
+    )
+    served = engine_steps.TorchModel(model, kernels=True, compile=False)
+    monkeypatch.setattr(Transformer, "device", torch.device("cuda"))
+    monkeypatch.setattr(sampling, "available", lambda: False)
+    monkeypatch.setattr(sampling, "race", race.race)
+    sizes = {"max_batch": 4, "max_seq_len": 16, "num_pages": 13, "page_size": 4, "prefill_chunk": 8}
+    runners = [Runner(served, **sizes) for _ in range(2)]
+    for runner in runners:
+        runner.warm_up()
+    prompts = {0: (3, 9, 27), 1: (30,), 3: (7, 7)}  # more tokens than a graph holds: the first step is a plain one
+    pages = {slot: tuple(range(1 + 4 * i, 5 + 4 * i)) for i, slot in enumerate(prompts)}
+    kinds = [(Draw(0.0), 4), (Draw(1.0, top_k=9, top_p=0.8), 1), (Draw(0.7, min_p=0.01), 3)]
+    draws = [
+        [kind._replace(low=low, high=high) for low, high in (race_key(j, i) for i in range(count))]
+        for j, (kind, count) in enumerate(kinds)
+    ]
+    plan = [SequencePlan(slot, tokens, 0, 0, pages[slot], 1, 0) for slot, tokens in prompts.items()]
+    passes: list[int] = []
+    model.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    got = runners[0].chain(StepPlan(tuple(plan)), draws)
+    assert len(passes) == 1
+
+    wanted: list[list[int]] = [[], [], []]
+    for i in range(4):
+        going = [j for j, own in enumerate(draws) if len(own) > i]
+        logits = runners[1].execute(StepPlan(tuple(plan[j] for j in going)))
+        for j, token in zip(going, sampling.draw_tokens(logits, [draws[j][i] for j in going]).tolist(), strict=True):
+            wanted[j].append(token)
+            plan[j] = plan[j]._replace(tokens=(token,), start=plan[j].end, new_pages=())
+    assert got == wanted
+    assert len({*got[0], *got[2]}) > 3
 
 
 def check_what_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,8 @@
 A step of few tokens is split over each sequence's length (flash-decoding: Dao et al. 2023, "Flash-Decoding for
 long-context inference"), with the running softmax of FlashAttention (arXiv 2205.14135) inside a part. The number of
 parts depends on the heads alone and their bounds on the token alone, so a row's result is the same bits in any batch.
-A step of more than MAX_TOKENS takes 16 queries of a sequence at a time and reads its keys once for them, unsplit. Lengths are never read
-on the host, so a CUDA graph can hold a launch.
+A step of more than MAX_TOKENS takes 16 queries of a sequence at a time and reads its keys once for them, unsplit.
+Lengths are never read on the host, so a CUDA graph can hold a launch.
 """
 
 from __future__ import annotations

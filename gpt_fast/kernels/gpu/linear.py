@@ -1,8 +1,9 @@
 """Products of few rows of activations with bfloat16, float16, float32, int8, int4 or fp8 weights, for decoding.
 
 Decoding reads every weight once per step, so memory bounds the products. Each launch streams its weights once from
-memory, and once more from the second-level cache for every further 16 rows. It does on the way what would otherwise take another launch and another trip to memory: the norm of its input, the bias, the
-gate of SwiGLU, the residual, and what the next norm needs. linear_kernel.py says how the work is divided.
+memory, and once more from the second-level cache for every further 16 rows. It does on the way what would otherwise
+take another launch and another trip to memory: the norm of its input, the bias, the gate of SwiGLU, the residual, and
+what the next norm needs. linear_kernel.py says how the work is divided.
 
 A norm in front of a product is spread over two launches (``Row``): the one that makes a row also multiplies it by the
 norm's weight and leaves sums of its squares; the product divides its outputs by the root of their mean, because

@@ -4,10 +4,10 @@
 Weights are the left operand of the matrix unit and a block of COLUMNS rows of activations the right one; the last block
 is filled up with zeros. A program owns ``tile`` rows of the weights and one block. The programs of one tile are
 neighbours in the grid, so they run at the same time, and all but the first find its weights in the second-level cache.
-The reduction is dealt out to its warps (the leading dimension of the batched
-products here): warp g takes chunk g of every ``warps`` chunks of K, so each warp streams its own weights into its own
-accumulator, and the warps meet once, at the end, in a sum of fixed order. Nothing depends on how many rows of
-activations there are, nor on a row's place: its result is the same bits alone and in a batch.
+The reduction is dealt out to its warps (the leading dimension of the batched products here): warp g takes chunk g of
+every ``warps`` chunks of K, so each warp streams its own weights into its own accumulator, and the warps meet once, at
+the end, in a sum of fixed order. Nothing depends on how many rows of activations there are, nor on a row's place: its
+result is the same bits alone and in a batch.
 
 Every load of the loop is an asynchronous copy, ``num_stages`` deep in Triton's pipeline: each feeds the product.
 """
