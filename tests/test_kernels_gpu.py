@@ -108,6 +108,8 @@ def test_the_benchmark_runs_from_end_to_end() -> None:
     assert report["checks"] > 5
     assert {row["precision"] for row in report["decode"]} == {"bf16", "int8", "int4", "fp8"}
     assert all(row["tokens_per_second"] > 0 and row["gigabytes"] > 0 for row in report["decode"])
+    assert [row["times_one_row"] for row in report["decode"] if row["each"] == 1] == [1.0] * 4
+    assert {row["batch"] * row["each"] for row in report["decode"]} == {1, 20}
 
 
 def test_the_package_does_without_triton() -> None:

@@ -55,7 +55,7 @@ def only_drawn(row: SamplingRow) -> bool:
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """What is left of :func:`sample` once the logits are adjusted."""
+    """:func:`sample` for logits [R, V] that are adjusted already."""
     if logits.device.type == "cpu" and available():
         return draw(logits.float(), draws)
     return plain_draw(logits, draws)
