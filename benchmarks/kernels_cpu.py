@@ -51,7 +51,7 @@ def random_weights(kind: str, n: int, k: int) -> PackedWeights:
         zero = torch.full_like(scale, 64)
         codes = torch.randint(0, 16, (rows, k), dtype=torch.uint8)
         data = packing.pack_int4(packing.nibbles(codes), scale, zero)
-    tiles = -(-n // (16 if kind in ("float32", "bfloat16") else 8))
+    tiles = -(-n // 16)
     whole = packing.empty((tiles, *data.shape[1:]), data.dtype)
     for begin in range(0, tiles, data.shape[0]):
         part = whole[begin : begin + data.shape[0]]

@@ -136,7 +136,8 @@ class LLM:
             drafter = ModelDrafter(guessing, pages, self.config.vocab_size, draft.config.max_seq_len)
             runners.append(guessing)
         self.engine = Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
-        self.engine.speculation = Speculation(drafter, o.speculate_k) if drafter is not None else None
+        if drafter is not None:
+            self.engine.speculation = Speculation(drafter, o.speculate_k)
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
         self._ids = itertools.count()
         self.engine.start(partial(self._warm_up, runners))

@@ -166,7 +166,9 @@ def plan_cache(
         head_dim = padded(c.head_dim) if device_type == "cpu" and options.kernels else c.head_dim
         page_bytes += options.page_size * c.num_layers * token_bytes(c.num_kv_heads, head_dim, dtype)
     each = page_bytes + 2 * 4 * options.num_slots  # two page tables, int32, may hold it in every row
-    allowed = int(share * max(0, free - _step_bytes(config, max(options.num_slots, options.chunk(device_type)))))
+    rows = max(options.num_slots, options.chunk(device_type))
+    steps = _step_bytes(config, rows, rows) + (_step_bytes(draft, rows, options.num_slots) if draft else 0)
+    allowed = int(share * max(0, free - steps))
     fitting = allowed // each - 1  # there is a page 0 as well
     if options.num_pages is not None:
         least = num_pages = options.num_pages
@@ -182,13 +184,14 @@ def plan_cache(
     return CachePlan(dtype, options.num_slots, max_seq_len, longest, num_pages, options.page_size, size, free)
 
 
-def _step_bytes(config: ModelConfig, rows: int) -> int:
-    """About what a step of ``rows`` tokens needs beside weights and cache: a block's activations, logits twice."""
-    # Logits of all rows, because a request may want the log probabilities of its whole prompt.
-    width = 2 * config.vocab_size + 2 * config.ffn_dim + config.q_dim + 2 * config.kv_dim + 4 * config.dim
+def _step_bytes(config: ModelConfig, rows: int, num_logits: int) -> int:
+    """About what a step of ``rows`` tokens needs beside weights and cache: a block's activations, and logits twice. The
+    target computes logits of all rows for a request that wants the log probabilities of its whole prompt, a draft model
+    of each sequence's last token alone."""
+    width = 2 * config.ffn_dim + config.q_dim + 2 * config.kv_dim + 4 * config.dim
     if config.experts is not None:
         width += config.experts.top_k * (2 * config.dim + 3 * config.experts.ffn_dim)
-    return rows * width * torch.float32.itemsize
+    return (rows * width + num_logits * 2 * config.vocab_size) * torch.float32.itemsize
 
 
 def _refusal(options: EngineConfig, needed: int, allowed: int, free: int, share: float) -> str:

@@ -61,3 +61,4 @@ class Delta:
     finish_reason: FinishReason | None = None
     completion: Completion | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    origins: tuple[Origin, ...] = ()  # of each token, where a drafter is loaded

@@ -10,12 +10,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
+from fake_model import Bytes, FakeModelLLM
+from test_speculation import near_model
 
-from gpt_fast import __version__, cli
+from gpt_fast import SamplingParams, __version__, cli
 from gpt_fast.commands.generate import end_line
+from gpt_fast.commands.origins import Painter
+from gpt_fast.outputs import Delta
+from gpt_fast.tokenizer import IncrementalDetokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "model_store" / "demo" / "target"
@@ -23,10 +30,20 @@ DEMO = ROOT / "model_store" / "demo" / "target"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def gpt_fast(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """The command in this process, which has loaded torch already: a process of its own takes seconds to do so."""
+class Terminal(io.StringIO):
+    """A stream that somebody looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def gpt_fast(
+    *arguments: str | Path, stdin: str = "", stream: type[io.StringIO] = io.StringIO
+) -> subprocess.CompletedProcess[str]:
+    """The command in this process, which has loaded torch already: a process of its own takes seconds to do so.
+    ``stream``: what stdout and stderr are."""
     command = list(map(str, arguments))
-    out, err = io.StringIO(), io.StringIO()
+    out, err = stream(), stream()
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -124,6 +141,118 @@ def test_json_on_the_last_line_and_a_seed_repeats(checkpoint: Path) -> None:
     share = last["tokens_per_second"] / last["ceiling_tokens_per_second"]
     assert last["share_of_ceiling"] == pytest.approx(share, rel=0.01, abs=0.001)
     assert last["achieved_bandwidth_gb_s"] == pytest.approx(10.0 * share, rel=0.01, abs=0.01)
+
+
+# ---- where tokens come from ----
+
+STORY = ("generate", "--checkpoint", DEMO, "--dtype", "float32", "--prompt", "Once upon", "--max-new-tokens", "40")
+SEEDED = (*STORY, "--temperature", "1", "--seed", "2")
+DRAFTED = (*SEEDED, "--draft", DEMO.parent / "draft", "--speculate", "always", "--verbose")
+ESCAPES = re.compile("(\x1b\\[[0-9]+m)")
+
+
+def test_verbose_tells_where_tokens_come_from_and_whether_drafts_pay() -> None:
+    plain, told = gpt_fast(*SEEDED), gpt_fast(*DRAFTED, "--num-samples", "2", "--json")
+    assert told.returncode == 0, told.stderr
+    *_, last = told.stdout.splitlines()
+    assert told.stdout == f"{plain.stdout}\n\n{plain.stdout}\n{last}\n"  # byte for byte: nobody looks
+    facts = json.loads(last)
+    drafted, accepted = facts["num_drafted"], facts["num_accepted"]
+    assert 0 < accepted < drafted
+    assert facts["acceptance"] == pytest.approx(accepted / drafted, abs=1e-4)
+    assert "magenta" not in told.stderr
+    tokens, drafts, length, times, rule, *sides = told.stderr.splitlines()[-8:]
+    counts = {name: int(count) for count, name in re.findall(r"(\d+) (\w+) \(", tokens)}
+    assert tokens.startswith("tokens: 80, ")
+    assert sum(counts.values()) == 80
+    assert counts["accepted"] == 2 * accepted
+    assert drafts.startswith(f"drafts: {2 * drafted} verified, {2 * accepted} right (")
+    assert len(drafts.partition("position")[2].split(",")) == 4
+    assert length.startswith("mean accepted length: ")
+    assert "(78 tokens behind the first in " in length
+    assert re.fullmatch(r"times: one draft .* ms, the step that verifies .* drafts .* ms, a plain step .* ms", times)
+    assert "(accepted + 1) x plain step > k x draft step + verification step" in rule
+    assert re.fullmatch(r"  \([\d.]+ \+ 1\) x [\d.]+ ms = [\d.]+ ms", sides[0])
+    assert re.fullmatch(r"  [\d.]+ x [\d.]+ ms \+ [\d.]+ ms = [\d.]+ ms", sides[1])
+    plain_side, draft_side = (float(side.split()[-2]) for side in sides[:2])
+    gain = float(re.findall(r": ([\d.]+) times", sides[2])[0])
+    assert gain == pytest.approx(plain_side / draft_side, abs=0.02)
+    assert ("pays:" if plain_side > draft_side else "loses:") in sides[2] or gain == 1.0
+
+
+def test_a_terminal_gets_colours_and_a_legend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown, plain = gpt_fast(*DRAFTED, stream=Terminal), gpt_fast(*DRAFTED)
+    assert ESCAPES.sub("", shown.stdout) == plain.stdout + "\n"
+    assert {"\x1b[32m", "\x1b[35m", "\x1b[0m"} <= set(ESCAPES.findall(shown.stdout))
+    legend = "(magenta): in the place of the first wrong draft"
+    assert legend in shown.stderr
+    monkeypatch.setenv("NO_COLOR", "1")
+    plainly = gpt_fast(*DRAFTED, stream=Terminal)
+    assert plainly.stdout == plain.stdout + "\n"
+    assert not ESCAPES.search(plainly.stderr)
+    assert legend not in plainly.stderr
+
+
+def test_a_terminal_sees_how_far_a_comparison_of_drafts_is() -> None:
+    arguments = ("--checkpoint", DEMO, "--draft", "lookup", "--new-tokens", "3", "--repeats", "1", "--speculate-k", "1")
+    result = gpt_fast("bench", *arguments, stream=Terminal)
+    assert result.returncode == 0, result.stderr
+    runs = 8 * 2 * 3  # prompts, rounds with the first one that does not count, methods
+    assert f"/{runs} [" in result.stderr
+    assert "[" not in result.stdout
+
+
+def test_verbose_without_drafts_says_nothing_of_them(checkpoint: Path) -> None:
+    result = generate(checkpoint, "--prompt", "Once", "--max-new-tokens", "5", "--verbose", "--json")
+    assert "draft" not in result.stderr
+    facts = json.loads(result.stdout.splitlines()[-1])
+    assert (facts["num_drafted"], facts["num_accepted"], facts["acceptance"]) == (0, 0, None)
+
+
+def test_a_conversation_ends_with_the_totals() -> None:
+    arguments = ("--checkpoint", DEMO, "--draft", "lookup", "--verbose", "--max-new-tokens", "6")
+    result = gpt_fast("generate", *arguments, "--interactive", stdin="Once upon\nLily\n")
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 2
+    assert "tokens: 12, of them " in result.stderr
+    assert gpt_fast("generate", *arguments, "--interactive").returncode == 0  # nothing was asked
+
+
+def test_every_character_has_the_colour_of_the_token_that_completes_it() -> None:
+    """Random bytes: characters of several tokens, some broken, and stop strings; deltas bring several tokens."""
+    prompt, letters = [200, 5, 6], {"32": "a", "35": "c", "36": "b", "0": "p"}
+    seen: set[str] = set()
+    with FakeModelLLM(drafter=near_model) as llm:
+        for seed in range(12):
+            params = SamplingParams(max_tokens=50, temperature=1.0, seed=seed, stop=("a", "\x05"), ignore_eos=True)
+            deltas = list(llm.stream(prompt, params))
+            done = deltas[-1].completion
+            assert done is not None
+            assert tuple(origin for delta in deltas for origin in delta.origins) == done.origins
+            single, painter = IncrementalDetokenizer(Bytes(), prompt), Painter(IncrementalDetokenizer(Bytes(), prompt))
+            painted = "".join(painter.paint(delta) for delta in deltas)
+            assert ESCAPES.sub("", painted) == done.text
+            tokens = zip(done.token_ids, done.origins, strict=True)
+            expected = "".join(origin[0] * len(single.push(token)) for token, origin in tokens)
+            colours, now = "", "p"
+            for piece in ESCAPES.split(painted):
+                if ESCAPES.fullmatch(piece):
+                    now = letters[piece[2:-1]]
+                else:
+                    colours += now * len(piece)
+            assert colours == expected[: len(done.text)].ljust(len(done.text), "p")
+            seen |= set(colours)
+    assert seen == set("abcp")
+
+
+def test_a_token_keeps_its_colour_where_a_delta_holds_its_end_back() -> None:
+    words: Any = SimpleNamespace(push=["abc", "", "de", "f"].__getitem__)
+    painter = Painter(words)
+    first = Delta("ab", (0, 1), origins=("accepted", "bonus"))
+    assert painter.paint(first) == "\x1b[32mab\x1b[0m"
+    last = Delta("cde", (2, 3), origins=("corrected", "plain"))  # a stop string began with the last token
+    assert painter.paint(last) == "\x1b[32mc\x1b[0m\x1b[35mde\x1b[0m"
 
 
 def test_prompt_from_stdin(checkpoint: Path) -> None:

@@ -168,8 +168,8 @@ def test_what_a_draft_model_has_not_computed_yet_must_pay_as_well() -> None:
     for _ in range(20):
         controller.note(one, MOST, MOST)
     controller.choose([Asked(one, 0)])
-    assert sum(controller.choose([Asked(one, MOST, missing=600, steps_left=300)])) > 1
-    assert sum(controller.choose([Asked(one, MOST, missing=600, steps_left=2)])) <= 1  # a trial at most
+    assert sum(controller.choose([Asked(one, MOST, missing=6000, steps_left=3000)])) > 1
+    assert sum(controller.choose([Asked(one, MOST, missing=6000, steps_left=2)])) <= 1  # a trial at most
 
 
 def test_times_follow_the_machine_and_every_number_of_rows() -> None:

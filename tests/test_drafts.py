@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ import torch
 from fake_model import EOS, VOCAB_SIZE, FakeModelLLM, check_idle, hit_rate
 from test_engine import mixed_requests
 
-from gpt_fast import Completion, SamplingParams
+from gpt_fast import LLM, Completion, SamplingParams
 from gpt_fast.engine.compute import Computed, Outcome, sample_tokens
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.speculate.drafter import Drafter, Wish
+from gpt_fast.engine.speculate.speculation import Speculation
 
 Asked = tuple[list[int], SamplingParams]
+DEMO = Path(__file__).parents[1] / "model_store" / "demo" / "target"
 
 
 class Knowing(Drafter):
@@ -65,6 +68,19 @@ def seen(done: Completion) -> tuple[Any, ...]:
     return done.text, done.token_ids, done.finish_reason, done.logprobs, done.prompt_logprobs
 
 
+def plans_of(llm: LLM) -> list[StepPlan]:
+    """The plan of every step from now on; that of a request's last step is there when its completion is."""
+    plans: list[StepPlan] = []
+    run = llm.engine.runner.execute
+
+    def execute(plan: StepPlan) -> torch.Tensor:
+        plans.append(plan)
+        return run(plan)
+
+    llm.engine.runner.execute = execute  # type: ignore[method-assign]
+    return plans
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[Any, ...]]:
     with FakeModelLLM(max_batch=1, prefix_cache=False) as llm:
@@ -94,12 +110,42 @@ def test_drafts_that_are_right_save_steps_and_arrive_together() -> None:
     with FakeModelLLM() as llm:
         plain = llm.generate(*request)
     with drafting([request], num_drafts=5) as llm:
-        plans: list[StepPlan] = []
-        llm.engine.on_step = lambda plan, seconds: plans.append(plan)
+        plans = plans_of(llm)
         deltas = list(llm.submit(*request, max_uncollected=1))
         assert [token for delta in deltas for token in delta.token_ids] == list(plain.token_ids)
         assert [len(delta.token_ids) for delta in deltas] == [1, 6, 6, 6, 6]
     assert len(plans) == 5
+
+
+class NeverRight(Knowing):
+    """Drafts the token behind the true one in the vocabulary."""
+
+    def _spoiled(self, token: int) -> int:
+        return (token + 1) % VOCAB_SIZE
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 4, 7, 15])
+@pytest.mark.parametrize("model", ["fake", "demo"])
+def test_never_right_gives_a_token_a_step_and_always_right_all_drafts_and_one(model: str, num_drafts: int) -> None:
+    count = 1 + 2 * (num_drafts + 1)  # the first step computes the prompt, and one token
+    requests = [([70, 71, i], SamplingParams(max_tokens=count, temperature=i / 2, seed=i, ignore_eos=True))
+                for i in range(3)]  # fmt: skip
+    with LLM(DEMO, dtype="float32", max_seq_len=96) if model == "demo" else FakeModelLLM() as llm:
+        plain = [llm.generate(*request) for request in requests]
+        longer = [llm.generate(prompt, dataclasses.replace(params, max_tokens=60)) for prompt, params in requests]
+        truth = {(*prompt, params.seed): done.token_ids
+                 for (prompt, params), done in zip(requests, longer, strict=True)}  # fmt: skip
+        plans = plans_of(llm)
+        for drafter, steps in ((NeverRight(truth, 0.0), count), (Knowing(truth, 0.0), 3)):
+            llm.engine.speculation = Speculation(drafter, num_drafts)
+            for request, expected in zip(requests, plain, strict=True):
+                plans.clear()
+                done = llm.generate(*request)
+                assert seen(done) == seen(expected)
+                check_idle(llm)
+                assert len(plans) == steps
+                assert done.num_accepted == (0 if steps == count else 2 * num_drafts)
+                assert done.num_drafted >= 2 * num_drafts
 
 
 ENDS = {

@@ -78,14 +78,14 @@ def test_dense_and_int8_stand_where_the_layout_says(n: int, k: int) -> None:
         assert torch.equal(packed[i // 16, j, lane], dense)
         assert packed.count_nonzero() == dense.count_nonzero()  # the rest is zeros
     packed = packing.pack_int8(q)
-    assert torch.equal(packed[i // 8, j // 32, j % 32 // 4, i % 8, j % 4], q)
+    assert torch.equal(packed[i // 16, j // 32, j % 32 // 4, i % 16, j % 4], q)
     assert packed.count_nonzero() == q.count_nonzero()
 
 
 @needs_cpp
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_int4_stands_where_the_layout_says(size: int) -> None:
-    n, k = 13, 2 * size
+    n, k = 29, 2 * size
     q = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     scale, zero, _ = int4_grid(n, k // size)
     data = packing.nibbles(q)
@@ -93,11 +93,11 @@ def test_int4_stands_where_the_layout_says(size: int) -> None:
     assert data[0, 3] == int(q[0, 3]) | int(q[0, 19]) << 4
     packed = packing.pack_int4(data, scale, zero)
     i, group, byte = torch.arange(n)[:, None], torch.arange(2), torch.arange(k // 2)
-    assert torch.equal(packed[i // 8, group, i % 8], scale)
-    assert torch.equal(packed[i // 8, group, 8 + i % 8], zero)
-    body = packed[:, :, 16:].unflatten(2, (-1, 4, 8, 4))  # blocks of 32 k, 16 bytes each
+    assert torch.equal(packed[i // 16, group, i % 16], scale)
+    assert torch.equal(packed[i // 16, group, 16 + i % 16], zero)
+    body = packed[:, :, 32:].unflatten(2, (-1, 4, 16, 4))  # blocks of 32 k, 16 bytes each
     at = byte % (size // 2)
-    assert torch.equal(body[i // 8, byte // (size // 2), at // 16, at % 16 // 4, i % 8, at % 4], data)
+    assert torch.equal(body[i // 16, byte // (size // 2), at // 16, at % 16 // 4, i % 16, at % 4], data)
     assert packed.count_nonzero() == sum(t.count_nonzero() for t in (data, scale, zero))
 
 

@@ -174,6 +174,16 @@ def test_it_takes_its_share_and_no_more(device_type: str, share: float) -> None:
     assert plan(2 * ROOMY).max_seq_len == 1024, "full length still fits, seven times"
 
 
+def test_a_draft_model_takes_pages_and_a_step_of_its_own() -> None:
+    tiny = dataclasses.replace(TINY, max_seq_len=10**6)
+    wide = dataclasses.replace(tiny, ffn_dim=1500)
+    where: dict[str, Any] = {"dtype": torch.float32, "free": 2 * ROOMY, "device_type": "cpu"}
+    alone, narrow, broad = (plan_cache(tiny, EngineConfig(), draft=d, **where) for d in (None, tiny, wide))
+    assert narrow.num_bytes <= ROOMY
+    assert 0.4 * alone.num_pages < narrow.num_pages <= 0.5 * alone.num_pages
+    assert 0.3 * narrow.num_pages < broad.num_pages < 0.9 * narrow.num_pages, "256 rows of its feed-forward"
+
+
 def test_the_large_models_of_today_start_on_small_machines() -> None:
     llama = SHAPES["llama-3.1-8b"]
     free = 24 * GB - 16 * GB

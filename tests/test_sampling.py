@@ -13,6 +13,7 @@ from gpt_fast.engine.sampling import (
     SamplingRow,
     adjust,
     draw_of,
+    log_total,
     logprobs,
     narrowed,
     plain_draw,
@@ -46,6 +47,22 @@ def test_top_k_top_p_min_p_keep_what_they_say() -> None:
     assert kept(LOGITS, top_p=0.91) == [0, 1, 2, 3]
     assert kept(LOGITS, min_p=0.29) == [0, 1, 2]
     assert kept(LOGITS.flip(0), top_k=1) == [4]
+
+
+def test_a_total_has_the_same_bits_alone_and_in_company_whatever_is_ruled_out_behind() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # among which torch would share a single row
+    try:
+        scaled = 3 * torch.randn(64, 50257)
+        together = log_total(scaled)
+        torch.testing.assert_close(together.double(), scaled.double().logsumexp(-1), atol=1e-5, rtol=0)
+        for count in (1, 2, 5):
+            assert torch.equal(torch.cat([log_total(part) for part in scaled.split(count)]), together)
+    finally:
+        torch.set_num_threads(before)
+    ranked = scaled.topk(3000).values.masked_fill(torch.arange(3000) >= 900, -torch.inf)
+    for width in (1024, 1500, 1501, 2999):
+        assert torch.equal(log_total(ranked[:, :width]), log_total(ranked))
 
 
 def test_the_order_is_temperature_min_p_top_k_top_p() -> None:

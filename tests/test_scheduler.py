@@ -214,3 +214,20 @@ def test_drafts_take_no_page_from_anybody_and_none_past_the_end_is_computed() ->
     s.advance(a, len(plan.sequences[0].tokens))
     assert a.finish_reason == "stop"
     assert (a.num_computed, a.num_tokens) == (12, 12), "what was dropped does not count"
+
+
+def test_no_draft_is_verified_where_the_sequence_is_computed_anew() -> None:
+    s = Scheduler(PageAllocator(50, 4), 4, 100, long_from=10, computed_anew=True)
+    r = request("a", [1] * 7, max_tokens=20)
+    s.add(r)
+    turn(s)
+    assert s.room_for_drafts(r, 9) == 2, "the tokens up to number 10"
+    r.drafts = (5,) * 9
+    plan, _ = s.schedule()
+    assert plan.sequences[0].tokens == (7, 5, 5)
+    r.append([5, 6], 0.0)
+    s.advance(r, 2)
+    assert s.room_for_drafts(r, 9) == 0
+    assert [turn(s), turn(s), turn(s)] == [[("a", 1)], [], [("a", 11)]]
+    assert (r.num_admissions, s.num_preemptions) == (2, 1), "number 11 makes it long"
+    assert s.room_for_drafts(r, 9) == 9

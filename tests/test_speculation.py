@@ -15,7 +15,8 @@ from test_drafts import seen
 from test_engine import mixed_requests
 from torch import Tensor
 
-from gpt_fast import LLM, SamplingParams
+from gpt_fast import LLM, Completion, SamplingParams
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.runner import Runner
@@ -25,6 +26,7 @@ from gpt_fast.engine.speculate.drafter import Drafter, Wish
 from gpt_fast.engine.speculate.lookup import LookupDrafter
 from gpt_fast.engine.speculate.model import ModelDrafter
 from gpt_fast.kernels.race import Draw
+from gpt_fast.memory import plan_cache
 from gpt_fast.model.cpu_model import CpuStep
 from gpt_fast.model.steps import serve
 from gpt_fast.model.transformer import Transformer
@@ -194,6 +196,18 @@ def test_the_demo_pair_writes_what_the_target_writes(draft: str, demo: tuple[dic
         assert accepted(done) > 0.3
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_draft_model_costs_the_pages_that_were_planned(kv_cache_dtype: str) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "max_seq_len": 100, "kv_cache_dtype": kv_cache_dtype}
+    with LLM(DEMO / "target", draft=str(DEMO / "draft"), **options) as llm:
+        drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
+        draft = Checkpoint.open(DEMO / "draft").config
+        where: dict[str, Any] = {"dtype": llm.dtype, "free": 10**10, "device_type": "cpu"}
+        alone, both = (plan_cache(llm.config, llm.engine_config, draft=d, **where) for d in (None, draft))
+        assert llm.engine.runner.cache_bytes == alone.num_bytes
+        assert drafter.runner.cache_bytes == both.num_bytes - alone.num_bytes > 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_in_one_call_are_those_of_one_call_each(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one call of C++, as steps whose tokens stay on the device, and fetched one by one."""
@@ -249,3 +263,11 @@ def test_drafts_that_cannot_be_are_refused(options: dict[str, Any], told: str, d
 def test_a_model_in_memory_has_no_draft_model() -> None:
     with LLM(DEMO / "target", max_seq_len=64) as llm, pytest.raises(ValueError, match="built in memory"):
         LLM.from_model(llm.model, draft="int4")
+
+
+@pytest.mark.parametrize("sizes", [{"max_seq_len": 18}, {"max_seq_len": 5, "page_size": 1}])
+def test_drafts_are_timed_where_the_context_is_short(sizes: dict[str, Any]) -> None:
+    with LLM(DEMO / "target", draft=str(DEMO / "draft"), max_batch=1, **sizes) as llm:
+        done = llm.generate("Once", SamplingParams(max_tokens=2, temperature=0.0))
+        assert isinstance(done, Completion)
+        assert len(done.token_ids) == 2

@@ -49,6 +49,65 @@ def plot_load(results: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def plot_shares(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Draw tokens per second against the share of right drafts, one picture for each batch size: fixed numbers of
+    drafts, plain decoding and the controller. ``rows`` are those of benchmarks/speculation.py."""
+    check(path)
+    sizes = sorted({row["batch_size"] for row in rows})
+    figure = _figure_class()(figsize=(4.2 * len(sizes), 3.8), layout="constrained")
+    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+        own = [row for row in rows if row["batch_size"] == size]
+        shares = [row["share"] for row in own]
+        for count in own[0]["fixed"]:
+            label = f"{count} drafts" if count else "plain: where a line crosses it, drafts break even"
+            axes.plot(shares, [row["fixed"][count] for row in own], "-" if count else "k--", label=label, alpha=0.7)
+        axes.plot(shares, [row["auto"] for row in own], "ko", label="controller")
+        axes.set(title=f"batch of {size}", xlabel="share of right drafts", ylabel="tokens/s")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(path, dpi=130)
+
+
+def plot_drafts(results: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """For each batch size two pictures against k, the number of drafts. Tokens per second, median and quartiles, with
+    the target alone and other methods without a k as lines; and the accepted drafts beside those of the break-even.
+
+    ``results`` are rows of :class:`gpt_fast.bench.speculation.Bench`. Raises what ``plot_load`` raises."""
+    check(path)
+    batch_sizes = list(dict.fromkeys(row["batch_size"] for row in results))
+    figure = _figure_class()(figsize=(10, 3.8 * len(batch_sizes)), layout="constrained")
+    for pair, batch_size in zip(figure.subplots(len(batch_sizes), 2, squeeze=False), batch_sizes, strict=True):
+        rows = [row for row in results if row["batch_size"] == batch_size]
+        fixed = [row for row in rows if row["k"] is not None]
+        numbers = [row["k"] for row in fixed]
+        _draw_rates(pair[0], rows, fixed)
+        pair[0].set(title=f"Batch {batch_size}: speed", ylabel="tokens/s")
+        pair[1].plot(numbers, _values(fixed, "accepted_per_draft"), "o-", label="accepted")
+        pair[1].plot(numbers, _values(fixed, "accepted_needed"), "s--", label="needed to break even")
+        pair[1].set(title=f"Batch {batch_size}: break-even", ylabel="drafts for each step")
+        for axes in pair:
+            axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+            axes.set_xticks(numbers)
+            axes.set_xlabel("k, drafts for each step")
+            axes.grid(alpha=0.3)
+            axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+def _draw_rates(axes: Any, rows: Sequence[Mapping[str, Any]], fixed: Sequence[Mapping[str, Any]]) -> None:
+    """``fixed`` against k. The other ``rows``, but not the draft model alone."""
+    medians = _values(fixed, "tokens_per_second")
+    quartiles = [row["tokens_per_second_quartiles"] for row in fixed]
+    below = [median - low for median, (low, _) in zip(medians, quartiles, strict=True)]
+    above = [high - median for median, (_, high) in zip(medians, quartiles, strict=True)]
+    axes.errorbar([row["k"] for row in fixed], medians, [below, above], fmt="o-", capsize=3, label="k drafts")
+    lines = [rows[0], *(row for row in rows[1:] if row["k"] is None and (row["same_tokens"] or row["acceptance"]))]
+    for i, row in enumerate(lines):
+        style = {"ls": ("-", "--", ":", "-.")[i % 4], "color": f"C{i + 1}"}
+        axes.axhline(row["tokens_per_second"], label=row["method"], **style)
+
+
 def _values(results: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     """Missing ones as NaN, which leave a gap in the line."""
     return [float("nan") if r.get(key) is None else float(r[key]) for r in results]

@@ -1,4 +1,5 @@
-"""``gpt-fast bench``: how fast the engine decodes here, or with ``--url`` how a running server does under load.
+"""``gpt-fast bench``: how fast the engine decodes here, with ``--draft`` what each way to speculate does to that, or
+with ``--url`` how a running server does under load.
 
 stdout carries the tables; with ``--json`` one JSON object follows on a last line, the one that ``--output`` writes.
 """
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
     from gpt_fast.bench.load.options import LoadOptions
     from gpt_fast.bench.load.prompts import Prompt
 
+_MODES = {"engine": "--checkpoint and --shape without --draft", "drafts": "--draft", "load": "--url"}
 _DEFAULT_INPUT_LEN = 128
 _DEFAULT_VOCAB_SIZE = 500  # below that of any model, so that the ids exist wherever they are sent
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the command. Options of one mode default to absent, so that the other mode can refuse them by name."""
+    """Declare the command. Options of one mode default to absent, so that the others can refuse them by name."""
     description = __doc__.split("\n\n")[0].split(": ", 1)[1]
-    parser = subparsers.add_parser("bench", help="measure the engine, or a server under load", description=description)
+    parser = subparsers.add_parser("bench", help="measure the engine or a server under load", description=description)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--url", help="load a running server, e.g. http://HOST:PORT/predictions/gpt-fast")
     target.add_argument("--checkpoint", metavar="DIR", help="measure the engine: a Hugging Face directory, as it is")
@@ -38,9 +40,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="prompts, arrivals, sampling (default: %(default)s)")
     options.add_output_options(parser)
     parser.add_argument("--output", metavar="FILE.json", help="write that object to a file")
-    engine = parser.add_argument_group("engine, with --checkpoint or --shape")
-    load = parser.add_argument_group("load, with --url")
-    parser.set_defaults(run=run, modes={"engine": _add_engine_options(engine), "load": _add_load_options(load)})
+    engine = _add_engine_options(parser.add_argument_group("engine, with --checkpoint or --shape"))
+    of_load = "load, with --url; --dataset, --temperature and --plot also with --checkpoint and --draft"
+    load = _add_load_options(parser.add_argument_group(of_load))
+    drafts = engine - {"speculate", "prompt_tokens"} | {"dataset", "temperature", "plot"}
+    modes = {"engine": engine - {"draft", "speculate", "speculate_k"}, "drafts": drafts, "load": load}
+    parser.set_defaults(run=run, modes=modes, names=engine | load)
 
 
 def _add(group: argparse._ArgumentGroup, names: set[str], *flags: str, **settings: Any) -> None:
@@ -54,8 +59,8 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> set[str]:
     add("--batch-sizes", type=_integers, metavar="B,...", help="sequences decoded together (default: 1)")
     prompts = "tokens of each prompt, which is the context that decoding starts from; a row for each (default: 128)"
     add("--prompt-tokens", "--context", type=_integers, metavar="P,...", help=prompts)
-    add("--new-tokens", type=int, metavar="N", help="tokens to decode (default: 64)")
-    add("--repeats", type=int, metavar="R", help="runs of each row, of which the median counts (default: 3)")
+    add("--new-tokens", type=int, metavar="N", help="tokens to decode (default: 64; with --draft at most 128)")
+    add("--repeats", type=int, metavar="R", help="runs of each row, the median counts (default: 3; with --draft 5)")
     return {*names, *options.add_engine_options(group)}
 
 
@@ -88,28 +93,28 @@ def _add_load_options(group: argparse._ArgumentGroup) -> set[str]:
     add("--goodput", nargs="+", metavar="METRIC:MS", help="limits that a good request keeps: ttft, tpot, e2el")
     add("--percentiles", type=_numbers, metavar="P,...", help="of every latency (default: 99)")
     add("--tokenizer", metavar="DIR", help="count tokens of text by this tokenizer where the server does not say")
-    add("--plot", metavar="FILE.png", help="draw latency and throughput against load; needs the extra plot")
+    add("--plot", metavar="FILE.png", help="draw the results against load, or against drafts; needs the extra plot")
     return names
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write."""
-    mode, other = ("load", "engine") if arguments.url else ("engine", "load")
-    for name in sorted(arguments.modes[other] & vars(arguments).keys()):
-        target = "--url" if mode == "load" else "--checkpoint and --shape"
-        print(f"gpt-fast bench: {_flag(name)} means nothing with {target}", file=sys.stderr)
-        return 2
+    mode = "load" if arguments.url else "drafts" if "draft" in arguments else "engine"
+    for name in sorted(arguments.names - arguments.modes[mode]):
+        if name in arguments:
+            print(f"gpt-fast bench: {_flag(name)} means nothing with {_MODES[mode]}", file=sys.stderr)
+            return 2
     if arguments.output and not Path(arguments.output).resolve().parent.is_dir():
         raise ValueError(f"--output: there is no folder {Path(arguments.output).resolve().parent}")
     options.set_up_logging(arguments.verbose)
     given = {name: value for name, value in vars(arguments).items() if name in arguments.modes[mode]}
     given["seed"] = arguments.seed
-    found = run_load(arguments.url, given) if mode == "load" else run_engine(arguments, given)
+    found = {"load": run_load, "drafts": run_drafts, "engine": run_engine}[mode](arguments, given)
     if arguments.output:
         Path(arguments.output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if arguments.json:
         print(json.dumps(found))
-    return 0 if mode == "engine" or any(row["completed"] for row in found["results"]) else 1
+    return 0 if mode != "load" or any(row["completed"] for row in found["results"]) else 1
 
 
 def run_engine(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
@@ -152,12 +157,51 @@ def _engine_row(row: dict[str, Any]) -> str:
     )
 
 
-def run_load(url: str, given: dict[str, Any]) -> dict[str, Any]:
+def run_drafts(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    """A table for each batch size, with a row for each way to speculate."""
+    from gpt_fast.bench import plots
+    from gpt_fast.bench import speculation as bench
+
+    if arguments.checkpoint is None:
+        raise ValueError("--draft needs --checkpoint: random weights agree with no draft")
+    if "plot" in given:
+        plots.check(given["plot"])
+    fields = {field.name for field in dataclasses.fields(bench.DraftOptions)}
+    wanted = bench.DraftOptions(**{name: value for name, value in given.items() if name in fields})
+    engine = {name: value for name, value in given.items() if name not in {*fields, "plot"}}
+    results: list[dict[str, Any]] = []
+    with bench.Bench(arguments.checkpoint, wanted=wanted, **engine) as made, _bar(made.num_runs()) as bar:
+        facts = {"benchmark": "drafts", "model": arguments.checkpoint, "draft": given["draft"], **made.facts()}
+        bar.write(
+            f"target {facts['model']}, draft {facts['draft']}\n{facts['dtype']} on {facts['device']}; "
+            f"{facts['prompts']} prompts, at most {wanted.new_tokens} new tokens, temperature {wanted.temperature:g}; "
+            f"rounds: {wanted.repeats}"
+        )
+        for batch_size in wanted.batch_sizes:
+            rows = made.run(batch_size, bar.update)
+            lines = [f"\nbatch {batch_size}", bench.HEAD, *map(bench.describe, rows), bench.verdict(rows)]
+            bar.write("\n".join(lines))
+            results += rows
+    print(f"\n{bench.NOTES}\n{bench.agreement(results)}")
+    if "plot" in given:
+        plots.plot_drafts(results, given["plot"])
+    return {**facts, "results": results}
+
+
+def _bar(total: int) -> Any:
+    """A progress bar on stderr, where that is a terminal. ``write`` prints to stdout beside it."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="run", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
+
+
+def run_load(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
     """One table for each level."""
     from gpt_fast.bench import plots
     from gpt_fast.bench.load.client import Level, run_level_shown, warm_up
     from gpt_fast.bench.load.metrics import describe, parse_goodput, summarize
 
+    url = arguments.url
     prompts, first, base = load_options(url, given)
     levels = sweep_levels(base, given)
     percentiles = given.get("percentiles", (99.0,))

@@ -18,6 +18,7 @@ from gpt_fast.outputs import Completion
 from gpt_fast.params import SamplingParams
 
 if TYPE_CHECKING:
+    from gpt_fast.commands.origins import OriginReport
     from gpt_fast.llm import LLM
 
 
@@ -44,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     add("--system", metavar="TEXT", help="with --interactive: the system message")
     add("--num-samples", type=int, default=1, metavar="N", help="repeat N times, for timing (default: 1)")
     add("--profile", metavar="DIR", help="write a trace of the generation to DIR (chrome://tracing, Perfetto)")
-    options.add_output_options(parser)
+    options.add_output_options(parser, "; with drafts: colours tokens by origin, and says whether drafts pay")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, as it is")
     options.add_engine_options(engine)
@@ -69,32 +70,66 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.llm import LLM
 
     with LLM(arguments.checkpoint, progress=True, **options.engine_options(arguments)) as llm:
+        origins = report_origins(llm) if arguments.verbose else None
         if arguments.interactive:
-            converse(llm, params, arguments.system)
-            return 0
-        llm.prepare(prompt, params)  # refuses before the profiler starts
-        completion = None
-        for i in range(arguments.num_samples):
-            if i:
-                sys.stdout.write("\n")
-            with profiler(arguments.profile, llm.device.type) if arguments.profile else contextlib.nullcontext():
-                completion = print_stream(llm, prompt, params)
-            report = measurements(llm, completion)
-            end_line(completion.text, own_line=sys.stdout.isatty() or arguments.json or arguments.num_samples > 1)
-            print(summary(report), file=sys.stderr)
-        if arguments.json and completion is not None:
-            names = ("text", "token_ids", "finish_reason", "num_prompt_tokens")
-            facts = {name: getattr(completion, name) for name in names}
-            print(json.dumps({**facts, "num_new_tokens": len(completion.token_ids), **report}, ensure_ascii=False))
+            converse(llm, params, arguments.system, origins)
+        else:
+            llm.prepare(prompt, params)  # refuses before the profiler starts
+            complete(llm, prompt, params, arguments, origins)
+        for line in origins.lines() if origins is not None else ():
+            print(line, file=sys.stderr)
     return 0
 
 
-def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Completion:
-    """Write the completion to stdout as it is generated."""
+def report_origins(llm: LLM) -> OriginReport | None:
+    """What --verbose tells about drafts; None without a drafter. Prints what the colours mean, if there are any."""
+    from gpt_fast.commands.origins import OriginReport, legend, shows_colours
+
+    if llm.engine.speculation is None:
+        return None
+    if shows_colours(sys.stdout):
+        print(legend(coloured=shows_colours(sys.stderr)), file=sys.stderr)
+    return OriginReport(llm, llm.engine.speculation, coloured=shows_colours(sys.stdout))
+
+
+def complete(
+    llm: LLM, prompt: str, params: SamplingParams, arguments: argparse.Namespace, origins: OriginReport | None
+) -> None:
+    """Complete ``prompt`` as often as was asked for; each time say how fast that was."""
+    for i in range(arguments.num_samples):
+        if i:
+            sys.stdout.write("\n")
+        with profiler(arguments.profile, llm.device.type) if arguments.profile else contextlib.nullcontext():
+            completion = print_stream(llm, prompt, params, origins)
+        report = measurements(llm, completion)
+        end_line(completion.text, own_line=sys.stdout.isatty() or arguments.json or arguments.num_samples > 1)
+        print(summary(report), file=sys.stderr)
+    if arguments.json:
+        print(json.dumps({**facts_of(completion), **report}, ensure_ascii=False))
+
+
+def facts_of(completion: Completion) -> dict[str, Any]:
+    """What --json says of ``completion`` itself. ``acceptance``: the share of the drafts that were right."""
+    names = ("text", "token_ids", "finish_reason", "num_prompt_tokens", "num_drafted", "num_accepted")
+    drafted, accepted = completion.num_drafted, completion.num_accepted
+    return {
+        **{name: getattr(completion, name) for name in names},
+        "num_new_tokens": len(completion.token_ids),
+        "acceptance": round(accepted / drafted, 4) if drafted else None,
+    }
+
+
+def print_stream(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, origins: OriginReport | None = None
+) -> Completion:
+    """Write the completion to stdout as it is generated, and tell ``origins`` of it."""
+    paint = origins.painter(prompt) if origins is not None else lambda delta: delta.text
     for delta in llm.stream(prompt, params):
-        sys.stdout.write(delta.text)
+        sys.stdout.write(paint(delta))
         sys.stdout.flush()
         if delta.completion is not None:
+            if origins is not None:
+                origins.add(prompt, params, delta.completion)
             return delta.completion
     raise AssertionError("a stream ended without a completion")
 
@@ -106,7 +141,7 @@ def end_line(text: str, own_line: bool) -> None:
     sys.stdout.flush()
 
 
-def converse(llm: LLM, params: SamplingParams, system: str | None) -> None:
+def converse(llm: LLM, params: SamplingParams, system: str | None, origins: OriginReport | None) -> None:
     """A conversation on stdin and stdout: the checkpoint's chat template where it has one, else plain completion."""
     from gpt_fast.tokenizer.chat import load_template
     from gpt_fast.tokenizer.chat_prompt import encode_chat
@@ -127,7 +162,7 @@ def converse(llm: LLM, params: SamplingParams, system: str | None) -> None:
         try:
             if template is not None and llm.tokenizer is not None:
                 prompt = encode_chat(template, llm.tokenizer, asked)
-            answer = print_stream(llm, prompt, params).text
+            answer = print_stream(llm, prompt, params, origins).text
             messages = [*asked, {"role": "assistant", "content": answer}]  # a question without an answer is forgotten
         except KeyboardInterrupt:
             print(" (interrupted)", file=sys.stderr)  # ends this answer, not the conversation

@@ -42,10 +42,10 @@ def add_engine_options(group: Any) -> list[str]:
     return add_options(group, _HOW | MODEL)
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """What commands that measure something print beside it."""
+def add_output_options(parser: argparse.ArgumentParser, also_verbose: str = "") -> None:
+    """What commands that measure something print beside it. ``also_verbose``: what else --verbose does."""
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line of stdout")
-    parser.add_argument("--verbose", action="store_true", help="log what happens; a traceback on errors")
+    parser.add_argument("--verbose", action="store_true", help=f"log what happens; a traceback on errors{also_verbose}")
 
 
 def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -75,9 +75,10 @@ class Handle:
             self.request.paused, self.paused_since = False, float("inf")
             self._changed.notify_all()
         done = self.completion
-        logprobs = tuple(self.request.logprobs[self._num_fetched : self._num_fetched + len(tokens)])
+        new = slice(self._num_fetched, self._num_fetched + len(tokens))
+        logprobs, origins = tuple(self.request.logprobs[new]), tuple(self.request.origins[new])
         self._num_fetched += len(tokens)
-        return Delta(text, tokens, done.finish_reason if done else None, done, logprobs)
+        return Delta(text, tokens, done.finish_reason if done else None, done, logprobs, origins)
 
     # The engine's side, called with the lock held.
 

@@ -114,13 +114,11 @@ class Runner:
             where += [(s.slot, position, s.rope_len) for position in range(s.start, s.end)]
         where += later
         home, size, pages = _HOST if self._step.reads_host(len(tokens)) else self.device, self.page_size, self._pages
-        numbers = [
-            tokens + [0] * len(later),
-            [position for _, position, _ in where],
-            [max(rope_len, position + 1) for _, position, rope_len in where],
-            [pages[slot][position // size] * size + position % size for slot, position, _ in where],
-        ]
-        new, places, totals, slots = tensor_of(numbers, torch.int64, home).unbind(0)
+        numbers = [*tokens, *(0 for _ in later)]
+        numbers += [position for _, position, _ in where]
+        numbers += [max(rope_len, position + 1) for _, position, rope_len in where]
+        numbers += [pages[slot][position // size] * size + position % size for slot, position, _ in where]
+        new, places, totals, slots = tensor_of(numbers, torch.int64, home).view(4, -1).unbind(0)
         query_start = tensor_of([0, *itertools.accumulate(counts)], torch.int32, home)
         layout = StepLayout(query_start, tensor_of(context_len, torch.int32, home), self._page_table, slots)
         return new[: len(tokens)], places, totals, layout, tensor_of(rows, torch.int64, self.device)

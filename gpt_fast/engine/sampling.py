@@ -45,7 +45,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def draw_of(row: SamplingRow) -> Draw:
     """What is left to do for ``row`` behind :func:`adjust`."""
     p = row.params
-    key = race_key(row.seed, row.position)
+    key = race_key(row.seed, row.position) if p.temperature else (0, 0)
     return Draw(p.temperature or 0.0, p.top_k or 0, 1.0 if p.top_p is None else p.top_p, p.min_p or 0.0, *key)
 
 
@@ -166,13 +166,19 @@ def _ranked(scaled: Tensor, top_k: list[int], top_p: list[float], count: int) ->
     if all(p >= 1.0 for p in top_p):
         return ranked, keep
     # top_p is a share of what top_k left: normalise over that, or over the whole row where top_k is off.
-    kept = ranked.masked_fill(~keep, -torch.inf).logsumexp(dim=-1)
+    kept = log_total(ranked.masked_fill(~keep, -torch.inf))
     whole = tensor_of([k == scaled.shape[1] for k in top_k], torch.bool, device)
-    total = torch.where(whole, scaled.logsumexp(dim=-1), kept)
+    total = torch.where(whole, log_total(scaled), kept)
     limit = tensor_of(top_p, torch.float32, device)[:, None]
     mass = (ranked - total[:, None]).exp().masked_fill(~keep, 0.0).cumsum(dim=-1)
     likelier = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=-1)
     return ranked, keep & ((likelier < limit) | (limit >= 1.0))
+
+
+def log_total(scaled: Tensor) -> Tensor:
+    """[R, C] -> [R]: the logarithm of each row's sum of exponentials, with the same bits whatever rows are beside it:
+    torch's logsumexp shares the sum of a single long row among threads, and so adds in another order."""
+    return scaled.amax(dim=-1) - scaled.log_softmax(dim=-1).amax(dim=-1)
 
 
 def logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:

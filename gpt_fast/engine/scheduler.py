@@ -118,9 +118,11 @@ class Scheduler:
         return min(waiting, key=lambda r: (r.first_scheduled is None, running[r.group]), default=None)
 
     def room_for_drafts(self, request: Request, most: int) -> int:
-        """How many drafts, up to ``most``, the next step can verify: at most one less than the tokens to come, and in
-        pages that are free, which ``request`` gets."""
+        """How many drafts, up to ``most``, the next step can verify: at most one less than the tokens to come, none in
+        places that ``request`` is computed anew for, and in pages that are free, which ``request`` gets."""
         room = (len(request.pages) + self.pages.num_available) * self.pages.page_size - request.num_tokens
+        if self._computed_anew and request.rope_len <= self._long_from:
+            room = min(room, self._long_from - request.num_tokens)
         count = max(0, min(most, request.max_tokens - request.num_output - 1, room))
         if count:
             self._reserve(request, request.num_tokens + count)

@@ -106,10 +106,12 @@ class ModelDrafter:
 
     def measure(self) -> DraftTimes:
         """See ``Drafter``."""
-        rows = min(_MEASURED_ROWS, self._max_seq_len)
+        room = self.runner.pages_per_sequence * self._pages.page_size
+        rows = min(_MEASURED_ROWS, self._max_seq_len, room - 1)
         steps = measure(lambda n: self._run_chain(n, 1), rows)
-        five = measure(lambda n: self._run_chain(1, 1 + n), _MORE_DRAFTS)[_MORE_DRAFTS]
-        one = max((five - steps[1]) / _MORE_DRAFTS, 0.0)
+        more = _MORE_DRAFTS if room >= 2 + _MORE_DRAFTS else 1
+        several = measure(lambda n: self._run_chain(1, 1 + n), more)[more]
+        one = max((several - steps[1]) / more, 0.0)
         call = steps[1] - one
         return DraftTimes(call, StepTimes({n: seconds - call for n, seconds in steps.items()}, rows))
 

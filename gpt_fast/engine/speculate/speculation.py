@@ -27,16 +27,18 @@ class DraftCounts:
     num_drafts: int = 0  # times that a sequence had drafts in a step
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)  # first drafts that were right, second ones, ...
+    drafted_per_position: list[int] = field(default_factory=list)  # first drafts, second ones, ...
+    accepted_per_position: list[int] = field(default_factory=list)  # and those of them that were right
 
     def note(self, drafted: int, accepted: int) -> None:
         """Of one step's ``drafted`` tokens for one sequence the first ``accepted`` were right."""
         self.num_drafts += drafted > 0
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
-        self.accepted_per_position += [0] * (drafted - len(self.accepted_per_position))
-        for i in range(accepted):
-            self.accepted_per_position[i] += 1
+        for counts, count in ((self.drafted_per_position, drafted), (self.accepted_per_position, accepted)):
+            counts += [0] * (drafted - len(counts))
+            for i in range(count):
+                counts[i] += 1
 
 
 class Speculation:
@@ -47,6 +49,7 @@ class Speculation:
         self.drafter, self.most = drafter, most
         self.controller: Controller | None = None
         self.counts = DraftCounts()
+        self.drafting_s = 0.0  # seconds that the drafts of the latest step took
         self._unverified: dict[Request, tuple[int, tuple[int, ...]]] = {}
 
     def control(self, run: Callable[[int], object], max_batch: int, max_rows: int) -> None:
@@ -58,6 +61,11 @@ class Speculation:
 
     def propose(self, scheduler: Scheduler) -> None:
         """Set the drafts of running requests. A drafter that fails costs the drafts of one step and nothing else."""
+        begin = time.perf_counter()
+        self._propose(scheduler)
+        self.drafting_s = time.perf_counter() - begin
+
+    def _propose(self, scheduler: Scheduler) -> None:
         running = [r for r in scheduler.running if r.num_pending == 1 and not r.paused]
         if not running:
             return
@@ -94,8 +102,10 @@ class Speculation:
     def _choose_from_guesses(self, controller: Controller, scheduler: Scheduler, running: Sequence[Request]) -> None:
         """Guesses that cost nothing are made for everyone; those that are not worth a row are judged by what comes."""
         guesses = self.drafter.draft([Wish(r, min(self.most, r.max_tokens - r.num_output - 1)) for r in running])
-        for request in running:
+        for request in list(self._unverified):
             self._judge(controller, request)
+        if not any(guesses):
+            return
         asked = [Asked(r, len(guess)) for r, guess in zip(running, guesses, strict=True)]
         counts = controller.choose(asked, _other_rows(scheduler))
         for request, guess, count in zip(running, guesses, counts, strict=True):
@@ -105,10 +115,10 @@ class Speculation:
 
     def _judge(self, controller: Controller, request: Request) -> None:
         """Note how far an unverified guess was right, once it was wrong or its last token is known."""
-        begin, guess = self._unverified.get(request, (0, ()))
-        came = request.token_ids[begin : begin + len(guess)] if guess else []
+        begin, guess = self._unverified[request]
+        came = request.token_ids[begin : begin + len(guess)]
         right = next((i for i, token in enumerate(came) if token != guess[i]), len(came))
-        if right < len(came) or (guess and right == len(guess)):
+        if right < len(came) or right == len(guess):
             controller.note(request, len(guess), right)
             del self._unverified[request]
 
@@ -135,8 +145,9 @@ class Speculation:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took ``seconds`` beside drafting."""
-        if self.controller is not None and all(s.num_logits == len(s.tokens) for s in plan.sequences):
-            self.controller.steps.note(plan.num_tokens, seconds)
+        controller = self.controller  # the requests of the step may have ended, and then it may be changed
+        if controller is not None and all(s.num_logits == len(s.tokens) for s in plan.sequences):
+            controller.steps.note(plan.num_tokens, seconds)
 
 
 def _other_rows(scheduler: Scheduler) -> int:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-pthread", "-fPIC", "-shared")
 _AVX2 = ("-mavx2", "-mfma")
 VARIANTS = {  # flags for the compiler
-    "avx512_vnni": (*_AVX2, "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256"),
+    "avx512_vnni": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256"),
     "avx_vnni": (*_AVX2, "-mavxvnni"),
     "avx2": _AVX2,
     "neon_dot": ("-march=armv8.2-a+dotprod",),
@@ -61,7 +61,8 @@ def variants() -> list[str]:
         # torch says AVX2 only where FMA is there as well.
         if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
             raise UnavailableError("this CPU has no AVX2")
-        have = {"avx512_vnni": {"avx512_vnni", "avx512vl"} <= flags, "avx_vnni": "avx_vnni" in flags, "avx2": True}
+        avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"} <= flags
+        have = {"avx512_vnni": avx512, "avx_vnni": "avx_vnni" in flags, "avx2": True}
     elif machine in ("aarch64", "arm64"):
         have = {"neon_dot": "asimddp" in flags or platform.system() == "Darwin", "neon": True}
     else:

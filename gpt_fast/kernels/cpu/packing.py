@@ -1,12 +1,12 @@
 """Weights as the C++ kernels stream them; nothing is lost. Packing them needs the kernels (``src/pack.h``).
 
-A matrix [N, K] becomes tiles of 16 (float32, bfloat16) or 8 (int8, int4) outputs, the last one filled up with zeros, so
-that lanes of a vector are different outputs and a thread reads memory from front to back:
+A matrix [N, K] becomes tiles of 16 outputs, the last one filled up with zeros, so that lanes of a vector are different
+outputs and a thread reads memory from front to back:
 
     float32, bfloat16  [ceil(N / 16), K, 16]; bfloat16 stores output j beside output j + 8
-    int8               [ceil(N / 8), ceil(K / 32), 8, 8 outputs, 4 k]; the last block of k filled up with zeros
-    int4               [ceil(N / 8), K / group_size, 16 + 4 * group_size] uint8: 8 scales and 8 zeros, then per block
-                       of 32 k [4, 8 outputs, 4] bytes
+    int8               [ceil(N / 16), ceil(K / 32), 8, 16 outputs, 4 k]; the last block of k filled up with zeros
+    int4               [ceil(N / 16), K / group_size, 32 + 8 * group_size] uint8: 16 scales and 16 zeros, then per block
+                       of 32 k [4, 16 outputs, 4] bytes
 
 The plain format of int4 is [N, K / 2] bytes: in each block of 32 values, byte j holds value j in its low and value
 j + 16 in its high half; a value is ``(q - zero / 8) * scale * row_scale`` with scale and zero uint8 [N, K / group_size]
@@ -26,7 +26,7 @@ from gpt_fast.kernels.cpu.library import FORMATS, library
 
 BLOCK = 32  # values of k with one activation scale
 GROUP_SIZES = (32, 64, 128)  # values of k with one scale and zero in int4
-_DENSE_TILE, _TILE = 16, 8
+_TILE = 16  # outputs
 _HEADER = 2 * _TILE  # bytes before each group of int4
 _HUGE_PAGE = 2 * 2**20
 _MADV_HUGEPAGE = 14
@@ -46,12 +46,12 @@ def pack_dense(w: Tensor) -> Tensor:
     """w [N, K] float32 or bfloat16 -> [ceil(N / 16), K, 16] of the same dtype. Raises ValueError for another one."""
     if w.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"pack_dense takes float32 or bfloat16, not {w.dtype}")
-    packed = empty((-(-w.shape[0] // _DENSE_TILE), w.shape[1], _DENSE_TILE), w.dtype)
+    packed = empty((-(-w.shape[0] // _TILE), w.shape[1], _TILE), w.dtype)
     return _filled(packed, str(w.dtype).removeprefix("torch."), w, w.shape[1])
 
 
 def pack_int8(w: Tensor) -> Tensor:
-    """w [N, K] int8 -> [ceil(N / 8), ceil(K / 32), 8, 8, 4] int8. Raises ValueError for another dtype."""
+    """w [N, K] int8 -> [ceil(N / 16), ceil(K / 32), 8, 16, 4] int8. Raises ValueError for another dtype."""
     if w.dtype != torch.int8:
         raise ValueError(f"pack_int8 takes int8, not {w.dtype}")
     if w.shape[1] % BLOCK:

@@ -7,22 +7,30 @@ namespace gpt_fast {
 
 constexpr int64_t kBlock = 32;
 
-struct QuantizedRows {
-    int8_t* values;  // [rows, blocks * 32], the last block filled up with zeros
-    float* scales;   // [rows, blocks]
-    float* eighths;  // [rows, blocks]: an eighth of scale times the sum of the block's values, for the zeros of int4
-    int64_t blocks;  // per row
+struct QuantizedBlock {
+    int8_t values[kBlock];
+    float scale;
+    float eighth;    // an eighth of scale times the sum of the values, for the zeros of int4
+    int32_t offset;  // -128 times the sum of the values, for begin_dots16()
+};
 
-    static int64_t num_bytes(int64_t rows, int64_t k) { return rows * ceil_div(k, kBlock) * (kBlock + 8); }
-    static QuantizedRows in(uint8_t* memory, int64_t rows, int64_t k) {
-        const int64_t blocks = ceil_div(k, kBlock);
-        float* scales = reinterpret_cast<float*>(memory + rows * blocks * kBlock);
-        return {reinterpret_cast<int8_t*>(memory), scales, scales + rows * blocks, blocks};
+struct QuantizedRows {
+    QuantizedBlock* data;  // [rows, blocks], the last block of a row filled up with zeros
+    int64_t blocks;        // per row
+
+    const QuantizedBlock* row(int64_t m) const { return data + m * blocks; }
+    QuantizedRows from(int64_t row) const { return {data + row * blocks, blocks}; }
+
+    static int64_t num_bytes(int64_t rows, int64_t k) {
+        return rows * ceil_div(k, kBlock) * static_cast<int64_t>(sizeof(QuantizedBlock));
+    }
+    static QuantizedRows in(uint8_t* memory, int64_t k) {
+        return {reinterpret_cast<QuantizedBlock*>(memory), ceil_div(k, kBlock)};
     }
 };
 
 // One block: scale = largest magnitude / 127, values rounded to nearest even. A block with NaN gets a scale of NaN.
-inline void quantize_block(const float* x, int8_t* values, float* scale, float* eighth) {
+inline void quantize_block(const float* x, QuantizedBlock& to) {
     const I8 magnitude = splat(0x7fffffff);
     F8 v[4];
     I8 largest = splat(0);
@@ -37,9 +45,11 @@ inline void quantize_block(const float* x, int8_t* values, float* scale, float* 
     const F8 inverse = splat(most == 0.0f ? 0.0f : 127.0f / most);
     I8 q[4];
     for (int i = 0; i < 4; ++i) q[i] = nearest(v[i] * inverse);
-    store_int8(values, q);
-    *scale = most / 127.0f;
-    *eighth = 0.125f * *scale * static_cast<float>(lane_sum(add(add(q[0], q[1]), add(q[2], q[3]))));
+    const int32_t sum = lane_sum(add(add(q[0], q[1]), add(q[2], q[3])));
+    store_int8(to.values, q);
+    to.scale = most / 127.0f;
+    to.eighth = 0.125f * to.scale * static_cast<float>(sum);
+    to.offset = sum * -128;
 }
 
 // Columns [begin, end) of a row of k; begin is a multiple of 32, so is end unless it is k.
@@ -52,8 +62,7 @@ inline void quantize_part(const float* x, int64_t begin, int64_t end, int64_t k,
             std::memcpy(tail, block, static_cast<size_t>(k - b * kBlock) * sizeof(float));
             block = tail;
         }
-        const int64_t at = row * to.blocks + b;
-        quantize_block(block, to.values + at * kBlock, to.scales + at, to.eighths + at);
+        quantize_block(block, to.data[row * to.blocks + b]);
     }
 }
 

@@ -53,12 +53,6 @@ struct ExpertsJob {
     }
 };
 
-// Rows [first, ...) of all.
-inline QuantizedRows rows_from(const QuantizedRows& all, int64_t first) {
-    return {all.values + first * all.blocks * kBlock, all.scales + first * all.blocks, all.eighths + first * all.blocks,
-            all.blocks};
-}
-
 class ExpertsRun {
 public:
     ExpertsRun(const ExpertsJob& job, int64_t n, uint8_t* memory) : j(job), pairs(n * job.top_k) {
@@ -73,9 +67,9 @@ public:
         parts = reinterpret_cast<float*>(take(4 * pairs * std::max(j.dim, j.down[0].n)));
         given = parts;  // which are made when these are no longer needed
         inner = reinterpret_cast<float*>(take(4 * pairs * j.up[0].n));
-        if (j.rounds_x()) q_given = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.dim)), pairs, j.dim);
+        if (j.rounds_x()) q_given = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.dim)), j.dim);
         if (j.rounds_hidden())
-            q_hidden = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.hidden())), pairs, j.hidden());
+            q_hidden = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.hidden())), j.hidden());
         else
             hidden = reinterpret_cast<float*>(take(4 * pairs * j.hidden()));
     }
@@ -99,14 +93,14 @@ public:
 
     // out[start[e] ...] = w[e] (in[start[e] ...]) for all active experts, by the whole team.
     void products(Team& team, const Linear* w, const float* in, int64_t k, const QuantizedRows& q, float* out) const {
-        const int64_t tiles = ceil_div(w[0].n, tile_size(w[0].format)), step = std::max<int64_t>(1, 64 / tile_size(w[0].format));
+        const int64_t tiles = ceil_div(w[0].n, kTile), step = 64 / kTile;
         const int64_t pieces = ceil_div(tiles, step);
         // No count that stands in memory: a helper that comes late would read what later operations wrote there.
         const int64_t most = std::min(j.num_experts, pairs);
         team.share(most * pieces, 1, [&](int64_t index, int64_t) {
             if (index >= active[0] * pieces) return;
             const int64_t e = active[1 + index / pieces], tile = index % pieces * step, first = start[e];
-            product_tiles(in + first * k, start[e + 1] - first, w[e], rows_from(q, first), out + first * w[0].n, tile,
+            product_tiles(in + first * k, start[e + 1] - first, w[e], q.from(first), out + first * w[0].n, tile,
                           std::min(tile + step, tiles));
         });
         team.barrier();

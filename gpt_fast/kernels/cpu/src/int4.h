@@ -1,8 +1,8 @@
 // Products with 4-bit weights, value = (q - zero / 8) * scale * row scale, scale and zero bytes of a group of 32, 64 or
 // 128 along K; x in int8 blocks of 32.
 //
-// Packed: [tiles, groups, 16 + 128 * group_size / 32] bytes: 8 scales and 8 zeros, then for every block [4, 8 outputs,
-// 4] bytes, low halves the first 16 values of k and high halves the other 16. One stream to read.
+// Packed: [tiles, groups, 32 + 256 * group_size / 32] bytes: 16 scales and 16 zeros, then for every block [4, 16
+// outputs, 4] bytes, low halves the first 16 values of k and high halves the other 16. One stream to read.
 #pragma once
 
 #include "activations.h"
@@ -12,13 +12,10 @@ namespace gpt_fast {
 
 struct Int4 {
     using Rows = QuantizedRows;
-    static constexpr int64_t kTile = 8;
-    static constexpr int kMaxRows = 4;
-    static constexpr int64_t kManyRowsTiles = 4;
+    static constexpr int64_t kManyRowsTiles = 2;
     static constexpr bool kOutputScale = true;
-    static constexpr int tiles_at_once(int rows) { return rows == 1 ? 4 : 2; }  // as in int8.h
-    static constexpr int64_t kHeader = 16, kBlockBytes = kTile * kBlock / 2;
-    static constexpr int64_t kAhead = 1280;  // bytes
+    static constexpr int tiles_at_once(int rows) { return kRegisters >= 32 || rows <= 2 ? 2 : 1; }  // as in int8.h
+    static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2;
 
     const uint8_t* data;
     int64_t k_total;
@@ -30,59 +27,31 @@ struct Int4 {
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, float* acc,
                int64_t acc_stride) const {
         const int64_t group_blocks = group_size / kBlock, group_bytes = kHeader + group_blocks * kBlockBytes;
-        const int64_t groups = k_total / group_size;
-        const uint8_t* w = data + (tile * groups + k / group_size) * group_bytes;
-        const int64_t next_tile = groups * group_bytes;
-        const int8_t* xs[R];
-        const float *scales[R], *eighths[R];
-        F8 sum[R][T];
+        const int64_t tile_bytes = k_total / group_size * group_bytes;
+        const uint8_t* tiles = data + tile * tile_bytes;
+        const QuantizedBlock* xs[R];
+        F16 sum[R][T];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            xs[r] = x.values + (row + r) * x.blocks * kBlock;
-            scales[r] = x.scales + (row + r) * x.blocks;
-            eighths[r] = x.eighths + (row + r) * x.blocks;
+            xs[r] = x.row(row + r);
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) sum[r][t] = load8(acc + r * acc_stride + t * kTile);
+            for (int t = 0; t < T; ++t) sum[r][t] = load16(acc + r * acc_stride + t * kTile);
         }
+        int64_t at = k / group_size * group_bytes;  // from the beginning of a tile
         for (int64_t b = k / kBlock; b < k_end / kBlock;) {
-            const uint8_t* header = w;
-            w += kHeader;
-            for (const int64_t end = b + group_blocks; b < end; ++b, w += kBlockBytes) {
-                if (R > 1) {  // the four streams of a single row are fetched ahead by the hardware
-                    for (int64_t line = 0; line < 192; line += 64) prefetch(w + kAhead + line);
-                }
-                I8 exact[R][T];
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-                    for (int t = 0; t < T; ++t) exact[r][t] = splat(0);
-#pragma GCC unroll 8
-                for (int g = 0; g < 4; ++g) {
-                    I8 first[R], second[R];
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; ++r) {
-                        first[r] = splat_bytes(xs[r] + b * kBlock + g * 4);
-                        second[r] = splat_bytes(xs[r] + b * kBlock + 16 + g * 4);
-                    }
-#pragma GCC unroll 8
-                    for (int t = 0; t < T; ++t) {
-                        const I8 both = load32(w + t * next_tile + g * 32);
-                        const I8 low = low_nibbles(both), high = high_nibbles(both);
-#pragma GCC unroll 8
-                        for (int r = 0; r < R; ++r) {
-                            exact[r][t] = add_nibbles(exact[r][t], low, first[r]);
-                            exact[r][t] = add_nibbles(exact[r][t], high, second[r]);
-                        }
-                    }
-                }
+            const uint8_t* header = tiles + at;
+            at += kHeader;
+            for (const int64_t end = b + group_blocks; b < end; ++b, at += kBlockBytes) {
+                I16 exact[R][T];
+                add_block<R, T>(tiles + at, tile_bytes, xs, b, exact);
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {
-                    const F8 scale = load8_uint8(header + t * next_tile);
-                    const F8 zero = load8_uint8(header + t * next_tile + kTile);
+                    const F16 scale = load16_uint8(header + t * tile_bytes);
+                    const F16 zero = load16_uint8(header + t * tile_bytes + kTile);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
-                        const F8 dot = to_floats(nibble_sums(exact[r][t])) * splat(scales[r][b]);
-                        sum[r][t] = plus_product(sum[r][t], minus_product(dot, zero, splat(eighths[r][b])), scale);
+                        const F16 dot = to_floats(nibble_sums(exact[r][t])) * splat16(xs[r][b].scale);
+                        sum[r][t] = plus_product(sum[r][t], minus_product(dot, zero, splat16(xs[r][b].eighth)), scale);
                     }
                 }
             }
@@ -90,7 +59,36 @@ struct Int4 {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) store8(acc + r * acc_stride + t * kTile, sum[r][t]);
+            for (int t = 0; t < T; ++t) store16(acc + r * acc_stride + t * kTile, sum[r][t]);
+    }
+
+    // exact = the sums over one block of codes, as integers; the weights of each value serve all rows.
+    template <int R, int T>
+    static void add_block(const uint8_t* w, int64_t tile_bytes, const QuantizedBlock* const* xs, int64_t b,
+                          I16 (*exact)[T]) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) exact[r][t] = splat16(0);
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; ++g) {
+            I16 low[T], high[T];
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) {
+                const I16 both = load64(w + t * tile_bytes + g * 64);
+                low[t] = low_nibbles(both), high[t] = high_nibbles(both);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const int8_t* four = xs[r][b].values + g * 4;
+                const I16 first = splat_bytes(four), second = splat_bytes(four + 16);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) {
+                    exact[r][t] = add_nibbles(exact[r][t], low[t], first);
+                    exact[r][t] = add_nibbles(exact[r][t], high[t], second);
+                }
+            }
+        }
     }
 };
 

@@ -1,6 +1,6 @@
 // Products with int8 weights, one float32 scale per output; x is quantized in blocks of 32.
 //
-// Packed: [tiles, blocks, 8, 8 outputs, 4 k], the last block filled up with zeros. Sums within a block are exact
+// Packed: [tiles, blocks, 8, 16 outputs, 4 k], the last block filled up with zeros. Sums within a block are exact
 // integers; block sums are added in float32 in ascending order of k.
 #pragma once
 
@@ -11,13 +11,12 @@ namespace gpt_fast {
 
 struct Int8 {
     using Rows = QuantizedRows;
-    static constexpr int64_t kTile = 8;
-    static constexpr int kMaxRows = 4;
-    static constexpr int64_t kManyRowsTiles = 4;
+    static constexpr int64_t kManyRowsTiles = 2;
     static constexpr bool kOutputScale = true;
-    // Several tiles, several streams: the hardware fetches ahead for each by itself; and eight sums hide each other's
-    // latency.
-    static constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : 2; }
+    // A sum waits some cycles for the one before, so few rows need several tiles.
+    static constexpr int tiles_at_once(int rows) {
+        return kRegisters < 32 ? (rows <= 2 ? 2 : 1) : rows <= 2 ? kStreams : 2;
+    }
     static constexpr int64_t kBlockBytes = kTile * kBlock;
 
     const uint8_t* data;
@@ -28,42 +27,37 @@ struct Int8 {
     template <int R, int T>
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, float* acc,
                int64_t acc_stride) const {
-        const uint8_t* w[T];
-        const int8_t* xs[R];
-        const float* scales[R];
-        F8 sum[R][T];
-#pragma GCC unroll 8
-        for (int t = 0; t < T; ++t) w[t] = data + (tile + t) * blocks * kBlockBytes;
+        const int64_t tile_bytes = blocks * kBlockBytes;
+        const uint8_t* tiles = data + tile * tile_bytes;
+        const QuantizedBlock* xs[R];
+        F16 sum[R][T];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            xs[r] = x.values + (row + r) * x.blocks * kBlock;
-            scales[r] = x.scales + (row + r) * x.blocks;
+            xs[r] = x.row(row + r);
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) sum[r][t] = load8(acc + r * acc_stride + t * kTile);
+            for (int t = 0; t < T; ++t) sum[r][t] = load16(acc + r * acc_stride + t * kTile);
         }
         for (int64_t b = k / kBlock; b < k_end / kBlock; ++b) {
-            I8 exact[R][T];
+            I16 exact[R][T];
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) exact[r][t] = splat(0);
+                for (int t = 0; t < T; ++t) exact[r][t] = begin_dots16(xs[r][b].offset);
 #pragma GCC unroll 8
             for (int g = 0; g < 8; ++g) {
-                I8 four[R];
+                I16 wv[T];
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) wv[t] = load64(tiles + t * tile_bytes + b * kBlockBytes + g * 64);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
-                    four[r] = splat_bytes(xs[r] + b * kBlock + g * 4);
-                }
+                    const I16 four = splat_bytes(xs[r][b].values + g * 4);
 #pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) {
-                    const I8 wv = load32(w[t] + b * kBlockBytes + g * 32);
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; ++r) exact[r][t] = dot(exact[r][t], wv, four[r]);
+                    for (int t = 0; t < T; ++t) exact[r][t] = dot(exact[r][t], wv[t], four);
                 }
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const F8 scale = splat(scales[r][b]);
+                const F16 scale = splat16(xs[r][b].scale);
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]), scale);
             }
@@ -71,7 +65,7 @@ struct Int8 {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) store8(acc + r * acc_stride + t * kTile, sum[r][t]);
+            for (int t = 0; t < T; ++t) store16(acc + r * acc_stride + t * kTile, sum[r][t]);
     }
 };
 

@@ -26,12 +26,10 @@ void gpt_fast_pack(int64_t format, const uint8_t* from, uint8_t* to, int64_t row
                    int64_t header, int threads) {
     const Packing p{from, to, rows, units, group, header};
     run_team(threads, kPhases, [&](Team& team) {
-        if (format == kFloat32)
-            pack_tiles<uint32_t, 16>(team, p, [](int j) { return j; });
-        else if (format == kBfloat16)
-            pack_tiles<uint16_t, 16>(team, p, [](int j) { return j % 8 * 2 + j / 8; });
+        if (format == kBfloat16)
+            pack_tiles<uint16_t>(team, p, [](int j) { return j % 8 * 2 + j / 8; });
         else
-            pack_tiles<uint32_t, 8>(team, p, [](int j) { return j; });
+            pack_tiles<uint32_t>(team, p, [](int j) { return j; });
     });
 }
 

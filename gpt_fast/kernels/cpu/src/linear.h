@@ -1,12 +1,13 @@
 // The loops around all matrix products: out[m, n] = sum over k of x[m, k] * w[n, k].
 //
-// Weights are packed in tiles of kTile outputs whose values for one k (or one block of k) stand side by side, so lanes
+// Weights are packed in tiles of 16 outputs whose values for one k (or one block of k) stand side by side, so lanes
 // of a vector are different outputs. Each output is then one chain of additions over ascending k, whatever the number
 // of rows or threads: results do not depend on the company a row is computed in.
 //
-// A Format says how a tile is stored and brings micro<R, T>, which adds a range of k for R rows and T tiles. Few rows:
-// a piece of a tile is read from memory once and used for all rows out of the first-level cache. Many rows: a piece of
-// x stays in the first-level cache for a group of tiles, which stays in the second-level cache for all rows.
+// A Format says how a tile is stored and brings micro<R, T>, which adds a range of k for R rows and T tiles. As many
+// rows as micro takes: each weight is read once, from memory, and the next ones are fetched meanwhile. Some more: a
+// piece of a tile is read from memory once and used for all rows out of the first-level cache. Many rows: a piece of x
+// stays in the first-level cache for a group of tiles, which stays in the second-level cache for all rows.
 #pragma once
 
 #include <utility>
@@ -30,23 +31,26 @@ struct Linear {
     double factor;        // of the output, the bias included
 };
 
+constexpr int64_t kTile = 16;                      // outputs
+constexpr int kMaxRows = kRegisters < 32 ? 6 : 8;  // of one micro kernel: more sums than that do not fit the registers
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kRowsAtOnce = 256;  // rows whose sums a thread holds at a time
 constexpr int64_t kDepth = 512;       // values of k in one pass, a multiple of every group size
+
+constexpr int kStreams = 4;       // tiles at once for which the hardware fetches ahead by itself, and better
 
 template <class Format, int R>
 inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile, int64_t tiles,
                        int64_t k, int64_t k_end, float* acc, int64_t acc_stride) {
     constexpr int T = Format::tiles_at_once(R);
     int64_t t = 0;
-    for (; t + T <= tiles; t += T)
-        w.template micro<R, T>(x, row, tile + t, k, k_end, acc + t * Format::kTile, acc_stride);
+    for (; t + T <= tiles; t += T) w.template micro<R, T>(x, row, tile + t, k, k_end, acc + t * kTile, acc_stride);
     if constexpr (T > 1)
-        for (; t < tiles; ++t) w.template micro<R, 1>(x, row, tile + t, k, k_end, acc + t * Format::kTile, acc_stride);
+        for (; t < tiles; ++t) w.template micro<R, 1>(x, row, tile + t, k, k_end, acc + t * kTile, acc_stride);
 }
 
 // Picks the micro kernel for a number of rows that is only known now.
-template <class Format, int R = Format::kMaxRows>
+template <class Format, int R = kMaxRows>
 inline void micro_any(int64_t rows, const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile,
                       int64_t tiles, int64_t k, int64_t k_end, float* acc, int64_t acc_stride) {
     if constexpr (R > 1) {
@@ -59,7 +63,7 @@ inline void micro_any(int64_t rows, const typename Format::Rows& x, int64_t row,
 template <class Format>
 inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
                      int64_t tiles, int64_t k, int64_t k_end, float* acc, int64_t acc_stride) {
-    const int64_t pieces = ceil_div(rows, Format::kMaxRows);
+    const int64_t pieces = ceil_div(rows, kMaxRows);
     for (int64_t p = 0; p < pieces; ++p) {
         const int64_t begin = rows * p / pieces, end = rows * (p + 1) / pieces;
         micro_any<Format>(end - begin, x, row + begin, w, tile, tiles, k, k_end, acc + begin * acc_stride, acc_stride);
@@ -71,22 +75,22 @@ template <class Format>
 void linear_tiles(const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer, float* out,
                   const float* residual, int64_t tile, int64_t tile_end) {
     static thread_local Scratch sums;
-    const int64_t n = layer.n, k = w.depth(), width = tile_end - tile, stride = width * Format::kTile;
+    const int64_t n = layer.n, k = w.depth(), width = tile_end - tile, stride = width * kTile;
     float* acc = sums.get<float>((rows < kRowsAtOnce ? rows : kRowsAtOnce) * stride);
     for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
         const int64_t count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
         std::memset(acc, 0, static_cast<size_t>(count * stride) * sizeof(float));
         if (rows <= kFewRows) {
-            constexpr int64_t at_once = Format::tiles_at_once(1);
+            constexpr int64_t at_once = 4;
             for (int64_t t = 0; t < width; t += at_once)
                 for (int64_t d = 0; d < k; d += kDepth)
                     all_rows<Format>(x, row, count, w, tile + t, t + at_once < width ? at_once : width - t, d,
-                                     d + kDepth < k ? d + kDepth : k, acc + t * Format::kTile, stride);
+                                     d + kDepth < k ? d + kDepth : k, acc + t * kTile, stride);
         } else {
             for (int64_t d = 0; d < k; d += kDepth)
                 all_rows<Format>(x, row, count, w, tile, width, d, d + kDepth < k ? d + kDepth : k, acc, stride);
         }
-        const int64_t first = tile * Format::kTile, columns = n - first < stride ? n - first : stride;
+        const int64_t first = tile * kTile, columns = n - first < stride ? n - first : stride;
         const float factor = static_cast<float>(layer.factor);
         for (int64_t m = 0; m < count; ++m) {
             const float* from = acc + m * stride;
@@ -108,7 +112,7 @@ void linear_tiles(const typename Format::Rows& x, int64_t rows, const Format& w,
 // memory.
 template <class Format>
 int64_t tiles_at_a_time(int64_t rows, int64_t tiles, int threads) {
-    const int64_t at_most = rows <= kFewRows ? 64 / Format::kTile : Format::kManyRowsTiles;
+    const int64_t at_most = rows <= kFewRows ? 64 / kTile : Format::kManyRowsTiles;
     const int64_t step = tiles / (4 * threads);
     return step < 1 ? 1 : step > at_most ? at_most : step;
 }
@@ -117,7 +121,7 @@ int64_t tiles_at_a_time(int64_t rows, int64_t tiles, int threads) {
 template <class Format>
 void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                    float* out, const float* residual) {
-    const int64_t tiles = ceil_div(layer.n, Format::kTile);
+    const int64_t tiles = ceil_div(layer.n, kTile);
     team.share(tiles, tiles_at_a_time<Format>(rows, tiles, team.size), [&](int64_t tile, int64_t tile_end) {
         linear_tiles<Format>(x, rows, w, layer, out, residual, tile, tile_end);
     });

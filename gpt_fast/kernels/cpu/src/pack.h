@@ -1,8 +1,9 @@
-// Weights from rows to the tiles that the kernels stream (packing.py describes them): a transpose of R rows at a time,
-// in units of 2 bytes (bfloat16) or 4 (a float32, four int8, eight int4). Rows that the last tile lacks become zeros.
+// Weights from rows to the tiles that the kernels stream (packing.py describes them): a transpose of kTile rows at a
+// time, in units of 2 bytes (bfloat16) or 4 (a float32, four int8, eight int4). Rows that the last tile lacks become
+// zeros.
 #pragma once
 
-#include "common.h"
+#include "linear.h"
 
 namespace gpt_fast {
 
@@ -14,17 +15,17 @@ struct Packing {
     int64_t header;  // bytes left free before each group
 };
 
-// Unit u of row j of a tile goes to place(j) of the R at u.
-template <class Unit, int R, class Place>
+// Unit u of row j of a tile goes to place(j) of the kTile at u.
+template <class Unit, class Place>
 void pack_tiles(Team& team, const Packing& p, Place place) {
-    const int64_t group_bytes = p.header + p.group * R * static_cast<int64_t>(sizeof(Unit));
+    const int64_t group_bytes = p.header + p.group * kTile * static_cast<int64_t>(sizeof(Unit));
     const int64_t groups = p.units / p.group, tile_bytes = groups * group_bytes;
-    team.share(ceil_div(p.rows, R), 1, [&](int64_t tile, int64_t) {
-        const Unit* row[R];
-        bool there[R];
-        for (int j = 0; j < R; ++j) {
-            there[j] = tile * R + j < p.rows;
-            row[j] = reinterpret_cast<const Unit*>(p.from) + (there[j] ? tile * R + j : 0) * p.units;
+    team.share(ceil_div(p.rows, kTile), 1, [&](int64_t tile, int64_t) {
+        const Unit* row[kTile];
+        bool there[kTile];
+        for (int j = 0; j < kTile; ++j) {
+            there[j] = tile * kTile + j < p.rows;
+            row[j] = reinterpret_cast<const Unit*>(p.from) + (there[j] ? tile * kTile + j : 0) * p.units;
         }
         for (int64_t g = 0; g < groups; ++g) {
             Unit* to = reinterpret_cast<Unit*>(p.to + tile * tile_bytes + g * group_bytes + p.header);
@@ -32,9 +33,9 @@ void pack_tiles(Team& team, const Packing& p, Place place) {
             constexpr int64_t line = 64 / sizeof(Unit);
             for (int64_t u = g * p.group; u < (g + 1) * p.group; u += line) {
                 const int64_t count = (g + 1) * p.group - u < line ? (g + 1) * p.group - u : line;
-                for (int j = 0; j < R; ++j, to -= count * R)
-                    for (int64_t i = 0; i < count; ++i, to += R) to[place(j)] = there[j] ? row[j][u + i] : Unit{0};
-                to += count * R;
+                for (int j = 0; j < kTile; ++j, to -= count * kTile)
+                    for (int64_t i = 0; i < count; ++i, to += kTile) to[place(j)] = there[j] ? row[j][u + i] : Unit{0};
+                to += count * kTile;
             }
         }
     });

@@ -29,6 +29,4 @@ inline void product_tiles(const float* in, int64_t rows, const Linear& w, const 
     }
 }
 
-inline int64_t tile_size(int64_t format) { return format == kFloat32 || format == kBfloat16 ? 16 : 8; }
-
 }  // namespace gpt_fast

@@ -186,7 +186,7 @@ private:
     }
 
     void norm(Team& team, const Op& op) const {
-        const QuantizedRows q = QuantizedRows::in(q_memory, n, op.width);
+        const QuantizedRows q = QuantizedRows::in(q_memory, op.width);
         team.share(n, 1, [&](int64_t i, int64_t) {
             float* out = row(op.out, i);
             const float* add = op.add >= 0 ? row(op.add, i) : nullptr;
@@ -201,7 +201,7 @@ private:
     }
 
     void run_product(Team& team, const Op& op) const {
-        const QuantizedRows q = QuantizedRows::in(q_memory, n, op.width);
+        const QuantizedRows q = QuantizedRows::in(q_memory, op.width);
         if (op.quantize) quantize_rows(team, buffers[op.x], n, op.width, q);
         int64_t column = 0;
         for (int64_t i = 0; i < op.num_pieces; ++i) {
@@ -280,7 +280,7 @@ private:
 
     void activation(Team& team, const Op& op) const {
         const int64_t f = op.width, pieces = ceil_div(f, kPiece);
-        const QuantizedRows q = QuantizedRows::in(q_memory, n, f);
+        const QuantizedRows q = QuantizedRows::in(q_memory, f);
         team.share(n * pieces, 1, [&](int64_t index, int64_t) {
             const int64_t i = index / pieces, begin = index % pieces * kPiece;
             const int64_t count = f - begin < kPiece ? f - begin : kPiece;

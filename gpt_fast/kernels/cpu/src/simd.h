@@ -1,8 +1,9 @@
 // The vocabulary of vectors that the kernels are written in, in the words of the CPU that they are compiled for.
 //
 // F8 is eight float32, I8 is 32 bytes: eight int32, or 32 of int8, of uint8, or of 4 bits in bytes. F8 has the
-// operators + - * /, I8 has & and |. Every set of instructions gives the same results: integer sums are exact, and sums
-// of lanes are taken in one order. Another set needs its own header of these functions; nothing else knows about it.
+// operators + - * /, I8 has & and |. F16 and I16 are twice as long, for the products; kRegisters says how many of them
+// the CPU holds. Every set of instructions gives the same results: integer sums are exact, and sums of lanes are taken
+// in one order. Another set needs its own header of these functions; nothing else knows about it.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,14 @@
 
 #if defined(__AVX2__) && defined(__FMA__)
 #include "simd_avx2.h"
+#ifdef __AVX512VNNI__
+#include "simd_avx512.h"
+#else
+#include "simd_pairs.h"
+#endif
 #elif defined(__aarch64__)
 #include "simd_neon.h"
+#include "simd_pairs.h"
 #else
 #error "only AVX2 with FMA, and 64-bit NEON, are implemented"
 #endif
@@ -22,15 +29,11 @@ namespace gpt_fast {
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
 
 // 32 bits everywhere: one weight's four neighbours along k.
-inline I8 splat_bytes(const int8_t* four) {
+inline I16 splat_bytes(const int8_t* four) {
     int32_t bytes;
     std::memcpy(&bytes, four, sizeof bytes);
-    return splat(bytes);
+    return splat16(bytes);
 }
-
-// bfloat16 is the upper half of a float32. Of two in 32 bits:
-inline F8 lower_bfloat16(I8 pairs) { return as_floats(shift_left<16>(pairs)); }
-inline F8 upper_bfloat16(I8 pairs) { return as_floats(pairs & splat(static_cast<int32_t>(0xffff0000u))); }
 
 // e^x, relative error below 2e-7. By Cody and Waite: x = n ln 2 + r, a polynomial for e^r, n into the exponent.
 // -infinity gives 0; NaN stays NaN.

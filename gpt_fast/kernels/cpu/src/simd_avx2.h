@@ -1,4 +1,4 @@
-// simd.h in AVX2 and FMA; where the compiler may use VNNI (AVX-512's or AVX's own), products of bytes in that.
+// Eight lanes of simd.h in AVX2 and FMA; where the compiler may use AVX's own VNNI, products of bytes in that.
 #pragma once
 
 #include <immintrin.h>
@@ -112,27 +112,29 @@ inline void pin(I8& sum) { asm("" : "+x"(sum)); }
 
 // ---- products of bytes ----
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define GPT_FAST_DPBUSD _mm256_dpbusd_epi32
-#elif defined(__AVXVNNI__)
+#ifdef __AVXVNNI__
 #define GPT_FAST_DPBUSD _mm256_dpbusd_avx_epi32
 #endif
 
+// Sums of products of four neighbours, int8 each and at most 127 in magnitude: begun, added to with dot(), then read.
+// One side of the instruction is unsigned. VNNI's adds up 32 bits, so 128 may be added to each weight, and `offset`,
+// -128 times the sum of all x to come, takes that off.
 #ifdef GPT_FAST_DPBUSD
-inline I8 dot_unsigned(I8 sum, I8 u, I8 x) { return GPT_FAST_DPBUSD(sum, u, x); }
-#else
-inline I8 dot_unsigned(I8 sum, I8 u, I8 x) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, x), _mm256_set1_epi16(1)));
-}
-#endif
-
-// sum + the products of four neighbours, int8 each and at most 127 in magnitude.
+inline I8 begin_dots(int32_t offset) { return splat(offset); }
 inline I8 dot(I8 sum, I8 w, I8 x) {
-    // One side of the instruction is unsigned: |w| * (x with w's sign).
-    sum = dot_unsigned(sum, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    sum = GPT_FAST_DPBUSD(sum, w ^ _mm256_set1_epi8(-128), x);
     pin(sum);
     return sum;
 }
+#else
+inline I8 begin_dots(int32_t) { return splat(0); }
+inline I8 dot(I8 sum, I8 w, I8 x) {
+    const I8 pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));  // |w| * (x with w's sign)
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    pin(sum);
+    return sum;
+}
+#endif
 
 inline I8 low_nibbles(I8 v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline I8 high_nibbles(I8 v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }

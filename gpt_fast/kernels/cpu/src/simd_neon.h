@@ -126,7 +126,8 @@ inline int32x4_t dot(int32x4_t sum, int8x16_t w, int8x16_t x) {
 #endif
 }
 
-// sum + the products of four neighbours, int8 each and at most 127 in magnitude.
+// Sums of products of four neighbours, int8 each and at most 127 in magnitude: begun, added to with dot(), then read.
+inline I8 begin_dots(int32_t) { return splat(0); }
 inline I8 dot(I8 sum, I8 w, I8 x) {
     return {dot(sum.a, vreinterpretq_s8_s32(w.a), vreinterpretq_s8_s32(x.a)),
             dot(sum.b, vreinterpretq_s8_s32(w.b), vreinterpretq_s8_s32(x.b))};

@@ -1,0 +1,340 @@
+"""Ways to speculate, compared in turns: the target alone, the draft model alone, fixed numbers of drafts, and ``auto``.
+
+One target and one drafter are loaded for all methods. In each round every method answers the same prompts with the same
+seeds, in turns for each batch of prompts, and in each round another method begins. One round before them warms up and
+does not count. Prompts are real text, because random tokens say nothing about how often drafts are right.
+
+Tokens per second: prompts are asked ``batch_size`` at a time. The tokens behind the first of each answer count, over
+the time from a batch's first token to its last, stamped by the engine. A method's figure is the median of its rounds,
+its ratio the median of its ratios to the target alone in the same rounds.
+
+Speculation changes no answer: a method that gives another token than the target alone ends the run with an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepTimes, Tally, break_even, plain_step_s, speculating
+from gpt_fast.bench.load.prompts import Prompt, read_prompts
+from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.config import DRAFTS, MAX_POSITIONS, read_key
+from gpt_fast.engine.engine import Engine
+from gpt_fast.engine.speculate.controller import Controller
+from gpt_fast.errors import ConfigError
+from gpt_fast.fields import Whole
+from gpt_fast.llm import LLM
+from gpt_fast.outputs import Completion
+from gpt_fast.params import SamplingParams
+
+_POLL_S = 0.002  # how often the caller looks; what it measures is stamped by the engine
+TARGET = "target"  # the method that all others are compared with
+BEGINNINGS = (
+    "Once upon a time, there was a little",
+    "One day, a boy named Tom went to the park with his mom. They saw a big",
+    "The cat sat by the window and looked at the rain. She wanted to",
+    "Lily had a red ball. She threw the ball up and",
+    "In the morning the sun came out, and the birds began to",
+    "There was an old house at the end of the road. Nobody knew who",
+    '"Can I have a cookie?" asked Ben. His sister said',
+    "The dog ran and ran until it came to a river. It",
+)
+
+Asked = list[tuple[list[int], SamplingParams]]  # token ids of prompts, and how each is sampled
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What to compare. Raises ConfigError, or RequestError for ``temperature`` and ``seed``."""
+
+    speculate_k: int = 4  # fixed numbers of drafts are 1 to this; ``auto`` may give as many
+    batch_sizes: tuple[int, ...] = (1,)
+    new_tokens: int = 128  # of each answer, at most
+    repeats: int = 5  # rounds that count
+    temperature: float = 0.0
+    dataset: str | None = None  # file with prompts, see ``read_prompts``; None: BEGINNINGS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        read_key(Whole(1, MAX_POSITIONS), min(self.batch_sizes, default=0), "batch_sizes")
+        read_key(Whole(2, MAX_POSITIONS), self.new_tokens, "new_tokens")  # the first one comes from the prompt's step
+        read_key(Whole(1, MAX_POSITIONS), self.repeats, "repeats")
+        SamplingParams(temperature=self.temperature, seed=self.seed)  # refuses what it cannot take
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Raises ValueError or OSError for a file that holds none."""
+        return read_prompts(self.dataset) if self.dataset else [Prompt(text) for text in BEGINNINGS]
+
+
+class Answers(NamedTuple):
+    """What one batch got, and the seconds from its first token to its last."""
+
+    completions: list[Completion]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to answer. ``engine`` is the one that does it; ``own_tokens``: they need not be the target's."""
+
+    name: str
+    ask: Callable[[Asked], Answers]
+    engine: Engine
+    k: int | None = None  # drafts a step, where they are fixed
+    own_tokens: bool = False
+
+
+@dataclass
+class Found:
+    """What the rounds showed of one method at one batch size."""
+
+    method: Method
+    rates: list[float] = field(default_factory=list)  # tokens per second, a round each
+    tally: Tally = field(default_factory=Tally)
+    steps: list[DecodeStep] = field(default_factory=list)
+    _answers: list[Answers] = field(default_factory=list)  # of the round that runs
+    _times: list[StepTimes] = field(default_factory=list)  # and of its steps
+
+    def ask(self, asked: Asked) -> None:
+        """One batch of a round."""
+        self._times.append(StepTimes(self.method.engine))
+        self._answers.append(self.method.ask(asked))
+
+    def end_round(self, counts: bool) -> list[tuple[int, ...]]:
+        """The tokens of every answer. ``counts``: the round was no warm-up. Raises RuntimeError for no time."""
+        completions = [completion for answers in self._answers for completion in answers.completions]
+        seconds = sum(answers.seconds for answers in self._answers)
+        if not seconds:
+            raise RuntimeError(f"{self.method.name}: no answer has a second token, so there is nothing to measure")
+        if counts:
+            self.rates.append(sum(len(done.token_ids) - 1 for done in completions) / seconds)
+            self.steps += [step for times in self._times for step in times.steps]
+            for done in completions:
+                self.tally.add(done)
+        self._answers, self._times = [], []
+        return [done.token_ids for done in completions]
+
+
+class Bench:
+    """Loads ``checkpoint`` with ``draft`` (see ``EngineConfig``), and the draft model by itself where it is a
+    checkpoint. ``options``: other fields of EngineConfig. Raises ConfigError, CheckpointError, or what
+    ``DraftOptions.prompts`` raises."""
+
+    def __init__(self, checkpoint: str | Path, draft: str, wanted: DraftOptions, **options: Any) -> None:
+        self.wanted, opened = wanted, Checkpoint.open(checkpoint)
+        prompts = [
+            (opened.tokenizer.encode(p.content) if isinstance(p.content, str) else p.content, p.max_new_tokens)
+            for p in wanted.prompts
+        ]
+        self._prompts = [(ids, limit or wanted.new_tokens) for ids, limit in prompts]
+        room = max(len(ids) + limit for ids, limit in self._prompts)
+        if room > opened.config.max_seq_len:
+            raise ConfigError(f"a prompt and new_tokens ({room}) exceed the context of {opened.config.max_seq_len}")
+        # A round must not find what the one before has computed.
+        sizes = {"max_batch": max(wanted.batch_sizes), "max_seq_len": room, "prefix_cache": False}
+        speculate = {"draft": draft, "speculate": "auto", "speculate_k": wanted.speculate_k}
+        self.llm = LLM(opened, progress=True, **options, **sizes, **speculate)
+        assert self.llm.engine.speculation is not None
+        self._speculation = self.llm.engine.speculation
+        self._controller = self._speculation.controller
+        self.draft_llm: LLM | None = None
+        if draft not in DRAFTS:
+            as_target = {"dtype": str(self.llm.dtype).removeprefix("torch."), "quantize": None}
+            self.draft_llm = LLM(draft, progress=True, **options | as_target, **sizes)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.llm.close()
+        if self.draft_llm is not None:
+            self.draft_llm.close()
+
+    def methods(self) -> list[Method]:
+        """What is compared; the first one is what the others are compared with."""
+        most, target = self.wanted.speculate_k, self.llm.engine
+        found = [Method(TARGET, partial(self._target, 0, None), target)]
+        if self.draft_llm is not None:
+            found.append(Method("draft alone", partial(_ask, self.draft_llm), self.draft_llm.engine, own_tokens=True))
+        for k in range(1, most + 1):
+            found.append(Method(f"k = {k}", partial(self._target, k, None), target, k))
+        found.append(Method("auto", partial(self._target, most, self._controller), target))
+        return found
+
+    def _target(self, most: int, controller: Controller | None, asked: Asked) -> Answers:
+        """Let the target answer; ``most`` and ``controller``: see ``speculating``."""
+        with speculating(self._speculation, most, controller):
+            return _ask(self.llm, asked)
+
+    def facts(self) -> dict[str, Any]:
+        """What is known before anything is measured."""
+        return {
+            "device": str(self.llm.device),
+            "dtype": str(self.llm.dtype).removeprefix("torch."),
+            "quantize": self.llm.engine_config.quantize,
+            "path": self.llm.engine.runner.path,
+            "prompts": len(self._prompts),
+            **{name: value for name, value in dataclasses.asdict(self.wanted).items() if name != "batch_sizes"},
+        }
+
+    def num_runs(self) -> int:
+        """How often :meth:`run` calls ``advance``, over all batch sizes."""
+        batches = sum(len(self._batches(size)) for size in self.wanted.batch_sizes)
+        return batches * (1 + self.wanted.repeats) * len(self.methods())
+
+    def run(self, batch_size: int, advance: Callable[[], object] = lambda: None) -> list[dict[str, Any]]:
+        """A row for each method. ``advance`` is called after each batch of each. Raises RuntimeError when a method
+        gives other tokens than the target alone."""
+        found = [Found(method) for method in self.methods()]
+        expected: list[tuple[int, ...]] = []
+        for i in range(1 + self.wanted.repeats):
+            first = i % len(found)
+            for asked in self._batches(batch_size):
+                for each in found[first:] + found[:first]:
+                    each.ask(asked)
+                    advance()
+            for each in found:  # the target first
+                tokens = each.end_round(counts=i > 0)
+                expected = expected or tokens
+                if not each.method.own_tokens:
+                    _check_tokens(each.method.name, tokens, expected)
+        return rows(found, batch_size)
+
+    def _batches(self, batch_size: int) -> list[Asked]:
+        """All prompts, ``batch_size`` at a time; the first ones again where the last batch would not be full."""
+        count = -(-len(self._prompts) // batch_size) * batch_size
+        asked = [
+            (ids, SamplingParams(max_tokens=limit, temperature=self.wanted.temperature, seed=self.wanted.seed + i))
+            for i, (ids, limit) in enumerate(itertools.islice(itertools.cycle(self._prompts), count))
+        ]
+        return [asked[i : i + batch_size] for i in range(0, count, batch_size)]
+
+
+def _ask(llm: LLM, asked: Asked) -> Answers:
+    handles = llm.submit_all(asked)
+    while not all(handle.finished for handle in handles):
+        time.sleep(_POLL_S)  # not wait(): being woken at every token would take the core from the engine
+    for handle in handles:
+        if handle.error is not None:
+            raise handle.error
+    first = min(handle.request.first_token or 0.0 for handle in handles)
+    last = max(handle.request.last_token or 0.0 for handle in handles)
+    return Answers([handle.completion for handle in handles if handle.completion is not None], last - first)
+
+
+def _check_tokens(name: str, tokens: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
+    for number, (ours, theirs) in enumerate(zip(tokens, expected, strict=True), 1):
+        if ours != theirs:
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
+            raise RuntimeError(
+                f"{name} gave another answer than the {TARGET} alone to prompt {number}: from its token {same + 1} on. "
+                "This is a mistake of the engine, and the figures would mean nothing"
+            )
+
+
+def rows(found: Sequence[Found], batch_size: int) -> list[dict[str, Any]]:
+    """What is reported of each method. Times in seconds; None for what a method does not have. ``same_tokens``: it gave
+    the target's, which is checked in every round; None where it need not."""
+    base = found[0]
+    target_plain_s = plain_step_s(base.steps, batch_size)
+    made = []
+    for each in found:
+        tally, method = each.tally, each.method
+        even = break_even(each.steps, tally.acceptance, target_plain_s, batch_size)
+        ratios = [ours / plain for ours, plain in zip(each.rates, base.rates, strict=True)]
+        made.append({
+            "batch_size": batch_size,
+            "method": method.name,
+            "k": method.k,
+            "same_tokens": None if method.own_tokens else True,
+            "tokens_per_second": statistics.median(each.rates),
+            "tokens_per_second_quartiles": quartiles(each.rates),
+            "tokens_per_second_rounds": each.rates,
+            "ratio": statistics.median(ratios),
+            "ratio_quartiles": quartiles(ratios),
+            "drafts_per_step": tally.drafts_per_step,
+            "acceptance": tally.acceptance,
+            "mean_accepted_length": tally.tokens_per_step,
+            "plain_s": plain_step_s(each.steps, batch_size) if method.own_tokens else target_plain_s,
+            **_sides(even),
+        })  # fmt: skip
+    return made
+
+
+def _sides(even: BreakEven | None) -> dict[str, float | None]:
+    """The numbers of the inequality (drafting.py), for steps with drafts."""
+    return {
+        "draft_s": even.draft_s if even else None,
+        "verify_s": even.verify_s if even else None,
+        "accepted_per_draft": even.accepted if even else None,
+        "accepted_needed": even.accepted_needed if even else None,
+        "expected_ratio": even.speedup if even else None,
+    }
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper one; of a single value that value twice."""
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+_LINE = "{:<12}{:<9}{:<17}{:<7}{:<11}{:>8}{:>10}{:>8}{:>9}{:>9}{:>9}{:>9}"
+_HEADS = (
+    ("", "tokens/s", "", "ratio", "", "drafts", "accepted", "tokens", "draft", "verify", "plain", "expected"),
+    ("", "median", "quartiles", "median", "quartiles", "a step", "of them", "a step", "ms", "ms", "ms", "ratio"),
+)
+HEAD = "\n".join(_LINE.format(*words).rstrip() for words in _HEADS)
+NOTES = """\
+ratio: tokens/s over those of the target alone in the same round. a step: each step of the target for one sequence.
+draft, verify, plain ms: one draft, a step of the target that verifies drafts, a step without drafts.
+expected ratio: (accepted + 1) x plain / (drafts x draft + verify), of steps with drafts in which the whole batch
+decodes; drafts pay where it is above 1."""
+
+
+def describe(row: dict[str, Any]) -> str:
+    """``row`` as a line beneath HEAD."""
+    low, high = row["tokens_per_second_quartiles"]
+    ratio_low, ratio_high = row["ratio_quartiles"]
+    return _LINE.format(
+        row["method"],
+        f"{row['tokens_per_second']:.1f}",
+        f"{low:.1f}-{high:.1f}",
+        f"{row['ratio']:.2f}",
+        f"{ratio_low:.2f}-{ratio_high:.2f}",
+        _cell(row["drafts_per_step"] or None, ".2f"),
+        _cell(row["acceptance"], ".1%"),
+        _cell(row["mean_accepted_length"], ".2f"),
+        *(_cell(row[name], ".3f", 1e3) for name in ("draft_s", "verify_s", "plain_s")),
+        _cell(row["expected_ratio"], ".2f"),
+    )
+
+
+def _cell(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:{form}}"
+
+
+def verdict(made: Sequence[dict[str, Any]]) -> str:
+    """What to learn from the rows of one batch size: the best fixed number of drafts, and ``auto`` beside it."""
+    best = max((row for row in made if row["k"] is not None), key=lambda row: row["ratio"])
+    (auto,) = (row for row in made if row["method"] == "auto")
+    return (
+        f"best fixed number of drafts: {best['k']}, {best['ratio']:.2f} times the target alone; "
+        f"auto: {auto['ratio']:.2f} times"
+    )
+
+
+def agreement(made: Sequence[dict[str, Any]]) -> str:
+    """Which methods gave the target's tokens, for people. The others need not."""
+    others = dict.fromkeys(row["method"] for row in made if row["same_tokens"] is None)
+    return f"All methods{' but ' if others else ''}{', '.join(others)} gave the target's tokens in every round."

@@ -1,0 +1,49 @@
+// Sixteen lanes of simd.h in one register of AVX-512, products of bytes by its VNNI. simd_avx2.h has the reasons.
+#pragma once
+
+#include <immintrin.h>
+
+namespace gpt_fast {
+
+using F16 = __m512;
+using I16 = __m512i;
+
+constexpr int kRegisters = 32;  // of 16 lanes
+
+inline F16 splat16(float x) { return _mm512_set1_ps(x); }
+inline F16 load16(const float* p) { return _mm512_loadu_ps(p); }
+inline void store16(float* p, F16 v) { _mm512_storeu_ps(p, v); }
+inline F16 plus_product(F16 sum, F16 a, F16 b) { return _mm512_fmadd_ps(a, b, sum); }
+inline F16 minus_product(F16 sum, F16 a, F16 b) { return _mm512_fnmadd_ps(a, b, sum); }
+inline F16 to_floats(I16 v) { return _mm512_cvtepi32_ps(v); }
+inline F16 load16_uint8(const uint8_t* p) {
+    return to_floats(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+// bfloat16 is the upper half of a float32. Element j stands beside element j + 8.
+inline F16 load16(const uint16_t* p) {
+    const I16 pairs = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const I16 shifts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16);
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_sllv_epi32(pairs, shifts), _mm512_set1_epi32(-65536)));
+}
+
+inline I16 splat16(int32_t x) { return _mm512_set1_epi32(x); }
+inline I16 load64(const uint8_t* p) { return _mm512_loadu_si512(p); }
+
+inline void pin(I16& sum) { asm("" : "+v"(sum)); }
+inline I16 begin_dots16(int32_t offset) { return splat16(offset); }
+inline I16 dot(I16 sum, I16 w, I16 x) {
+    sum = _mm512_dpbusd_epi32(sum, w ^ _mm512_set1_epi8(-128), x);
+    pin(sum);
+    return sum;
+}
+
+inline I16 low_nibbles(I16 v) { return v & _mm512_set1_epi8(15); }
+inline I16 high_nibbles(I16 v) { return _mm512_srli_epi16(v, 4) & _mm512_set1_epi8(15); }
+inline I16 add_nibbles(I16 sums, I16 nibbles, I16 x) {
+    sums = _mm512_dpbusd_epi32(sums, nibbles, x);
+    pin(sums);
+    return sums;
+}
+inline I16 nibble_sums(I16 sums) { return sums; }
+
+}  // namespace gpt_fast

@@ -1,0 +1,44 @@
+// Sixteen lanes of simd.h as two vectors of eight, where registers are smaller.
+#pragma once
+
+namespace gpt_fast {
+
+struct F16 {
+    F8 a, b;
+};
+struct I16 {
+    I8 a, b;
+};
+
+constexpr int kRegisters = 8;  // of 16 lanes
+
+inline F16 operator*(F16 x, F16 y) { return {x.a * y.a, x.b * y.b}; }
+inline F16 splat16(float x) { return {splat(x), splat(x)}; }
+inline F16 load16(const float* p) { return {load8(p), load8(p + 8)}; }
+inline void store16(float* p, F16 v) { store8(p, v.a), store8(p + 8, v.b); }
+inline F16 plus_product(F16 sum, F16 x, F16 y) {
+    return {plus_product(sum.a, x.a, y.a), plus_product(sum.b, x.b, y.b)};
+}
+inline F16 minus_product(F16 sum, F16 x, F16 y) {
+    return {minus_product(sum.a, x.a, y.a), minus_product(sum.b, x.b, y.b)};
+}
+inline F16 to_floats(I16 v) { return {to_floats(v.a), to_floats(v.b)}; }
+inline F16 load16_uint8(const uint8_t* p) { return {load8_uint8(p), load8_uint8(p + 8)}; }
+// bfloat16 is the upper half of a float32. Element j stands beside element j + 8.
+inline F16 load16(const uint16_t* p) {
+    const I8 pairs = load32(reinterpret_cast<const uint8_t*>(p));
+    return {as_floats(shift_left<16>(pairs)), as_floats(pairs & splat(static_cast<int32_t>(0xffff0000u)))};
+}
+
+inline I16 splat16(int32_t x) { return {splat(x), splat(x)}; }
+inline I16 load64(const uint8_t* p) { return {load32(p), load32(p + 32)}; }
+inline I16 begin_dots16(int32_t offset) { return {begin_dots(offset), begin_dots(offset)}; }
+inline I16 dot(I16 sum, I16 w, I16 x) { return {dot(sum.a, w.a, x.a), dot(sum.b, w.b, x.b)}; }
+inline I16 low_nibbles(I16 v) { return {low_nibbles(v.a), low_nibbles(v.b)}; }
+inline I16 high_nibbles(I16 v) { return {high_nibbles(v.a), high_nibbles(v.b)}; }
+inline I16 add_nibbles(I16 sums, I16 nibbles, I16 x) {
+    return {add_nibbles(sums.a, nibbles.a, x.a), add_nibbles(sums.b, nibbles.b, x.b)};
+}
+inline I16 nibble_sums(I16 sums) { return {nibble_sums(sums.a), nibble_sums(sums.b)}; }
+
+}  // namespace gpt_fast
