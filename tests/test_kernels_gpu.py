@@ -734,6 +734,9 @@ def check_a_chain_of_replays_equals_a_step_for_each_token(monkeypatch: pytest.Mo
             plan[j] = plan[j]._replace(tokens=(token,), start=plan[j].end, new_pages=())
     assert got == wanted
     assert len({*got[0], *got[2]}) > 3
+    for chained, single in zip(*(runner.cache for runner in runners), strict=True):
+        assert torch.equal(chained.k[1:], single.k[1:])
+        assert torch.equal(chained.v[1:], single.v[1:])
 
 
 def check_what_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
