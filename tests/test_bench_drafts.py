@@ -9,14 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_model import FakeModelLLM, check_idle
+import torch
+from fake_model import FakeModel, FakeModelLLM, check_idle
 from test_speculation import DEMO, same_model
 
 from gpt_fast import Completion, SamplingParams, cli
-from gpt_fast.bench import plots
+from gpt_fast.bench import plots, published
 from gpt_fast.bench import speculation as bench
 from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepTimes, Tally, break_even, plain_step_s, speculating
+from gpt_fast.engine import engine as engine_module
+from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
+from gpt_fast.engine.speculate import speculation as speculation_module
 from gpt_fast.errors import ConfigError
 
 LOOKUP = ("--draft", "lookup")
@@ -52,24 +56,105 @@ def test_a_tally_of_no_drafts_and_of_nothing() -> None:
     assert (tally.origins, tally.num_tokens, tally.num_steps, tally.acceptance) == ({"plain": 3}, 2, 2, None)
 
 
+STEPS = [
+    *[DecodeStep(2, 8, 0.4, time) for time in (1.0, 1.0, 4.0)],  # one that was disturbed; it took its time all the same
+    DecodeStep(2, 4, 0.4, 0.6),
+    DecodeStep(1, 4, 9.0, 9.0),  # not the whole batch
+    *[DecodeStep(2, 0, 0.0, time) for time in (0.4, 0.5, 0.9)],
+]
+
+
 def test_the_break_even_follows_from_the_steps() -> None:
-    steps = [
-        *[DecodeStep(2, 8, 4, 0.4, time) for time in (1.0, 1.0, 50.0)],  # one that was disturbed
-        DecodeStep(2, 4, 2, 0.4, 0.6),
-        DecodeStep(1, 4, 4, 9.0, 9.0),  # not the whole batch
-        *[DecodeStep(2, 0, 0, 0.0, time) for time in (0.4, 0.5, 9.0)],
-    ]
-    plain_s = plain_step_s(steps, batch_size=2)
-    assert plain_s == 0.5
-    found = break_even(steps, 0.5, plain_s, batch_size=2)
+    plain_s = plain_step_s(STEPS, batch_size=2)
+    assert plain_s == pytest.approx(0.6)
+    found = break_even(STEPS, 0.5, plain_s, batch_size=2)
     assert found is not None
-    drafts = (3 * 4 + 2) / 4
-    assert (found.drafts, found.accepted, found.plain_s) == (drafts, drafts / 2, 0.5)
-    assert found.draft_s == pytest.approx((3 * 0.1 + 0.2) / 4)
-    assert found.verify_s == pytest.approx((3 * 1.0 + 0.6) / 4)
-    assert plain_step_s(steps, batch_size=3) is None
-    assert break_even(steps, None, plain_s, batch_size=2) is None
-    assert break_even(steps[4:5], 0.5, plain_s, batch_size=2) is None
+    drafts = (3 * 8 + 4) / 4 / 2
+    assert (found.drafts, found.accepted, found.plain_s) == (drafts, drafts / 2, plain_s)
+    assert found.draft_s == pytest.approx(0.4 / drafts)
+    assert found.verify_s == pytest.approx((1 + 1 + 4 + 0.6) / 4)
+    assert plain_step_s(STEPS, batch_size=3) is None
+    assert break_even(STEPS, None, plain_s, batch_size=2) is None
+    assert break_even(STEPS[4:5], 0.5, plain_s, batch_size=2) is None
+
+
+def test_the_side_of_the_drafts_is_all_the_time_that_its_steps_took() -> None:
+    found, own = break_even(STEPS, 0.5, 0.6, batch_size=2), STEPS[:4]
+    assert found is not None
+    assert found.draft_side_s * len(own) == pytest.approx(sum(s.drafting_s + s.target_s for s in own))
+
+
+def found_of(name: str, *rounds: tuple[list[DecodeStep], int, int]) -> bench.Found:
+    """As if each round's one answer had come in exactly the time of its steps. A round: steps, tokens, accepted."""
+    engine: Any = None
+    method = bench.Method(name, lambda asked: pytest.fail("nobody asks"), engine)
+    found = bench.Found(method)
+    for steps, num_tokens, accepted in rounds:
+        drafted = sum(step.num_drafts for step in steps)
+        tally = Tally(num_tokens=num_tokens, num_steps=len(steps), num_drafted=drafted, num_accepted=accepted)
+        seconds = sum(step.drafting_s + step.target_s for step in steps)
+        found.rounds.append(bench.Round(num_tokens / seconds, tally, steps))
+    return found
+
+
+def test_the_expected_ratio_is_the_measured_one_where_every_step_has_drafts() -> None:
+    """Whatever disturbed some steps, and some rounds: both are about the same time of the same rounds."""
+    plain = [[DecodeStep(1, 0, 0.0, time) for time in times] for times in ((1, 1, 1, 5), (2, 2, 2, 2), (1, 1, 1, 1))]
+    drafted = [[DecodeStep(1, 3, time, time + 1) for time in times] for times in ((0.5, 0.5), (3, 0.5), (0.5, 0.25))]
+    target = found_of("target", *[(steps, 4, 0) for steps in plain])
+    speculated = found_of("k = 3", *[(steps, 4, 2) for steps in drafted])  # each step 1 right draft and 1 token more
+    row = bench.rows([target, speculated], batch_size=1)[1]
+    ratios = [ours.rate / theirs.rate for ours, theirs in zip(speculated.rounds, target.rounds, strict=True)]
+    assert ratios == pytest.approx([8 / 4, 8 / 9, 4 / 3.5])
+    assert row["ratio"] == pytest.approx(4 / 3.5)
+    assert row["expected_ratio"] == pytest.approx(row["ratio"])
+
+
+class Clock:
+    """In the place of the module ``time``: each look at it takes one second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1
+        return self.now
+
+    monotonic = perf_counter
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_decode_steps_add_up_to_the_time_between_the_first_and_the_last_token(
+    drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no time of the host is left out: that between two steps neither, which is long here."""
+    clock, wait = Clock(), Engine._wait_for_work
+
+    def wait_long(engine: Engine) -> bool:
+        clock.now += 100
+        return wait(engine)
+
+    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(speculation_module, "time", clock)
+    monkeypatch.setattr(Engine, "_wait_for_work", wait_long)
+    with FakeModelLLM(drafter=same_model, num_drafts=4) as llm:
+        times, speculation = StepTimes(llm.engine), llm.engine.speculation
+        assert speculation is not None
+        for seed in (4, 5):  # the engine sleeps between them
+            before = len(times.steps)
+            with speculating(speculation, most=drafts):
+                params = SamplingParams(max_tokens=26, temperature=1.0, seed=seed, ignore_eos=True)
+                handle = llm.submit([5, 6, 7], params)
+                for _ in handle:
+                    pass
+                check_idle(llm)
+            steps, request = times.steps[before:], handle.request
+            assert len(steps) == (5 if drafts else 25)
+            assert request.first_token is not None
+            assert request.last_token is not None
+            wall = request.last_token - request.first_token
+            assert sum(step.drafting_s + step.target_s for step in steps) == wall > 100 * len(steps)
+            assert all((step.drafting_s > 0) == bool(drafts) for step in steps)
 
 
 def test_speculation_pays_above_the_accepted_drafts_that_are_needed() -> None:
@@ -80,7 +165,7 @@ def test_speculation_pays_above_the_accepted_drafts_that_are_needed() -> None:
 
 
 def test_a_steps_time_is_without_its_drafts_and_prompts_are_no_decode_steps() -> None:
-    engine: Any = SimpleNamespace(speculation=SimpleNamespace(drafting_s=2.0), on_step=None)
+    engine: Any = SimpleNamespace(speculation=SimpleNamespace(drafting_s=2.0, most=4), on_step=None)
     times = StepTimes(engine)
     place = {"start": 4, "num_placed": 1, "new_pages": (), "rope_len": 7}
     verified = SequencePlan(slot=0, tokens=(1, 2, 3), num_logits=3, **place)
@@ -88,10 +173,10 @@ def test_a_steps_time_is_without_its_drafts_and_prompts_are_no_decode_steps() ->
     prompt = SequencePlan(slot=2, tokens=(1, 2, 3), num_logits=1, **place)
     engine.on_step(StepPlan((verified, decoded)), 5.0)
     engine.on_step(StepPlan((verified, decoded, prompt)), 9.0)
-    assert times.steps == [DecodeStep(num_sequences=2, num_drafts=2, depth=2, drafting_s=2.0, target_s=3.0)]
+    assert times.steps == [DecodeStep(num_sequences=2, num_drafts=2, drafting_s=2.0, target_s=3.0)]
     engine.speculation = None
     engine.on_step(StepPlan((decoded,)), 1.0)
-    assert times.steps[1:] == [DecodeStep(1, 0, 0, 0.0, 1.0)]
+    assert times.steps[1:] == [DecodeStep(1, 0, 0.0, 1.0)]
 
 
 def test_steps_are_timed_with_drafts_and_without() -> None:
@@ -113,7 +198,7 @@ def test_steps_are_timed_with_drafts_and_without() -> None:
     assert all(step.drafting_s > 0 and step.target_s > 0 for step in with_drafts)
     without = times.steps[len(with_drafts) :]
     assert len(without) >= 20
-    assert {(step.num_sequences, step.num_drafts, step.depth) for step in without} <= {(1, 0, 0), (1, 4, 4)}
+    assert {(step.num_sequences, step.num_drafts) for step in without} <= {(1, 0), (1, 4)}
     assert speculation.counts.drafted_per_position == [5, 5, 5, 5] == speculation.counts.accepted_per_position
 
 
@@ -213,9 +298,45 @@ def test_lookup_and_fewer_bits_have_no_draft_alone(prompts: Path) -> None:
         assert made.draft_llm is None
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_published_rules_have_rows_and_answers_of_their_own(prompts: Path, temperature: float) -> None:
+    names = ("coupled", "leviathan", "chen")
+    with compare(prompts, str(DEMO / "draft"), method=names, temperature=temperature) as made:
+        rows = made.run(1)
+        asked = made._batches(3)[0]
+        answers = {method.name: method.ask(asked) for method in made.methods()}
+    assert [row["method"] for row in rows] == ["target", "draft alone", "k = 1", "k = 2", "auto", *names]
+    assert len(bench.agreement(rows).splitlines()) == 1
+    for row in rows[-3:]:
+        assert (row["same_tokens"], row["k"]) == (None, None)
+        assert [row[name] for name in ("draft_s", "verify_s", "plain_s", "expected_ratio")] == [None] * 4
+        assert row["tokens_per_second"] > 0
+        assert 0 < row["acceptance"] < 1
+        assert row["mean_accepted_length"] == pytest.approx(1 + row["drafts_per_step"] * row["acceptance"], abs=0.3)
+        assert bench.describe(row).split()[-4:] == ["-"] * 4
+    tokens = {name: [done.token_ids for done in got.completions] for name, got in answers.items()}
+    assert tokens["coupled"] == tokens["target"]
+    for name in ("leviathan", "chen"):
+        assert (tokens[name] == tokens["target"]) == (temperature == 0.0)
+        assert answers[name].tally.num_tokens == sum(map(len, tokens[name]))  # all, the first ones as well
+        assert answers["target"].tally.num_tokens == sum(len(one) - 1 for one in tokens["target"])
+
+
+def test_published_rules_compute_by_as_many_threads_as_the_engine() -> None:
+    llm: Any = SimpleNamespace(
+        engine=SimpleNamespace(threads=2), engine_config=SimpleNamespace(compile=True), model=FakeModel()
+    )
+    assert torch.get_num_threads() == 1
+    with published.calling(llm):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 1
+
+
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [
+        ({"method": ("leviathan", "other")}, "method"),
+        ({"method": ("chen",)}, "--method chen compares probabilities with those of a draft model"),
         ({"batch_sizes": (1, 0)}, "batch_sizes"),
         ({"new_tokens": 1}, "new_tokens"),
         ({"repeats": 0}, "repeats"),
@@ -238,18 +359,18 @@ def test_the_command_prints_writes_and_draws(prompts: Path, tmp_path: Path, caps
     arguments = ["--checkpoint", str(DEMO / "target"), "--draft", str(DEMO / "draft"), "--speculate-k", "2"]
     sizes = ["--dataset", str(prompts), "--new-tokens", "5", "--repeats", "1", "--batch-sizes", "1,3"]
     out = ["--json", "--output", str(output), "--plot", str(picture)]
-    assert cli.main(["bench", *arguments, *sizes, *out]) == 0
+    assert cli.main(["bench", *arguments, *sizes, *out, "--method", "leviathan"]) == 0
     told = capsys.readouterr()
     lines = told.out.splitlines()
     assert lines[1].endswith("; 3 prompts, at most 5 new tokens, temperature 0; rounds: 1")
     assert [line for line in lines if line.startswith("batch")] == ["batch 1", "batch 3"]
-    names = ["target", "draft alone", "k = 1", "k = 2", "auto"]
+    names = ["target", "draft alone", "k = 1", "k = 2", "auto", "leviathan"]
     assert [line[:12].strip() for line in lines[2:] if line[:12].strip() in names] == names * 2
-    assert lines[-2] == "All methods but draft alone gave the target's tokens in every round."
+    assert lines[-2] == "All methods but draft alone, leviathan gave the target's tokens in every round."
     assert told.err == ""  # no bar where no terminal is
     found = json.loads(lines[-1])
     assert found == json.loads(output.read_text())
-    assert [(row["batch_size"], row["method"]) for row in found["results"]][5] == (3, "target")
+    assert [(row["batch_size"], row["method"]) for row in found["results"]][6] == (3, "target")
     assert max(map(len, lines[1:-1])) <= 120
     assert "break-even" in picture.read_text()
 
@@ -261,6 +382,7 @@ def test_the_command_prints_writes_and_draws(prompts: Path, tmp_path: Path, caps
         (["--checkpoint", "x", *LOOKUP, "--speculate", "auto"], 2, "--speculate means nothing with --draft"),
         (["--checkpoint", "x", *LOOKUP, "--num-prompts", "3"], 2, "--num-prompts means nothing with --draft"),
         (["--checkpoint", "x", *LOOKUP, "--context", "3"], 2, "--prompt-tokens means nothing with --draft"),
+        (["--checkpoint", "x", "--method", "chen"], 2, "--method means nothing with --checkpoint"),
         (["--checkpoint", "x", "--speculate-k", "3"], 2, "--speculate-k means nothing with --checkpoint"),
         (["--url", "http://127.0.0.1:1/x", *LOOKUP], 2, "--draft means nothing with --url"),
         (["--checkpoint", "x", *LOOKUP, "--plot", "x.bmp"], 1, ".png"),

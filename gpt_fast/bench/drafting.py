@@ -6,14 +6,17 @@ right and one token more, each of which would take a plain step. So speculation 
     (accepted + 1) x plain step > k x draft step + verification step
 
 (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with measured times in the place of a ratio of costs).
+
+All times are means and leave nothing out, neither what a step cost the host nor the prompts that the draft model
+computes before its first draft. So they add up to the time that tokens per second are about.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,6 +51,14 @@ class Tally:
         self.num_drafted += completion.num_drafted
         self.num_accepted += completion.num_accepted
 
+    def include(self, other: Tally) -> None:
+        """Count what ``other`` has counted."""
+        self.origins.update(other.origins)
+        self.num_tokens += other.num_tokens
+        self.num_steps += other.num_steps
+        self.num_drafted += other.num_drafted
+        self.num_accepted += other.num_accepted
+
     @property
     def acceptance(self) -> float | None:
         """Share of the drafts that were right; None without drafts."""
@@ -68,9 +79,8 @@ class DecodeStep(NamedTuple):
 
     num_sequences: int
     num_drafts: int  # of all sequences together
-    depth: int  # drafts of the sequence that has the most
     drafting_s: float
-    target_s: float  # all the rest: scheduling, the target's step, sampling
+    target_s: float  # all the rest: the target's step, sampling, the host's work before the step and behind it
 
 
 class StepTimes:
@@ -84,10 +94,11 @@ class StepTimes:
     def _note(self, plan: StepPlan, seconds: float) -> None:
         if any(s.num_logits != len(s.tokens) for s in plan.sequences):
             return  # prompts were computed as well
-        drafted = [s.num_logits - 1 for s in plan.sequences]
+        num_drafts = sum(s.num_logits - 1 for s in plan.sequences)
         speculation = self._engine.speculation
-        drafting_s = speculation.drafting_s if speculation is not None else 0.0
-        self.steps.append(DecodeStep(len(drafted), sum(drafted), max(drafted), drafting_s, seconds - drafting_s))
+        # Without drafts in any step there is nothing to choose: what that takes is then the host's, and not drafting.
+        drafting_s = speculation.drafting_s if speculation is not None and speculation.most else 0.0
+        self.steps.append(DecodeStep(len(plan.sequences), num_drafts, drafting_s, seconds - drafting_s))
 
 
 @contextlib.contextmanager
@@ -108,7 +119,7 @@ class BreakEven(NamedTuple):
 
     drafts: float  # k
     accepted: float
-    draft_s: float  # one draft for each sequence that gets drafts
+    draft_s: float  # drafting, for each of the ``drafts``
     verify_s: float
     plain_s: float
 
@@ -136,7 +147,7 @@ class BreakEven(NamedTuple):
 def plain_step_s(steps: Iterable[DecodeStep], batch_size: int) -> float | None:
     """Seconds of a step without drafts in which ``batch_size`` sequences decode; None if there was none."""
     plain = [s.target_s for s in steps if s.num_sequences == batch_size and not s.num_drafts]
-    return statistics.median(plain) if plain else None
+    return statistics.fmean(plain) if plain else None
 
 
 def break_even(
@@ -148,15 +159,6 @@ def break_even(
     if not found or acceptance is None or plain_s is None:
         return None
     drafts = sum(s.num_drafts for s in found) / (batch_size * len(found))
-    draft_s = _typical((s.depth, s.drafting_s / s.depth) for s in found)
-    verify_s = _typical((s.num_drafts, s.target_s) for s in found)
+    draft_s = statistics.fmean(s.drafting_s for s in found) / drafts
+    verify_s = statistics.fmean(s.target_s for s in found)
     return BreakEven(drafts, drafts * acceptance, draft_s, verify_s, plain_s)
-
-
-def _typical(times: Iterable[tuple[Hashable, float]]) -> float:
-    """The mean of ``times``, where each stands for the median of its kind: what else the machine did is left out."""
-    kinds: dict[Hashable, list[float]] = defaultdict(list)
-    for kind, seconds in times:
-        kinds[kind].append(seconds)
-    total = sum(len(group) * statistics.median(group) for group in kinds.values())
-    return total / sum(len(group) for group in kinds.values())

@@ -1,14 +1,19 @@
-"""Ways to speculate, compared in turns: the target alone, the draft model alone, fixed numbers of drafts, and ``auto``.
+"""Ways to speculate, compared in turns: the target alone, the draft model alone, fixed numbers of drafts, ``auto``, and
+on demand the rules as papers published them.
 
 One target and one drafter are loaded for all methods. In each round every method answers the same prompts with the same
 seeds, in turns for each batch of prompts, and in each round another method begins. One round before them warms up and
 does not count. Prompts are real text, because random tokens say nothing about how often drafts are right.
 
 Tokens per second: prompts are asked ``batch_size`` at a time. The tokens behind the first of each answer count, over
-the time from a batch's first token to its last, stamped by the engine. A method's figure is the median of its rounds,
-its ratio the median of its ratios to the target alone in the same rounds.
+the time from a batch's first token to its last, stamped by the engine. A published rule caches nothing, so that its
+first token costs what others cost: all its tokens count, over all of its time.
 
-Speculation changes no answer: a method that gives another token than the target alone ends the run with an error.
+A figure is the median of the rounds. Ratios compare a round with the target alone in the same round, measured (tokens
+per second) and expected: the inequality of drafting.py, of the same round's steps.
+
+Speculation changes no answer: a method that gives another token than the target alone ends the run with an error. The
+draft model alone and the published rules have answers of their own.
 """
 
 from __future__ import annotations
@@ -23,14 +28,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpt_fast.bench import published
 from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepTimes, Tally, break_even, plain_step_s, speculating
 from gpt_fast.bench.load.prompts import Prompt, read_prompts
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.config import DRAFTS, MAX_POSITIONS, read_key
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.speculate.controller import Controller
+from gpt_fast.engine.speculate.published import RULES, Forward
 from gpt_fast.errors import ConfigError
-from gpt_fast.fields import Whole
+from gpt_fast.fields import OneOf, Whole
 from gpt_fast.llm import LLM
 from gpt_fast.outputs import Completion
 from gpt_fast.params import SamplingParams
@@ -62,12 +69,15 @@ class DraftOptions:
     temperature: float = 0.0
     dataset: str | None = None  # file with prompts, see ``read_prompts``; None: BEGINNINGS
     seed: int = 0
+    method: tuple[str, ...] = ()  # of RULES, compared as well; as slow as published
 
     def __post_init__(self) -> None:
         read_key(Whole(1, MAX_POSITIONS), min(self.batch_sizes, default=0), "batch_sizes")
         read_key(Whole(2, MAX_POSITIONS), self.new_tokens, "new_tokens")  # the first one comes from the prompt's step
         read_key(Whole(1, MAX_POSITIONS), self.repeats, "repeats")
         SamplingParams(temperature=self.temperature, seed=self.seed)  # refuses what it cannot take
+        for name in self.method:
+            read_key(OneOf(tuple(RULES)), name, "method")
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -76,9 +86,10 @@ class DraftOptions:
 
 
 class Answers(NamedTuple):
-    """What one batch got, and the seconds from its first token to its last."""
+    """What one batch got: ``tally`` has the tokens that were made in ``seconds``."""
 
     completions: list[Completion]
+    tally: Tally
     seconds: float
 
 
@@ -93,14 +104,20 @@ class Method:
     own_tokens: bool = False
 
 
+class Round(NamedTuple):
+    """What one round showed of a method."""
+
+    rate: float  # tokens per second
+    tally: Tally
+    steps: list[DecodeStep]
+
+
 @dataclass
 class Found:
     """What the rounds showed of one method at one batch size."""
 
     method: Method
-    rates: list[float] = field(default_factory=list)  # tokens per second, a round each
-    tally: Tally = field(default_factory=Tally)
-    steps: list[DecodeStep] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
     _answers: list[Answers] = field(default_factory=list)  # of the round that runs
     _times: list[StepTimes] = field(default_factory=list)  # and of its steps
 
@@ -111,17 +128,17 @@ class Found:
 
     def end_round(self, counts: bool) -> list[tuple[int, ...]]:
         """The tokens of every answer. ``counts``: the round was no warm-up. Raises RuntimeError for no time."""
-        completions = [completion for answers in self._answers for completion in answers.completions]
-        seconds = sum(answers.seconds for answers in self._answers)
+        seconds, tally = sum(answers.seconds for answers in self._answers), Tally()
         if not seconds:
             raise RuntimeError(f"{self.method.name}: no answer has a second token, so there is nothing to measure")
+        for answers in self._answers:
+            tally.include(answers.tally)
         if counts:
-            self.rates.append(sum(len(done.token_ids) - 1 for done in completions) / seconds)
-            self.steps += [step for times in self._times for step in times.steps]
-            for done in completions:
-                self.tally.add(done)
+            steps = [step for times in self._times for step in times.steps]
+            self.rounds.append(Round(tally.num_tokens / seconds, tally, steps))
+        tokens = [done.token_ids for answers in self._answers for done in answers.completions]
         self._answers, self._times = [], []
-        return [done.token_ids for done in completions]
+        return tokens
 
 
 class Bench:
@@ -131,6 +148,8 @@ class Bench:
 
     def __init__(self, checkpoint: str | Path, draft: str, wanted: DraftOptions, **options: Any) -> None:
         self.wanted, opened = wanted, Checkpoint.open(checkpoint)
+        for name in wanted.method:
+            published.check_drafter(name, draft)
         prompts = [
             (opened.tokenizer.encode(p.content) if isinstance(p.content, str) else p.content, p.max_new_tokens)
             for p in wanted.prompts
@@ -150,6 +169,9 @@ class Bench:
         if draft not in DRAFTS:
             as_target = {"dtype": str(self.llm.dtype).removeprefix("torch."), "quantize": None}
             self.draft_llm = LLM(draft, progress=True, **options | as_target, **sizes)
+        self._pair: tuple[Forward, Forward] | None = None  # for the published rules
+        if wanted.method:
+            self._pair = published.load_pair(self.llm, opened, self.llm.engine_config)
 
     def __enter__(self) -> Bench:
         return self
@@ -168,12 +190,21 @@ class Bench:
         for k in range(1, most + 1):
             found.append(Method(f"k = {k}", partial(self._target, k, None), target, k))
         found.append(Method("auto", partial(self._target, most, self._controller), target))
+        for name in self.wanted.method:
+            found.append(Method(name, partial(self._published, name), target, own_tokens=True))
         return found
 
     def _target(self, most: int, controller: Controller | None, asked: Asked) -> Answers:
         """Let the target answer; ``most`` and ``controller``: see ``speculating``."""
         with speculating(self._speculation, most, controller):
             return _ask(self.llm, asked)
+
+    def _published(self, rule: str, asked: Asked) -> Answers:
+        """Let both models answer by ``rule``, one prompt after the other."""
+        assert self._pair is not None
+        begin = time.perf_counter()
+        made = published.answer(self.llm, self._pair, rule, asked, self.wanted.speculate_k)
+        return Answers(*made, time.perf_counter() - begin)
 
     def facts(self) -> dict[str, Any]:
         """What is known before anything is measured."""
@@ -228,7 +259,10 @@ def _ask(llm: LLM, asked: Asked) -> Answers:
             raise handle.error
     first = min(handle.request.first_token or 0.0 for handle in handles)
     last = max(handle.request.last_token or 0.0 for handle in handles)
-    return Answers([handle.completion for handle in handles if handle.completion is not None], last - first)
+    completions, tally = [handle.completion for handle in handles if handle.completion is not None], Tally()
+    for done in completions:
+        tally.add(done)
+    return Answers(completions, tally, last - first)
 
 
 def _check_tokens(name: str, tokens: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
@@ -244,41 +278,53 @@ def _check_tokens(name: str, tokens: Sequence[tuple[int, ...]], expected: Sequen
 def rows(found: Sequence[Found], batch_size: int) -> list[dict[str, Any]]:
     """What is reported of each method. Times in seconds; None for what a method does not have. ``same_tokens``: it gave
     the target's, which is checked in every round; None where it need not."""
-    base = found[0]
-    target_plain_s = plain_step_s(base.steps, batch_size)
+    plain = [plain_step_s(each.steps, batch_size) for each in found[0].rounds]
     made = []
     for each in found:
-        tally, method = each.tally, each.method
-        even = break_even(each.steps, tally.acceptance, target_plain_s, batch_size)
-        ratios = [ours / plain for ours, plain in zip(each.rates, base.rates, strict=True)]
+        tally, method = Tally(), each.method
+        for one in each.rounds:
+            tally.include(one.tally)
+        rates = [one.rate for one in each.rounds]
+        ratios = [ours.rate / target.rate for ours, target in zip(each.rounds, found[0].rounds, strict=True)]
+        evens = [
+            break_even(one.steps, one.tally.acceptance, plain_s, batch_size)
+            for one, plain_s in zip(each.rounds, plain, strict=True)
+        ]
+        own_plain = [plain_step_s(one.steps, batch_size) for one in each.rounds] if method.own_tokens else plain
         made.append({
             "batch_size": batch_size,
             "method": method.name,
             "k": method.k,
             "same_tokens": None if method.own_tokens else True,
-            "tokens_per_second": statistics.median(each.rates),
-            "tokens_per_second_quartiles": quartiles(each.rates),
-            "tokens_per_second_rounds": each.rates,
+            "tokens_per_second": statistics.median(rates),
+            "tokens_per_second_quartiles": quartiles(rates),
+            "tokens_per_second_rounds": rates,
             "ratio": statistics.median(ratios),
             "ratio_quartiles": quartiles(ratios),
             "drafts_per_step": tally.drafts_per_step,
             "acceptance": tally.acceptance,
             "mean_accepted_length": tally.tokens_per_step,
-            "plain_s": plain_step_s(each.steps, batch_size) if method.own_tokens else target_plain_s,
-            **_sides(even),
+            "plain_s": _median(own_plain),
+            **_sides([even for even in evens if even is not None]),
         })  # fmt: skip
     return made
 
 
-def _sides(even: BreakEven | None) -> dict[str, float | None]:
-    """The numbers of the inequality (drafting.py), for steps with drafts."""
+def _sides(evens: Sequence[BreakEven]) -> dict[str, float | None]:
+    """The numbers of the inequality (drafting.py), for steps with drafts: medians of the rounds' means."""
     return {
-        "draft_s": even.draft_s if even else None,
-        "verify_s": even.verify_s if even else None,
-        "accepted_per_draft": even.accepted if even else None,
-        "accepted_needed": even.accepted_needed if even else None,
-        "expected_ratio": even.speedup if even else None,
+        "draft_s": _median([even.draft_s for even in evens]),
+        "verify_s": _median([even.verify_s for even in evens]),
+        "accepted_per_draft": _median([even.accepted for even in evens]),
+        "accepted_needed": _median([even.accepted_needed for even in evens]),
+        "expected_ratio": _median([even.speedup for even in evens]),
     }
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """None for rounds that have none."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
@@ -299,7 +345,8 @@ NOTES = """\
 ratio: tokens/s over those of the target alone in the same round. a step: each step of the target for one sequence.
 draft, verify, plain ms: one draft, a step of the target that verifies drafts, a step without drafts.
 expected ratio: (accepted + 1) x plain / (drafts x draft + verify), of steps with drafts in which the whole batch
-decodes; drafts pay where it is above 1."""
+decodes; drafts pay where it is above 1. Times are means of a round, and figures medians of the rounds.
+-: not measured. Rules of --method compute whole sequences without a cache: compare them with each other only."""
 
 
 def describe(row: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
     of_load = "load, with --url; --dataset, --temperature and --plot also with --checkpoint and --draft"
     load = _add_load_options(parser.add_argument_group(of_load))
     drafts = engine - {"speculate", "prompt_tokens"} | {"dataset", "temperature", "plot"}
-    modes = {"engine": engine - {"draft", "speculate", "speculate_k"}, "drafts": drafts, "load": load}
+    modes = {"engine": engine - {"draft", "method", "speculate", "speculate_k"}, "drafts": drafts, "load": load}
     parser.set_defaults(run=run, modes=modes, names=engine | load)
 
 
@@ -61,6 +61,8 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> set[str]:
     add("--prompt-tokens", "--context", type=_integers, metavar="P,...", help=prompts)
     add("--new-tokens", type=int, metavar="N", help="tokens to decode (default: 64; with --draft at most 128)")
     add("--repeats", type=int, metavar="R", help="runs of each row, the median counts (default: 3; with --draft 5)")
+    rules = "with --draft: published rules as well (leviathan, chen; coupled in their form), slow; see generate"
+    add("--method", type=_names, metavar="RULE,...", help=rules)
     return {*names, *options.add_engine_options(group)}
 
 
@@ -304,6 +306,10 @@ def _header(line: str) -> tuple[str, str]:
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -30,7 +30,7 @@ _MEANINGS: dict[Origin, str] = {
     "bonus": "behind drafts that were all right",
     "plain": "without drafts",
 }
-_ENOUGH_STEPS = 8  # for a median
+_ENOUGH_STEPS = 8  # for a mean
 _PLAIN_TOKENS = 17  # the first of them comes from the prompt's step
 
 

@@ -12,17 +12,14 @@ import time
 
 from torch import Tensor
 
+from gpt_fast.bench.published import calling, check_drafter, load_pair
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.draft import open_draft
 from gpt_fast.commands import options
 from gpt_fast.commands.generate import end_line
 from gpt_fast.config import EngineConfig
-from gpt_fast.engine.speculate.model import widened
 from gpt_fast.engine.speculate.published import RULES, Forward, Tally, generate, refuse
 from gpt_fast.errors import ConfigError
 from gpt_fast.llm import LLM
-from gpt_fast.memory import check_weights
-from gpt_fast.model.steps import serve
 from gpt_fast.params import SamplingParams
 
 
@@ -48,8 +45,8 @@ def generate_published(arguments: argparse.Namespace, params: SamplingParams, pr
     assert prompt is not None
     opened = Checkpoint.open(arguments.checkpoint)
     engine = {"compile": False, **given, "draft": None, "speculate": None}  # which encodes, and gives the target
-    with LLM(opened, progress=True, **engine) as llm:
-        target, draft = Timed(lambda tokens: llm.model.forward(tokens.to(llm.device))), load_draft(llm, opened, chosen)
+    with LLM(opened, progress=True, **engine) as llm, calling(llm):
+        target, draft = map(Timed, load_pair(llm, opened, chosen))
         tally, begin = Tally(), time.perf_counter()
         for i in range(arguments.num_samples):
             sys.stdout.write("\n" if i else "")
@@ -71,30 +68,13 @@ def generate_published(arguments: argparse.Namespace, params: SamplingParams, pr
 
 def refuse_options(arguments: argparse.Namespace, chosen: EngineConfig) -> None:
     """Raise ConfigError for the first option that a published rule cannot do."""
+    check_drafter(arguments.method, chosen.draft)
     where = f"--method {arguments.method}"
-    if chosen.draft in (None, "lookup"):
-        raise ConfigError(f"{where} compares probabilities with those of a draft model: give --draft DIR, int8 or int4")
     if chosen.speculate not in (None, "always"):
         raise ConfigError(f"{where} always guesses --speculate-k tokens: leave --speculate {chosen.speculate} out")
     for name in ("interactive", "profile"):
         if getattr(arguments, name):
             raise ConfigError(f"{where} does not do --{name}: leave it out, or take --method coupled")
-
-
-def load_draft(llm: LLM, opened: Checkpoint, chosen: EngineConfig) -> Timed:
-    """The draft model of ``chosen``, beside the target ``opened`` in ``llm``: its logits have the target's vocabulary.
-    Raises ConfigError or CheckpointError."""
-    found = open_draft(opened, llm.tokenizer, chosen)
-    assert found is not None
-    for checkpoint in (opened, found.checkpoint):
-        scaling = checkpoint.config.rope_scaling
-        if scaling is not None and scaling.grows:
-            kind = f"{checkpoint.directory} rotates all tokens by the length of the sequence ({scaling.type})"
-            raise ConfigError(f"{kind}, so a guess would change what is in front of it: take --method coupled")
-    check_weights(found.checkpoint.num_bytes(llm.dtype, found.quantize), llm.device)
-    built = found.checkpoint.build(llm.dtype, llm.device, quantize=found.quantize, progress=True)
-    model = serve(built, kernels=chosen.kernels, compile=False)
-    return Timed(lambda tokens: widened(model.forward(tokens.to(llm.device)), llm.config.vocab_size))
 
 
 def measurements(tally: Tally, target: Timed, draft: Timed, total_s: float) -> dict[str, float]:

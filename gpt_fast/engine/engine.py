@@ -33,7 +33,8 @@ ABANDONED_S = 5.0  # a request that is paused this long without anybody fetching
 class Engine:
     """Runs requests on ``runner`` as ``scheduler`` decides, in a thread from :meth:`start` to :meth:`close`. At most
     ``max_waiting`` requests wait. ``on_finish`` is called with every request that ends, ``on_step`` with every step's
-    plan and seconds; both in the engine's thread, so they must be quick."""
+    plan and its seconds since the step before it, or since the engine slept: what a caller waits for, none of it left
+    out. Both run in the engine's thread, so they must be quick."""
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, *, max_waiting: int | None = None, threads: int | None = None
@@ -45,7 +46,8 @@ class Engine:
         self.begun_or_ended = threading.Condition(lock)  # first tokens and endings, for those who let tokens gather
         self.on_finish: Callable[[Request], None] = lambda request: None
         self.on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None
-        self._threads = threads
+        self.threads = threads
+        self._began = 0.0  # when the next step began: at the end of the one before, or of a sleep
         self._inbox: deque[Request] = deque()
         self._handles: dict[str, Handle] = {}
         self._closing = False
@@ -92,8 +94,8 @@ class Engine:
 
     def _run(self, warm_up: Callable[[], None], ready: threading.Event) -> None:
         try:
-            if self._threads is not None:
-                torch.set_num_threads(self._threads)
+            if self.threads is not None:
+                torch.set_num_threads(self.threads)
             with torch.inference_mode():
                 warm_up()
                 ready.set()
@@ -119,6 +121,7 @@ class Engine:
             busy = self._closing or self._inbox or self.scheduler.has_work
             if not busy and not any(handle.cancelled for handle in self._handles.values()):
                 self.changed.wait(1.0 if self._handles else None)  # paused requests still have deadlines
+                self._began = time.perf_counter()
             while self._inbox:
                 self.scheduler.add(self._inbox.popleft())
             now = time.monotonic()
@@ -130,7 +133,6 @@ class Engine:
 
     def step(self) -> None:
         """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests at fault."""
-        begin = time.perf_counter()
         if self.speculation is not None:
             self.speculation.propose(self.scheduler)
         drafted = time.perf_counter()
@@ -147,10 +149,10 @@ class Engine:
                 num_drafts = max(0, own.end - request.num_tokens)
                 self._try(self._advance, request, outcome, num_drafts, now)
             self.changed.notify_all()
-        end = time.perf_counter()
+        began, self._began = self._began, time.perf_counter()
         if self.speculation is not None:
-            self.speculation.observe(plan, end - drafted)
-        _observe(self.on_step, plan, end - begin)
+            self.speculation.observe(plan, self._began - drafted)
+        _observe(self.on_step, plan, self._began - began)
 
     def _schedule(self) -> tuple[StepPlan, list[Scheduled]]:
         """The scheduler's next step. Requests that it cannot plan end here."""

@@ -44,6 +44,8 @@ struct Dense {
             for (int t = 0; t < T; ++t) sum[r][t] = load16(acc + r * acc_stride + t * kTile);
         }
         for (int64_t i = k; i < k_end;) {
+            fetch_ahead<T>(reinterpret_cast<const uint8_t*>(tiles), tile_values * value_bytes, i * kTile * value_bytes,
+                           kStretch * kTile * value_bytes);
             for (const int64_t end = i + kStretch < k_end ? i + kStretch : k_end; i < end; ++i) {
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {

@@ -42,6 +42,7 @@ struct Int4 {
             const uint8_t* header = tiles + at;
             at += kHeader;
             for (const int64_t end = b + group_blocks; b < end; ++b, at += kBlockBytes) {
+                fetch_ahead<T>(tiles, tile_bytes, at, kHeader + kBlockBytes);
                 I16 exact[R][T];
                 add_block<R, T>(tiles + at, tile_bytes, xs, b, exact);
 #pragma GCC unroll 8

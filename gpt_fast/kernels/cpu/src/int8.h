@@ -38,6 +38,7 @@ struct Int8 {
             for (int t = 0; t < T; ++t) sum[r][t] = load16(acc + r * acc_stride + t * kTile);
         }
         for (int64_t b = k / kBlock; b < k_end / kBlock; ++b) {
+            fetch_ahead<T>(tiles, tile_bytes, b * kBlockBytes, kBlockBytes);
             I16 exact[R][T];
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)

@@ -38,6 +38,16 @@ constexpr int64_t kRowsAtOnce = 256;  // rows whose sums a thread holds at a tim
 constexpr int64_t kDepth = 512;       // values of k in one pass, a multiple of every group size
 
 constexpr int kStreams = 4;       // tiles at once for which the hardware fetches ahead by itself, and better
+constexpr int64_t kAhead = 4096;  // bytes
+
+// Fetches what is read kAhead bytes after [at, at + count) of T tiles. Behind a tile's end T tiles further are next.
+template <int T>
+inline void fetch_ahead(const uint8_t* tiles, int64_t tile_bytes, int64_t at, int64_t count) {
+    if (T == kStreams) return;
+    const int64_t far = at + kAhead, from = far < tile_bytes ? far : far + (T - 1) * tile_bytes;
+    for (int64_t t = 0; t < T; ++t)
+        for (int64_t line = 0; line < count; line += 64) prefetch(tiles + t * tile_bytes + from + line);
+}
 
 template <class Format, int R>
 inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile, int64_t tiles,
@@ -80,7 +90,9 @@ void linear_tiles(const typename Format::Rows& x, int64_t rows, const Format& w,
     for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
         const int64_t count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
         std::memset(acc, 0, static_cast<size_t>(count * stride) * sizeof(float));
-        if (rows <= kFewRows) {
+        if (rows <= kMaxRows) {
+            all_rows<Format>(x, row, count, w, tile, width, 0, k, acc, stride);
+        } else if (rows <= kFewRows) {
             constexpr int64_t at_once = 4;
             for (int64_t t = 0; t < width; t += at_once)
                 for (int64_t d = 0; d < k; d += kDepth)
