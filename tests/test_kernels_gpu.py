@@ -27,10 +27,13 @@ from quantized import dequantized
 from torch import Tensor
 
 from gpt_fast.config import ModelConfig, RopeScaling
+from gpt_fast.engine import sampling
+from gpt_fast.engine.runner import Runner
+from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.cpu.packing import from_nibbles
-from gpt_fast.kernels.race import plain_race, race_key
+from gpt_fast.kernels.race import Draw, plain_race, race_key
 from gpt_fast.kernels.reference import quantize_heads
 from gpt_fast.model import steps as engine_steps
 from gpt_fast.model.attention import Scoring, paged_attention_eager, paged_attention_static
@@ -105,6 +108,8 @@ def test_the_benchmark_runs_from_end_to_end() -> None:
     assert report["checks"] > 5
     assert {row["precision"] for row in report["decode"]} == {"bf16", "int8", "int4", "fp8"}
     assert all(row["tokens_per_second"] > 0 and row["gigabytes"] > 0 for row in report["decode"])
+    assert [row["times_one_row"] for row in report["decode"] if row["each"] == 1] == [1.0] * 4
+    assert {row["batch"] * row["each"] for row in report["decode"]} == {1, 20}
 
 
 def test_the_package_does_without_triton() -> None:
@@ -149,11 +154,11 @@ def weights(kind: str, n: int, k: int, dtype: torch.dtype, bias: bool = False, s
 )
 def check_products(kind: str, n: int, k: int, dtype: torch.dtype) -> None:
     w, values = weights(kind, n, k, dtype)
-    x = noise(16, k, seed=3).to(dtype)
+    x = noise(40, k, seed=3).to(dtype)
     out = linear.linear(x, w)
     assert out.dtype == dtype
     assert_near(out, plain.linear(x, values), dtype)
-    for begin, end in ((5, 6), (9, 16)):  # alone and in any company: the same bits
+    for begin, end in ((5, 6), (9, 16), (16, 33), (39, 40)):  # alone and in any company and place: the same bits
         assert torch.equal(linear.linear(x[begin:end].contiguous(), w), out[begin:end])
 
 
@@ -170,7 +175,7 @@ def check_other_tilings_agree(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (44, 200)])
 def check_everything_around_a_product(kind: str, dtype: torch.dtype, n: int, k: int) -> None:
-    x, residual = noise(5, k, seed=3).to(dtype), noise(5, n, seed=4).to(dtype)
+    x, residual = noise(18, k, seed=3).to(dtype), noise(18, n, seed=4).to(dtype)
     norm, after = (1 + 0.1 * noise(k, seed=5)).to(dtype), (1 + 0.1 * noise(n, seed=6)).to(dtype)
     w, values = weights(kind, n, k, dtype, bias=True)
     wanted = plain.linear(x, values, bias=w.bias, norm=norm, eps=1e-5, residual=residual)
@@ -180,22 +185,24 @@ def check_everything_around_a_product(kind: str, dtype: torch.dtype, n: int, k: 
     # What waits for its norm is, once divided, the norm of what was stored.
     ready = waiting.weighted.float() * torch.rsqrt(waiting.squares.sum(1, keepdim=True) / n + waiting.eps)
     assert_near(ready, out.float() * torch.rsqrt(out.float().pow(2).mean(1, keepdim=True) + 1e-6) * after, dtype)
-    alone, alone_waiting = linear.linear_residual(
-        fused.prepare_norm(x[2:3], norm, 1e-5), w, residual[2:3].contiguous(), after, 1e-6
-    )
-    assert torch.equal(alone, out[2:3])
-    assert torch.equal(alone_waiting.squares, waiting.squares[2:3])
-    assert torch.equal(alone_waiting.weighted, waiting.weighted[2:3])
+    for i in (2, 16, 17):
+        alone, alone_waiting = linear.linear_residual(
+            fused.prepare_norm(x[i : i + 1], norm, 1e-5), w, residual[i : i + 1].contiguous(), after, 1e-6
+        )
+        assert torch.equal(alone, out[i : i + 1])
+        assert torch.equal(alone_waiting.squares, waiting.squares[i : i + 1])
+        assert torch.equal(alone_waiting.weighted, waiting.weighted[i : i + 1])
 
 
 @pytest.mark.parametrize("kind", ["dense", "fp8", "int4-64"])
 @pytest.mark.parametrize("f", [32, 23])
 def check_gated_products(kind: str, f: int) -> None:
     w, values = weights(kind, 2 * f, 256, torch.float16, bias=True)
-    x = noise(3, 256, seed=3).half()
+    x = noise(18, 256, seed=3).half()
     out = linear.linear(x, w, gated=True)
     assert_near(out, plain.linear(x, values, bias=w.bias, gated=True), torch.float16)
-    assert torch.equal(linear.linear(x[1:2].contiguous(), w, gated=True), out[1:2])
+    for i in (1, 17):
+        assert torch.equal(linear.linear(x[i : i + 1].contiguous(), w, gated=True), out[i : i + 1])
 
 
 def check_every_byte_is_read_right() -> None:
@@ -224,8 +231,6 @@ def check_every_byte_is_read_right() -> None:
 
 def check_what_a_product_refuses() -> None:
     w, _ = weights("dense", 16, 64, torch.float32)
-    with pytest.raises(ValueError, match="17 rows; the products take at most 16"):
-        linear.linear(noise(17, 64), w)
     with pytest.raises(ValueError, match="have 64 columns"):
         linear.linear(noise(1, 32), w)
     with pytest.raises(UnsupportedError, match="group_size 16, which is not one of"):
@@ -297,7 +302,14 @@ def check_decoding_attention(dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [0, 7])
 @pytest.mark.parametrize(
     ("counts", "heads", "kv_heads"),
-    [([1, 0, 1, 1], 8, 2), ([2, 1, 0, 3], 4, 2), ([0, 2, 0, 0], 5, 1), ([20, 0, 3, 1], 8, 2), ([0, 0, 40, 0], 2, 2)],
+    [
+        ([1, 0, 1, 1], 8, 2),
+        ([2, 1, 0, 3], 4, 2),
+        ([0, 2, 0, 0], 5, 1),
+        ([20, 0, 3, 1], 8, 2),
+        ([0, 0, 60, 0], 2, 2),
+        ([5, 40, 3, 1], 4, 2),
+    ],
     ids=str,
 )
 def check_steps_of_any_mixture(counts: list[int], window: int, heads: int, kv_heads: int) -> None:
@@ -316,11 +328,11 @@ def check_a_cache_of_another_dtype_is_written_and_read() -> None:
 
 @pytest.mark.parametrize("window", [0, 30])
 def check_a_query_is_the_same_in_any_company(window: int) -> None:
-    case = Case([1, 2, 1], [91, 67, 3], 2, 1, 64)
+    case = Case([1, 2, 1, 17], [91, 67, 3, 40], 2, 1, 64)
     cache = LayerCache(case.k_cache, case.v_cache)
     start, length, table, write = case.layout
     whole = attention.attend(case.q, cache, case.layout, window, SCALE)
-    for s in range(3):
+    for s in range(4):
         for token in range(int(start[s]), int(start[s + 1])):
             alone = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
             position = length[s : s + 1] - (start[s + 1] - token) + 1
@@ -491,28 +503,27 @@ def empty_cache(c: ModelConfig, dtype: torch.dtype = torch.float32) -> list[Laye
     return [LayerCache.zeros(shape, dtype, torch.device(DEVICE)) for _ in range(c.num_layers)]
 
 
+def step_of(table: list[list[int]], seen: list[int], counts: list[int]) -> dict[str, Any]:
+    """``counts`` new tokens of each sequence, whose first ``seen`` tokens are in pages of 4."""
+    where = [(s, seen[s] + i) for s in range(len(counts)) for i in range(counts[s])]
+    numbers = {
+        "tokens": [(5 * p + s) % 40 for s, p in where],
+        "positions": [p for _, p in where],
+        "lengths": [max(3, p + 1) for _, p in where],
+    }
+    layout = StepLayout(
+        torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE),
+        torch.tensor([n + count if count else 0 for n, count in zip(seen, counts, strict=True)]).int().to(DEVICE),
+        torch.tensor(table).int().to(DEVICE),
+        torch.tensor([table[s][p // 4] * 4 + p % 4 for s, p in where]).to(DEVICE),
+    )
+    return {name: torch.tensor(values).to(DEVICE) for name, values in numbers.items()} | {"layout": layout}
+
+
 def steps() -> list[dict[str, Any]]:
     """Two sequences on pages 3 1 .. and 2 5 ..: a prompt of each, a decode of both, a verify of one."""
     table = [[3, 1, 7, 6], [2, 5, 4, 8]]
-    out, seen = [], [0, 0]
-    for counts in ([3, 1], [1, 1], [0, 3]):
-        positions = [seen[s] + i for s in range(2) for i in range(counts[s])]
-        owner = [s for s in range(2) for _ in range(counts[s])]
-        seen = [seen[s] + counts[s] for s in range(2)]
-        pages = [table[s][p // 4] * 4 + p % 4 for s, p in zip(owner, positions, strict=True)]
-        step = {
-            "tokens": [(5 * p + s) % 40 for s, p in zip(owner, positions, strict=True)],
-            "positions": positions,
-            "lengths": [max(3, p + 1) for p in positions],
-            "layout": StepLayout(
-                torch.tensor([0, counts[0], sum(counts)]).int().to(DEVICE),
-                torch.tensor([seen[s] if counts[s] else 0 for s in range(2)]).int().to(DEVICE),
-                torch.tensor(table).int().to(DEVICE),
-                torch.tensor(pages).to(DEVICE),
-            ),
-        }
-        out.append({k: v if k == "layout" else torch.tensor(v).to(DEVICE) for k, v in step.items()})
-    return out
+    return [step_of(table, *case) for case in (([0, 0], [3, 1]), ([3, 1], [1, 1]), ([4, 2], [0, 3]))]
 
 
 def plain_step(model: Transformer, step: dict[str, Any], cache: Any) -> Tensor:
@@ -576,8 +587,8 @@ def check_what_a_program_refuses() -> None:
     model = model_of(CONFIGS["plain"], "int4")
     cache = empty_cache(model.config)
     fast = gpu_model.gpu_program(model, cache)
-    many = torch.zeros(17, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match="17 new tokens"):
+    many = torch.zeros(49, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="49 new tokens"):
         fast.step(many, many, many, steps()[0]["layout"])
     with pytest.raises(ValueError, match="shorter"):
         gpu_model.gpu_program(model, cache[:0])
@@ -634,6 +645,29 @@ def check_replays_equal_plain_calls() -> None:
 
 
 @torch.inference_mode()
+def check_verifying_equals_one_token_at_a_time() -> None:
+    """Steps of 17, 24, 40 and 48 tokens, padded to a graph's: each row has the bits that it has alone."""
+    model = model_of(config(qk_norm="head", windows=(9,)), "int4")
+    cache = [LayerCache(*(noise(41, 4, 1, 16, seed=i) for i in range(2)))]
+    table = [list(range(1 + 5 * s, 6 + 5 * s)) for s in range(8)]
+    seen = [(5 * s) % 14 for s in range(8)]
+    pages = torch.tensor(table).int().to(DEVICE)
+    capture = (lambda run: run) if DEVICE == "cpu" else None
+    held = graphs.CapturedProgram(gpu_model.gpu_program(model, cache), pages, capture=capture)
+    held.warm_up()
+
+    def logits(seen: list[int], counts: list[int]) -> Tensor:
+        step = step_of(table, seen, counts)
+        step["layout"] = step["layout"]._replace(page_table=pages)
+        return held.step(*step.values(), torch.arange(sum(counts), device=DEVICE))
+
+    alone = [[logits([n + i for n in seen], [int(s == t) for t in range(8)]) for i in range(6)] for s in range(8)]
+    for counts in ([0, 6, 5, 0, 6, 0, 0, 0], [3] * 8, [5] * 8, [6] * 8):
+        wanted = [row for rows, count in zip(alone, counts, strict=True) for row in rows[:count]]
+        assert torch.equal(logits(seen, counts), torch.cat(wanted))
+
+
+@torch.inference_mode()
 def check_short_steps_are_replayed_and_long_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(CONFIGS["plain"], None)
     cache = empty_cache(model.config)
@@ -660,6 +694,51 @@ def check_short_steps_are_replayed_and_long_ones_are_not(monkeypatch: pytest.Mon
         torch.testing.assert_close(got, plain_step(model, step, twin_cache), atol=1e-4, rtol=1e-3)
 
 
+@torch.inference_mode()
+def check_a_chain_of_replays_equals_a_step_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three sequences four, one and three tokens are drawn by Triton's race; each goes into the next replay."""
+    model = model_of(CONFIGS["plain"], None)
+    capture = (lambda run: run) if DEVICE == "cpu" else None
+    monkeypatch.setattr(
+        engine_steps,
+        "_capture",
+        lambda m, cache, table: graphs.CapturedProgram(gpu_model.gpu_program(m, cache), table, (1, 2, 4), capture),
+    )
+    served = engine_steps.TorchModel(model, kernels=True, compile=False)
+    monkeypatch.setattr(Transformer, "device", torch.device("cuda"))
+    monkeypatch.setattr(sampling, "available", lambda: False)
+    monkeypatch.setattr(sampling, "race", race.race)
+    sizes = {"max_batch": 4, "max_seq_len": 16, "num_pages": 13, "page_size": 4, "prefill_chunk": 8}
+    runners = [Runner(served, **sizes) for _ in range(2)]
+    for runner in runners:
+        runner.warm_up()
+    prompts = {0: (3, 9, 27), 1: (30,), 3: (7, 7)}  # more tokens than a graph holds: the first step is a plain one
+    pages = {slot: tuple(range(1 + 4 * i, 5 + 4 * i)) for i, slot in enumerate(prompts)}
+    kinds = [(Draw(0.0), 4), (Draw(1.0, top_k=9, top_p=0.8), 1), (Draw(0.7, min_p=0.01), 3)]
+    draws = [
+        [kind._replace(low=low, high=high) for low, high in (race_key(j, i) for i in range(count))]
+        for j, (kind, count) in enumerate(kinds)
+    ]
+    plan = [SequencePlan(slot, tokens, 0, 0, pages[slot], 1, 0) for slot, tokens in prompts.items()]
+    passes: list[int] = []
+    model.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    got = runners[0].chain(StepPlan(tuple(plan)), draws)
+    assert len(passes) == 1
+
+    wanted: list[list[int]] = [[], [], []]
+    for i in range(4):
+        going = [j for j, own in enumerate(draws) if len(own) > i]
+        logits = runners[1].execute(StepPlan(tuple(plan[j] for j in going)))
+        for j, token in zip(going, sampling.draw_tokens(logits, [draws[j][i] for j in going]).tolist(), strict=True):
+            wanted[j].append(token)
+            plan[j] = plan[j]._replace(tokens=(token,), start=plan[j].end, new_pages=())
+    assert got == wanted
+    assert len({*got[0], *got[2]}) > 3
+    for chained, single in zip(*(runner.cache for runner in runners), strict=True):
+        assert torch.equal(chained.k[1:], single.k[1:])
+        assert torch.equal(chained.v[1:], single.v[1:])
+
+
 def check_what_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(engine_steps.gpu, "available", lambda: True)
     monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run: run)
@@ -671,9 +750,9 @@ def check_what_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         assert (found is None) == bool(c.logits_cap)
         return caplog.messages
 
-    assert said(CONFIGS["plain"], 16) == []
-    assert said(CONFIGS["plain"], 32) == [
-        "max_batch 32: the GPU kernels run steps of at most 16 tokens, torch larger ones"
+    assert said(CONFIGS["plain"], 48) == []
+    assert said(CONFIGS["plain"], 64) == [
+        "max_batch 64: the GPU kernels run steps of at most 48 tokens, torch larger ones"
     ]
     assert said(config(logits_cap=30.0), 4) == [
         "the GPU kernels do not run the operation Cap: plain torch runs this model, and slower"
@@ -789,7 +868,7 @@ def compile_the_rest(compiled: dict[str, Compiled]) -> None:
     attention.attend(case.q.bfloat16(), cache, case.layout, 7, SCALE)
     small = LayerCache(cache.k.to(torch.int8), cache.v.to(torch.int8), cache.k[..., 0], cache.v[..., 0])
     attention.attend(case.q.bfloat16(), small, case.layout, 0, SCALE)
-    many = Case([40, 0], [90, 0], 8, 2, 80)
+    many = Case([60, 0], [90, 0], 8, 2, 80)
     attention.attend(many.q.half(), LayerCache(many.k_cache.half(), many.v_cache.half()), many.layout, 0, SCALE)
     qkv, angles, norm = noise(3, 12 * 128).bfloat16(), noise(3, 64), noise(128).bfloat16()
     for stored in (cache, small):

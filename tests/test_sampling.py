@@ -16,7 +16,7 @@ from gpt_fast.engine.sampling import (
     log_total,
     logprobs,
     narrowed,
-    plain_sample,
+    plain_draw,
     sample,
 )
 from gpt_fast.kernels.race import Draw, draw, exponential, race, race_key
@@ -28,7 +28,7 @@ def row(position: int = 5, seed: int = 0, **fields: float) -> SamplingRow:
 
 
 def kept(logits: torch.Tensor, **fields: float) -> list[int]:
-    return narrowed(logits[None], [row(**fields).params])[0].isfinite().nonzero().flatten().tolist()
+    return narrowed(logits[None], [draw_of(row(**fields))])[0].isfinite().nonzero().flatten().tolist()
 
 
 LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]).log()
@@ -99,7 +99,7 @@ DRAWS = 100_000
 def chi_square(draw: Sampler, **fields: float) -> tuple[float, float]:
     """``distance`` of 100,000 draws from 40 tokens."""
     logits = torch.randn(40, generator=torch.Generator().manual_seed(8)) * 2
-    probs = narrowed(logits[None], [row(**fields).params])[0].double().softmax(-1)
+    probs = narrowed(logits[None], [draw_of(row(**fields))])[0].double().softmax(-1)
     rows = [row(position=i % 1000, seed=i // 1000, **fields) for i in range(DRAWS)]
     return distance(draw(logits.expand(DRAWS, 40), rows), probs)
 
@@ -120,7 +120,7 @@ def distance(drawn: torch.Tensor, probs: torch.Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "fields", [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_p": 0.9}, {"top_k": 7, "top_p": 0.8}]
 )
-@pytest.mark.parametrize("sampler", [sample, plain_sample])
+@pytest.mark.parametrize("sampler", [sample, lambda logits, rows: plain_draw(logits, [draw_of(r) for r in rows])])
 def test_draws_follow_the_distribution(sampler: Sampler, fields: dict[str, float]) -> None:
     found, limit = chi_square(sampler, **fields)
     assert found < limit
@@ -188,7 +188,8 @@ def test_the_kernel_draws_as_its_plain_twin(vocab_size: int) -> None:
         SamplingRow(SamplingParams(**{k: choose.choice(v) for k, v in CHOICES.items()}).resolved(), 7, p)  # type: ignore[arg-type]
         for p in range(600)
     ]
-    drawn, plain = draw(logits, [draw_of(r) for r in rows]), plain_sample(logits, rows)
+    draws = [draw_of(r) for r in rows]
+    drawn, plain = draw(logits, draws), plain_draw(logits, draws)
     assert (drawn != plain).sum() <= 1  # two times, or a token at a limit, may differ by rounding alone
     assert logits.gather(1, drawn[:, None]).isfinite().all()
 
@@ -198,7 +199,7 @@ def by_kernel(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def by_torch(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return plain_sample(logits, [row(temperature=temperature)] * len(logits))
+    return plain_draw(logits, [Draw(temperature)] * len(logits))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

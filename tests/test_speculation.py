@@ -17,12 +17,19 @@ from torch import Tensor
 
 from gpt_fast import LLM, Completion, SamplingParams
 from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.config import ModelConfig
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.runner import Runner
+from gpt_fast.engine.sampling import NO_TOKEN
+from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.speculate.drafter import Drafter, Wish
 from gpt_fast.engine.speculate.lookup import LookupDrafter
 from gpt_fast.engine.speculate.model import ModelDrafter
+from gpt_fast.kernels.race import Draw
 from gpt_fast.memory import plan_cache
+from gpt_fast.model.cpu_model import CpuStep
+from gpt_fast.model.steps import serve
+from gpt_fast.model.transformer import Transformer
 
 DEMO = Path(__file__).parents[1] / "model_store" / "demo"
 Asked = tuple[list[int], SamplingParams]
@@ -203,15 +210,17 @@ def test_a_draft_model_costs_the_pages_that_were_planned(kv_cache_dtype: str) ->
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_in_one_call_are_those_of_one_call_each(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call of C++, as steps whose tokens stay on the device, and fetched one by one."""
     prompts, params = zip(*demo_requests(), strict=True)
     found = []
-    for chains in (True, False):
+    for way in ("chain", "steps", "one by one"):
         options: dict[str, Any] = {"draft": str(DEMO / "draft"), "speculate": "always", "dtype": dtype, "threads": 2}
         with LLM(DEMO / "target", max_batch=5, num_pages=60, **options) as llm:
             drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
-            assert drafter.runner.chains
-            if not chains:
-                monkeypatch.setattr(Runner, "chains", False)
+            if way == "steps":
+                monkeypatch.setattr(CpuStep, "chain", None)
+            if way == "one by one":
+                monkeypatch.setattr(ModelDrafter, "_draws_at_once", lambda *_: False)
             drafts: list[list[tuple[int, ...]]] = []
             draft = drafter.draft
             drafter.draft = lambda wishes, draft=draft, drafts=drafts: drafts.append(draft(wishes)) or drafts[-1]
@@ -220,8 +229,19 @@ def test_drafts_in_one_call_are_those_of_one_call_each(dtype: str, monkeypatch: 
             for handle in handles:
                 assert list(handle)[-1].completion
             found.append(drafts)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert {len(d) for step in found[0] for d in step} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_chain_without_finite_logits_draws_nothing(kernels: bool) -> None:
+    model = Transformer(ModelConfig("llama", 40, 32, 1, 2, 1, 16, 48, 64)).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+    served = serve(model, kernels=kernels, compile=False)
+    runner = Runner(served, max_batch=2, max_seq_len=16, num_pages=9, page_size=4, prefill_chunk=8)
+    plan = SequencePlan(1, (5, 6), 0, 0, (1, 2), num_logits=1, rope_len=0)
+    assert runner.chain(StepPlan((plan,)), [[Draw(), Draw(0.0), Draw()]])[0] == [NO_TOKEN] * 3
 
 
 @pytest.mark.parametrize(

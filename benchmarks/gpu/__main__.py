@@ -4,8 +4,9 @@
 
 In this order, each part within its own limit: correctness of every kernel against float32 on fresh random numbers; the
 ceilings, by a large copy and a large product; whole decode steps of published shapes with random weights, replayed from
-CUDA graphs; gpt-fast's own decode on the same machine where a checkout is given; a profile of one step. Tokens per
-second are those of the step alone: sampling and scheduling come on top. A batch of more than 16 is several steps.
+CUDA graphs, with one new token for each sequence and with drafts to verify; gpt-fast's own decode on the same machine
+where a checkout is given; a profile of one step. Tokens per second are rows of the step alone: sampling and scheduling
+come on top, and wrong drafts go off. A step's time is also given in those of a step of one row.
 ``--smoke`` runs the same on a CPU by Triton's interpreter, with toy sizes. The last line is JSON.
 """
 
@@ -33,7 +34,8 @@ import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from gpt_fast.config import ModelConfig  # noqa: E402
-from gpt_fast.kernels.gpu import attention, launching, linear  # noqa: E402
+from gpt_fast.kernels.gpu import attention, launching  # noqa: E402
+from gpt_fast.kernels.gpu.program import GpuProgram  # noqa: E402
 from gpt_fast.model.shapes import shape  # noqa: E402
 from gpu import selfcheck, tune  # noqa: E402
 from gpu.selfcheck import Checks  # noqa: E402
@@ -104,17 +106,21 @@ def ceilings(budget: Budget) -> tuple[float, float]:
     return copy, product
 
 
-Plan = list[tuple[str, str, list[tuple[int, int]]]]  # shape, precision, (batch, context)
+Plan = list[tuple[str, str, list[tuple[int, int, int]]]]  # shape, precision, (batch, context, new tokens of each)
 
 
 def plan(quick: bool) -> Plan:
-    """The rows to measure: every shape and precision at batch 1, and the 8B model's batches and contexts."""
+    """The rows to measure: every shape and precision at batch 1, and the 8B model's batches, drafts and contexts. The
+    first point of each is one row."""
     if SMOKE:
-        return [("toy", precision, [(1, 20)]) for precision in PRECISIONS]
-    sweep = [(b, 128) for b in (1, 2, 4, 8, 16, 32)] + [(1, c) for c in (1024, 2048, 8192)] + [(16, 2048)]
-    rows: Plan = [("llama-3.1-8b", p, sweep if p in ("int8", "bf16") and not quick else [(1, 128)]) for p in PRECISIONS]
+        return [("toy", precision, [(1, 20, 1), (4, 20, 5)][: 1 + (precision == "int4")]) for precision in PRECISIONS]
+    one = [(1, 128, 1)]
+    verify = [(1, 128, each) for each in (2, 3, 5, 9)] + [(8, 128, each) for each in (2, 3, 4, 5)]
+    sweep = [(b, 128, 1) for b in (2, 4, 8, 16, 32)] + [(1, c, 1) for c in (1024, 2048, 8192)] + [(16, 2048, 1)]
+    more = {} if quick else {"bf16": verify + sweep, "int8": verify + sweep, "int4": verify}
+    rows: Plan = [("llama-3.1-8b", p, one + more.get(p, [])) for p in PRECISIONS]
     if not quick:
-        rows += [(name, p, [(1, 128)]) for name in ("tinyllama-1.1b", "llama-2-7b") for p in PRECISIONS]
+        rows += [(name, p, one) for name in ("tinyllama-1.1b", "llama-2-7b") for p in PRECISIONS]
     return rows
 
 
@@ -125,32 +131,31 @@ def decode(budget: Budget, rows: Plan, copy: float, reserve: float, checks: Chec
             budget.say(f"skipped for lack of time: {name} {precision}")
             continue
         config = TOY if SMOKE else shape(name)
-        room = max(min(b, linear.MAX_ROWS) * (c + PAGE) for b, c in points)
+        room = max(batch * (context + PAGE) for batch, context, _ in points)
         program, weight_bytes = random_program(config, precision, room, DEVICE)
-        logits: dict[int, Tensor] = {}
-        for batch, context in points:
-            steps, rows_a_step = -(-batch // linear.MAX_ROWS), min(batch, linear.MAX_ROWS)
-            for overlap in (False, True) if batch == 1 and context == points[0][1] and not SMOKE else (False,):
+        one = 0.0
+        for point in points:
+            batch, context, each = point
+            for overlap in (False, True) if point == points[0] and not SMOKE else (False,):
                 launching.OVERLAP = overlap
-                replay, got = recorded_step(program, rows_a_step, context, CAPTURE)
+                replay, logits = recorded_step(program, batch, context, CAPTURE, each)
                 launching.OVERLAP = False
-                if overlap:
-                    checks.same(f"{name} {precision}, overlapped launches", got, logits[batch])
-                else:
-                    logits[batch] = got
-                    checks.true(f"{name} {precision} batch {batch}: finite logits", bool(got.isfinite().all()))
+                title = f"{name} {precision} batch {batch}, {each} each{', overlapped launches' if overlap else ''}"
+                check_logits(checks, title, program, context, logits[each - 1])
                 per_step = seconds(replay, 1.0)
-                cached = rows_a_step * context * config.kv_bytes_per_token(2)
-                num_bytes = weight_bytes + cached
+                one = one or per_step
+                num_bytes = weight_bytes + batch * context * config.kv_bytes_per_token(2)
                 row = {
                     "shape": name,
                     "precision": precision,
                     "batch": batch,
                     "context": context,
+                    "each": each,
                     "overlap": overlap,
-                    "milliseconds": 1e3 * per_step * steps,
-                    "tokens_per_second": batch / per_step / steps,
-                    "gigabytes": num_bytes * steps / 1e9,
+                    "milliseconds": 1e3 * per_step,
+                    "times_one_row": per_step / one,
+                    "tokens_per_second": batch * each / per_step,
+                    "gigabytes": num_bytes / 1e9,
                     "bandwidth": num_bytes / per_step,
                     "share_of_copy": num_bytes / per_step / copy,
                 }
@@ -163,12 +168,19 @@ def decode(budget: Budget, rows: Plan, copy: float, reserve: float, checks: Chec
             torch.cuda.empty_cache()
 
 
+def check_logits(checks: Checks, title: str, program: GpuProgram, context: int, logits: Tensor) -> None:
+    """``logits`` [V] of the first sequence's last token are finite, and those of a step of this token alone."""
+    checks.true(f"{title}: finite logits", bool(logits.isfinite().all()))
+    checks.same(title, recorded_step(program, 1, context, CAPTURE)[1][0], logits)
+
+
 def line(row: dict[str, Any]) -> str:
     """One row of the table."""
     return (
-        f"{row['shape']:<15}{row['precision']:>5}{row['batch']:>4}{row['context']:>6}"
-        f"{row['milliseconds']:>9.3f} ms{row['tokens_per_second']:>9.1f} tok/s{row['bandwidth'] / 1e9:>7.0f} GB/s"
-        f"{100 * row['share_of_copy']:>6.1f} %{'  overlapped' if row['overlap'] else ''}"
+        f"{row['shape']:<15}{row['precision']:>5}{row['batch']:>4} x{row['each']:>2}{row['context']:>6}"
+        f"{row['milliseconds']:>9.3f} ms{row['times_one_row']:>6.2f} of one row{row['tokens_per_second']:>9.1f} tok/s"
+        f"{row['bandwidth'] / 1e9:>7.0f} GB/s{100 * row['share_of_copy']:>6.1f} %"
+        f"{'  overlapped' if row['overlap'] else ''}"
     )
 
 

@@ -53,10 +53,10 @@ def check_products(checks: Checks, sizes: Sequence[tuple[int, int]]) -> None:
         values = linear.dequantized(w, torch.bfloat16).float()
         if w.scale is not None:
             values = values * w.scale[:, None]
-        x, residual, norm = checks.noise(16, k), checks.noise(5, n), 1 + 0.1 * checks.noise(k)
+        x, residual, norm = checks.noise(40, k), checks.noise(5, n), 1 + 0.1 * checks.noise(k)
         out = linear.linear(x, w)
         checks.near(name, out, reference.linear(x, values))
-        alone = torch.cat([linear.linear(x[i : i + 1], w) for i in range(0, 16, 5)])
+        alone = torch.cat([linear.linear(x[i : i + 1], w) for i in range(0, 40, 5)])
         checks.same(f"{name}, rows alone", alone, out[::5])
         gated = linear.linear(x[:5], w, gated=True)
         checks.near(f"{name}, gated", gated, reference.linear(x[:5], values, gated=True))

@@ -76,21 +76,18 @@ def random_program(config: ModelConfig, precision: str, tokens: int, device: tor
 
 
 def recorded_step(
-    program: GpuProgram, batch: int, context: int, capture: Callable[[Run], Run] | None = None
+    program: GpuProgram, batch: int, context: int, capture: Callable[[Run], Run] | None = None, each: int = 1
 ) -> tuple[Run, Tensor]:
-    """The replay of one decode step of ``batch`` sequences of ``context`` tokens, and its logits; always the same."""
-    device, per_slot = program.device, -(-context // PAGE)
+    """The replay of one step of ``batch`` sequences of ``context`` tokens, the last ``each`` of them new, and its
+    logits [batch * each, V]; always the same."""
+    device, per_slot, rows = program.device, -(-context // PAGE), torch.arange(batch * each, device=program.device)
     table = 1 + torch.arange(batch * per_slot, device=device).int().view(batch, per_slot)
-    graph = CapturedProgram(program, table, (batch,), capture)
+    graph = CapturedProgram(program, table, (len(rows),), capture)
     graph.warm_up()
-    ones = torch.ones(batch, dtype=torch.int64, device=device)
-    start, write_slots = torch.arange(batch + 1, device=device).int(), table[:, -1].long() * PAGE + (context - 1) % PAGE
-    layout = StepLayout(start, (ones * context).int(), table, write_slots)
-    logits = graph.step(
-        torch.arange(batch, device=device) * 3,
-        ones * (context - 1),
-        ones * context,
-        layout,
-        torch.arange(batch, device=device),
-    )
-    return graph.replays[batch], logits
+    slots, left = rows // each, each - 1 - rows % each  # new tokens behind a row's
+    positions = context - 1 - left
+    write_slots = table[slots, positions // PAGE].long() * PAGE + positions % PAGE
+    start = torch.arange(batch + 1, device=device).int() * each
+    layout = StepLayout(start, torch.full_like(start[1:], context), table, write_slots)
+    logits = graph.step(3 * slots + left, positions, torch.full_like(positions, context), layout, rows)
+    return graph.replays[len(rows)], logits

@@ -27,7 +27,8 @@ class Step(Protocol):
 
     @property
     def chain(self) -> Chain | None:
-        """Several steps in one call, as ``kernels.cpu.program.Program.chain`` runs them; None: this one cannot."""
+        """Several steps in one call, as ``kernels.cpu.program.Program.chain`` runs them; None: the runner takes one
+        after the other."""
 
     def reads_host(self, num_tokens: int) -> bool:
         """Whether a step of ``num_tokens`` new tokens takes its tensors from the host: all but the page table and

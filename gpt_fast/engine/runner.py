@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.engine.model import Model
+from gpt_fast.engine.sampling import NO_TOKEN, draw_tokens
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.tensors import tensor_of
 from gpt_fast.kernels.cache import StepLayout
@@ -67,23 +68,36 @@ class Runner:
         """Run one step; returns logits [R, vocab_size] on the device: ``num_logits`` rows of each sequence in order."""
         return self._step(*self._arguments(plan))
 
-    @property
-    def chains(self) -> bool:
-        """Whether :meth:`chain` works here."""
-        return self._step.chain is not None
-
     @torch.inference_mode()
     def chain(self, plan: StepPlan, draws: Sequence[Sequence[Draw]]) -> list[list[int]]:
-        """Run one step, and then those of the tokens that are drawn behind it, all in one call. ``draws``: of each
-        sequence with a row of logits how its tokens are drawn, one after the other; at least one. Returns the tokens of
-        each; NO_TOKEN (sampling.py) for one that cannot be drawn, and those behind it mean nothing."""
-        assert self._step.chain is not None
+        """Run one step, and then those of the tokens that are drawn behind it; the host waits once, at the end.
+        ``draws``: of each sequence with a row of logits how its tokens are drawn, one after the other; at least one.
+        Returns the tokens of each; NO_TOKEN for one that cannot be drawn, and those behind it mean nothing."""
+        if self._step.chain is None:
+            return self._chain_by_steps(plan, draws)
         drawing = [(s, len(own)) for s, own in zip((s for s in plan.sequences if s.num_logits), draws, strict=True)]
         later = [
             (s.slot, s.end + i, s.rope_len) for i in range(max(map(len, draws)) - 1) for s, n in drawing if i + 1 < n
         ]
         slots = tensor_of([s.slot for s, _ in drawing], torch.int64, _HOST)
         return self._step.chain(*self._arguments(plan, later), slots, draws)
+
+    def _chain_by_steps(self, plan: StepPlan, draws: Sequence[Sequence[Draw]]) -> list[list[int]]:
+        """:meth:`chain` in one call for each step. The tokens go from step to step on the device."""
+        sequences = [s for s in plan.sequences if s.num_logits]
+        drawn = torch.full((max(map(len, draws)), len(draws)), NO_TOKEN, device=self.device)
+        for i in range(len(drawn)):
+            going = [j for j, own in enumerate(draws) if len(own) > i]
+            where = tensor_of(going, torch.int64, self.device)
+            if i == 0:
+                logits = self.execute(plan)
+            else:
+                ends = [(s, s.end + i - 1) for s in (sequences[j] for j in going)]
+                behind = [s._replace(tokens=(0,), start=end, new_pages=()) for s, end in ends]
+                tokens = drawn[i - 1, where].clamp(min=0)
+                logits = self._step(tokens, *self._arguments(StepPlan(tuple(behind)))[1:])
+            drawn[i, where] = draw_tokens(logits, [draws[j][i] for j in going])
+        return [found[: len(own)] for found, own in zip(drawn.T.tolist(), draws, strict=True)]
 
     def _arguments(
         self, plan: StepPlan, later: Sequence[tuple[int, int, int]] = ()

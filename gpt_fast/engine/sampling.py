@@ -39,10 +39,7 @@ class SamplingRow(NamedTuple):
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Draw one token per row: logits [R, V] -> [R] int64 on the same device. NO_TOKEN where the largest logit is no
     finite number: a model that computes NaN, or a row whose tokens are all ruled out."""
-    logits = adjust(logits, rows)
-    if logits.device.type == "cpu" and available():
-        return draw(logits.float(), [draw_of(row) for row in rows])
-    return plain_sample(logits, rows)
+    return draw_tokens(adjust(logits, rows), [draw_of(row) for row in rows])
 
 
 def draw_of(row: SamplingRow) -> Draw:
@@ -57,17 +54,24 @@ def only_drawn(row: SamplingRow) -> bool:
     return row.allowed is None and not row.params.penalised and not _additions(row)
 
 
-def plain_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Draw one token per row of logits [R, V] that are adjusted already, in torch."""
+def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """:func:`sample` for logits [R, V] that are adjusted already."""
+    if logits.device.type == "cpu" and available():
+        return draw(logits.float(), draws)
+    return plain_draw(logits, draws)
+
+
+def plain_draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """:func:`draw_tokens` in torch. The host does not wait for a GPU."""
     largest, greedy = logits.max(dim=-1)
     drawable = largest.isfinite()
-    sampled = [i for i, row in enumerate(rows) if row.params.temperature]
+    sampled = [i for i, own in enumerate(draws) if own.temperature]
     if not sampled:
         return greedy.where(drawable, NO_TOKEN)
     device = logits.device
     index = tensor_of(sampled, torch.int64, device)
-    keys = tensor_of([race_key(rows[i].seed, rows[i].position) for i in sampled], torch.int32, device)
-    drawn = race(narrowed(logits[index], [rows[i].params for i in sampled]), keys)
+    keys = tensor_of([(draws[i].low, draws[i].high) for i in sampled], torch.int32, device)
+    drawn = race(narrowed(logits[index], [draws[i] for i in sampled]), keys)
     return greedy.index_copy(0, index, drawn).where(drawable, NO_TOKEN)
 
 
@@ -119,30 +123,30 @@ def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
     return counts.view(rows, vocab_size)
 
 
-def narrowed(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def narrowed(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Temperature and what follows it: [R, V] logits -> [R, V] float32, whose softmax each row is drawn from; -infinity
     for tokens that are ruled out. No row may have temperature 0."""
     device = logits.device
-    temperatures = tensor_of([p.temperature for p in params], torch.float32, device)
+    temperatures = tensor_of([own.temperature for own in draws], torch.float32, device)
     scaled = logits.float() / temperatures[:, None]
-    min_p = [p.min_p or 0.0 for p in params]
+    min_p = [own.min_p for own in draws]
     if any(min_p):  # Nguyen et al. 2024, arXiv 2407.01082; log 0 = -inf drops nothing
         least = scaled.amax(dim=-1) + tensor_of(min_p, torch.float32, device).log()
         scaled = scaled.masked_fill(scaled < least[:, None], -torch.inf)
-    limited = [i for i, p in enumerate(params) if 0 < (p.top_k or 0) < scaled.shape[1] or (p.top_p or 1.0) < 1.0]
+    limited = [i for i, own in enumerate(draws) if 0 < own.top_k < scaled.shape[1] or own.top_p < 1.0]
     if limited:
         index = tensor_of(limited, torch.int64, device)
         part = scaled[index]
-        least = _least_kept(part, [params[i] for i in limited])
+        least = _least_kept(part, [draws[i] for i in limited])
         scaled = scaled.index_copy(0, index, part.masked_fill(part < least[:, None], -torch.inf))
     return scaled
 
 
-def _least_kept(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _least_kept(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
     """[R] the smallest logit that top_k and then top_p (Holtzman et al. 2019, arXiv 1904.09751) keep; ties are kept."""
     count = vocab_size = scaled.shape[1]
-    top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
-    top_p = [p.top_p or 1.0 for p in params]
+    top_k = [min(own.top_k or vocab_size, vocab_size) for own in draws]
+    top_p = [own.top_p for own in draws]
     # On CUDA everything is sorted, since asking whether the candidates suffice would wait for the device.
     if scaled.device.type == "cpu" and vocab_size > _CANDIDATES:
         limits = [k for k in top_k if k < vocab_size]

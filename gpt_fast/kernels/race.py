@@ -47,7 +47,7 @@ class Draw(NamedTuple):
 
 def draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Draw one token per row by C++: logits [R, V] float32 on the CPU -> [R] int64; -1 for a row with NaN, or whose
-    greatest logit is not finite. Its twin is ``engine.sampling.plain_sample``; they agree except where rounding
+    greatest logit is not finite. Its twin is ``engine.sampling.plain_draw``; they agree except where rounding
     decides."""
     logits = logits.contiguous()
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)

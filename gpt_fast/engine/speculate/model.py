@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.engine.compute import probe, sampling_row
+from gpt_fast.engine.compute import sampling_row
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
@@ -108,8 +108,6 @@ class ModelDrafter:
         """See ``Drafter``."""
         room = self.runner.pages_per_sequence * self._pages.page_size
         rows = min(_MEASURED_ROWS, self._max_seq_len, room - 1)
-        if not self.runner.chains:
-            return DraftTimes(0.0, StepTimes(measure(lambda n: probe(self.runner, 0, n), rows), rows))
         steps = measure(lambda n: self._run_chain(n, 1), rows)
         more = _MORE_DRAFTS if room >= 2 + _MORE_DRAFTS else 1
         several = measure(lambda n: self._run_chain(1, 1 + n), more)[more]
@@ -162,7 +160,7 @@ class ModelDrafter:
 
     def _draws_at_once(self, request: Request) -> bool:
         """Whether all drafts of ``request`` can be drawn in one call."""
-        return self.runner.chains and only_drawn(sampling_row(request, (), None)) and request.grammar is None
+        return only_drawn(sampling_row(request, (), None)) and request.grammar is None
 
     def _draw_at_once(self, parts: Sequence[_Part]) -> None:
         """Compute ``parts``, and all drafts of those that are complete by then."""

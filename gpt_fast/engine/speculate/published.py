@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast.engine.request import Request
-from gpt_fast.engine.sampling import narrowed
+from gpt_fast.engine.sampling import SamplingRow, draw_of, narrowed
 from gpt_fast.errors import RequestError
 from gpt_fast.kernels.race import race, race_key
 from gpt_fast.params import SamplingParams
@@ -169,7 +169,7 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
         message = "a model computed numbers that are not finite: its weights are damaged, or its dtype is too narrow"
         raise RequestError(message, None, "model_error", 500)
     if params.temperature:
-        scores = narrowed(rows, [params] * len(rows))
+        scores = narrowed(rows, [draw_of(SamplingRow(params, seed=0, position=0))] * len(rows))
     else:
         scores = torch.full_like(rows, -torch.inf).scatter_(1, rows.argmax(dim=-1, keepdim=True), 0.0)
     return scores.view_as(logits)

@@ -16,7 +16,7 @@ from gpt_fast.outputs import Origin
 
 log = logging.getLogger(__name__)
 
-MAX_ROWS = 64  # of a step with drafts that are chosen
+MAX_ROWS = 48  # of a step with drafts that are chosen; the GPU kernels take no more
 _EXPECTED_TOKENS = 128  # of an answer that may be longer
 
 

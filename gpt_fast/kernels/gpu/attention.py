@@ -3,8 +3,8 @@
 A step of few tokens is split over each sequence's length (flash-decoding: Dao et al. 2023, "Flash-Decoding for
 long-context inference"), with the running softmax of FlashAttention (arXiv 2205.14135) inside a part. The number of
 parts depends on the heads alone and their bounds on the token alone, so a row's result is the same bits in any batch.
-A longer step takes 16 queries of a sequence at a time and reads its keys once for them, unsplit. Lengths are never read
-on the host, so a CUDA graph can hold a launch.
+A step of more than MAX_TOKENS takes 16 queries of a sequence at a time and reads its keys once for them, unsplit.
+Lengths are never read on the host, so a CUDA graph can hold a launch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu import launching
 from gpt_fast.kernels.gpu.attention_kernel import attend_kernel
 
-_SPLIT_TOKENS = 16  # a step of more new tokens fills the machine without splitting sequences
 _QUERIES = 16  # tokens of a sequence that a program of a long step takes together
 _PROGRAMS = 132  # multiprocessors to fill at batch 1
 _LOG2E = 1.4426950408889634  # the kernel takes powers of 2
 
 
 class Scratch(NamedTuple):
-    """Where parts of a step of at most 16 tokens meet; one for all layers and steps of a model."""
+    """Where parts of a step of at most MAX_TOKENS meet; one for all layers and steps of a model."""
 
     partial: Tensor  # [tokens, K, splits, rows, width] float32
     stats: Tensor  # [tokens, K, splits, 2, rows] float32: the greatest score and the sum of weights
@@ -61,7 +60,7 @@ def attend(
     num_tokens, heads, dim = q.shape
     page_size, kv_heads = cache.k.shape[1:3]
     num_slots, pages_per_slot = layout.page_table.shape
-    group, few = heads // kv_heads, num_tokens <= _SPLIT_TOKENS
+    group, few = heads // kv_heads, num_tokens <= launching.MAX_TOKENS
     queries, splits = (1, num_splits(kv_heads)) if few else (_QUERIES, 1)
     programs = num_tokens if few else -(-num_tokens // queries) + num_slots
     rows, width = launching.power_of_two(group * queries, 16), launching.power_of_two(dim, 16)

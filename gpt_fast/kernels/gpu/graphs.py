@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from gpt_fast.kernels.cache import StepLayout
+from gpt_fast.kernels.gpu.launching import MAX_TOKENS
 from gpt_fast.kernels.gpu.program import GpuProgram
 
-BUCKETS = (1, 2, 4, 8, 16)
+# The products of 17 to 32 tokens cost the same, and those of 33 to 48.
+BUCKETS = (1, 2, 4, 8, 16, 32, MAX_TOKENS)
 
 Run = Callable[[], Tensor]
 

@@ -8,6 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+# New tokens of a step of a program, enough to verify five drafts of each of eight sequences. The products take them in
+# three blocks of rows (linear_kernel.py).
+MAX_TOKENS = 48
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it when a kernel is defined: at import
 
 # Programmatic dependent launch (Hopper and later): a kernel may begin while the one before it ends, and waits inside.

@@ -1,8 +1,9 @@
-"""Products of up to 16 rows of activations with bfloat16, float16, float32, int8, int4 or fp8 weights, for decoding.
+"""Products of few rows of activations with bfloat16, float16, float32, int8, int4 or fp8 weights, for decoding.
 
-Decoding reads every weight once per step, so memory bounds the products. Each launch streams its weights once and does
-on the way what would otherwise take another launch and another trip to memory: the norm of its input, the bias, the
-gate of SwiGLU, the residual, and what the next norm needs. linear_kernel.py says how the work is divided.
+Decoding reads every weight once per step, so memory bounds the products. Each launch streams its weights once from
+memory, and once more from the second-level cache for every further 16 rows. It does on the way what would otherwise
+take another launch and another trip to memory: the norm of its input, the bias, the gate of SwiGLU, the residual, and
+what the next norm needs. linear_kernel.py says how the work is divided.
 
 A norm in front of a product is spread over two launches (``Row``): the one that makes a row also multiplies it by the
 norm's weight and leaves sums of its squares; the product divides its outputs by the root of their mean, because
@@ -24,7 +25,7 @@ from gpt_fast.kernels.cpu.packing import GROUP_SIZES, from_nibbles
 from gpt_fast.kernels.gpu import launching
 from gpt_fast.kernels.gpu.linear_kernel import COLUMNS, linear_kernel
 
-MAX_ROWS: int = COLUMNS.value
+ROWS: int = COLUMNS.value  # of activations that a program of the kernel takes
 _KINDS = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
 
 
@@ -123,16 +124,14 @@ def linear(
     following: tuple[Tensor, Tensor, Tensor] | None = None,
     division: Tiling | None = None,
 ) -> Tensor:
-    """x [M, K], M at most 16, or rows that wait for their norm -> [M, N] of x's dtype.
+    """x [M, K], or rows that wait for their norm -> [M, N] of x's dtype.
 
     ``gated``: the weights are gate and up [2 F, K]; gives ``silu(gate) * up`` [M, F] (SwiGLU, Shazeer 2020, arXiv
     2002.05202). ``residual`` [M, N] is added. ``out``: what to fill and return, of any float dtype, columns side by
     side. ``following``: the next norm's weight, and the first two tensors of its ``Row`` to fill. No bit of a row
-    depends on M. Raises ValueError for more rows than 16, other columns than K, and rows that are not contiguous.
+    depends on M. Raises ValueError for other columns than K, and rows that are not contiguous.
     """
     rows, squares, eps = x if isinstance(x, Row) else (x, None, 0.0)
-    if rows.shape[0] > MAX_ROWS:
-        raise ValueError(f"{rows.shape[0]} rows; the products take at most {MAX_ROWS}")
     if rows.shape[1] != w.in_features or not rows.is_contiguous():
         raise ValueError(f"x must be contiguous and have {w.in_features} columns, not {tuple(rows.shape)}")
     t, sides = division or tiling(w, gated), 2 if gated else 1
@@ -140,7 +139,7 @@ def linear(
     out = rows.new_empty(rows.shape[0], num_out) if out is None else out
     num_groups = 0 if w.pairs is None else w.pairs.shape[0]
     num_squares = 0 if squares is None else squares.shape[1]
-    linear_kernel[(-(-num_out // (t.tile // sides)),)](
+    linear_kernel[(-(-rows.shape[0] // ROWS), -(-num_out // (t.tile // sides)))](
         rows, squares, w.data, w.scale, w.pairs, w.bias, residual, out, *(following or (None, None, None)),
         rows.shape[0], num_out, out.stride(0), w.in_features, num_groups, num_squares, eps,
         kind=w.kind, half_dtype=launching.triton_dtype(launching.half(rows.dtype)),
@@ -169,7 +168,7 @@ def product(x: Tensor, w: Weights) -> Tensor:
     relied on to launch the kernel.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] <= MAX_ROWS and not torch.compiler.is_compiling():
+    if rows.shape[0] <= ROWS and not torch.compiler.is_compiling():
         return linear(rows.contiguous(), w).view(*x.shape[:-1], w.out_features)
     out = F.linear(rows, dequantized(w, x.dtype))
     if w.scale is not None:

@@ -1,11 +1,13 @@
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false, disallow-untyped-calls=false
 """The Triton kernel behind every product of a decode step; linear.py launches it and documents its arguments.
 
-Weights are the left operand of the matrix unit and the few rows of activations, filled up to COLUMNS, the right one. A
-program owns ``tile`` rows of the weights. The reduction is dealt out to its warps (the leading dimension of the batched
-products here): warp g takes chunk g of every ``warps`` chunks of K, so each warp streams its own weights into its own
-accumulator, and the warps meet once, at the end, in a sum of fixed order. Nothing depends on how many rows of
-activations there are: a row's result is the same bits alone and in a batch.
+Weights are the left operand of the matrix unit and a block of COLUMNS rows of activations the right one; the last block
+is filled up with zeros. A program owns ``tile`` rows of the weights and one block. The programs of one tile are
+neighbours in the grid, so they run at the same time, and all but the first find its weights in the second-level cache.
+The reduction is dealt out to its warps (the leading dimension of the batched products here): warp g takes chunk g of
+every ``warps`` chunks of K, so each warp streams its own weights into its own accumulator, and the warps meet once, at
+the end, in a sum of fixed order. Nothing depends on how many rows of activations there are, nor on a row's place: its
+result is the same bits alone and in a batch.
 
 Every load of the loop is an asynchronous copy, ``num_stages`` deep in Triton's pipeline: each feeds the product.
 """
@@ -17,7 +19,7 @@ import triton.language as tl
 
 from gpt_fast.kernels.gpu.launching import INTERPRETED
 
-COLUMNS = tl.constexpr(16)  # rows of activations that a launch takes
+COLUMNS = tl.constexpr(16)  # rows of activations that a program takes
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
 _SPLIT_BF16 = tl.constexpr("""{ .reg .b32 low, high;
 prmt.b32 low, $4, 0x43434343, 0x4140; prmt.b32 high, $4, 0x43434343, 0x4342;
@@ -138,14 +140,15 @@ def linear_kernel(
     tile: tl.constexpr, warps: tl.constexpr, chunk: tl.constexpr, unroll: tl.constexpr, even: tl.constexpr,
     squares_pad: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs for all rows of ``x``; see linear.py's ``linear``."""
+    """One tile of outputs for one block of rows of ``x``; see linear.py's ``linear``."""
     if overlap:
         tl.extra.cuda.gdc_launch_dependents()
+    block, owned = tl.program_id(0), tl.program_id(1)
     outputs: tl.constexpr = tile // 2 if gated else tile
     r = tl.arange(0, tile)
-    inner = tl.minimum(tl.program_id(0) * outputs + r % outputs, num_out - 1)
+    inner = tl.minimum(owned * outputs + r % outputs, num_out - 1)
     n = inner + r // outputs * num_out  # gate rows and, behind them, the same outputs' rows of up
-    m = tl.arange(0, COLUMNS)
+    m = block * COLUMNS + tl.arange(0, COLUMNS)
     if overlap:
         tl.extra.cuda.gdc_wait()
     if kind == "int4":
@@ -168,7 +171,7 @@ def linear_kernel(
     if gated:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, outputs, COLUMNS)), (1, 2, 0)))
         acc = gate / (1.0 + tl.exp(-gate)) * up
-    n = tl.program_id(0) * outputs + tl.arange(0, outputs)
+    n = owned * outputs + tl.arange(0, outputs)
     at = m[None, :] * num_out + n[:, None]
     inside = (m < num_x)[None, :] & (n < num_out)[:, None]
     if residual is not None:
@@ -179,4 +182,4 @@ def linear_kernel(
         value = tl.where(inside, value.to(tl.float32), 0.0)
         norm = tl.load(next_norm + n, mask=n < num_out, other=0.0).to(tl.float32)
         tl.store(weighted + at, (value * norm[:, None]).to(weighted.dtype.element_ty), mask=inside)
-        tl.store(next_squares + m * tl.num_programs(0) + tl.program_id(0), tl.sum(value * value, 0), mask=m < num_x)
+        tl.store(next_squares + m * tl.num_programs(1) + owned, tl.sum(value * value, 0), mask=m < num_x)

@@ -6,7 +6,7 @@ with one more where keys and values are stored otherwise than queries. Small rul
 launch that makes its input and the products that read its output (linear.py), a gate into the product before it.
 Every field of an operation is honoured or refused here.
 
-Arithmetic, not memory, bounds steps of more than 16 new tokens: they belong to plain torch. Every shape depends on the
+Arithmetic, not memory, bounds steps of more than MAX_TOKENS: they belong to plain torch. Every shape depends on the
 number of tokens alone and nothing is read on the host, so a CUDA graph can hold a step (graphs.py).
 """
 
@@ -22,7 +22,8 @@ from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu.attention import Scratch, attend, scratch
 from gpt_fast.kernels.gpu.fused import embed, prepare_norm, rope_write
-from gpt_fast.kernels.gpu.linear import MAX_ROWS, Row, Weights, linear, linear_residual, scaled
+from gpt_fast.kernels.gpu.launching import MAX_TOKENS
+from gpt_fast.kernels.gpu.linear import Row, Weights, linear, linear_residual, scaled
 from gpt_fast.model import description as d
 
 MAX_HEAD_DIM = 256
@@ -53,7 +54,7 @@ _Following = tuple[d.Op, BlockWeights] | None
 
 
 class GpuProgram:
-    """Runs whole steps of at most 16 new tokens of the model ``description``.
+    """Runs whole steps of at most MAX_TOKENS new tokens of the model ``description``.
 
     ``weights``: of each block; nothing is copied but vectors and biases that a constant changes. ``ropes``: one for
     each table of the description. Activations are of ``dtype``. Caches, of one shape and dtype, are written in place.
@@ -85,10 +86,10 @@ class GpuProgram:
 
         ``tokens``, ``positions``, ``lengths``: [N] int64 as for ``Transformer.step``. Tokens past
         ``layout.query_start[-1]`` only pad: they must write to page 0, and their logits mean nothing. Raises ValueError
-        for more than 16 tokens.
+        for more than MAX_TOKENS.
         """
-        if not 1 <= tokens.shape[0] <= MAX_ROWS:
-            raise ValueError(f"{tokens.shape[0]} new tokens; a step here takes 1 to {MAX_ROWS}")
+        if not 1 <= tokens.shape[0] <= MAX_TOKENS:
+            raise ValueError(f"{tokens.shape[0]} new tokens; a step here takes 1 to {MAX_TOKENS}")
         turns = (rope(positions, lengths) for rope in self._ropes)
         step = _Step(tokens, [(cos.contiguous(), sin.contiguous()) for cos, sin in turns], layout, {})
         for run in self._launches:
@@ -171,7 +172,7 @@ class GpuProgram:
         q_norm, k_norm = (
             _shifted(w.vectors[name], op.norm_offset) if op.norm == "head" else None for name in ("q_norm", "k_norm")
         )
-        unturned = torch.empty(MAX_ROWS, 0, device=self.device)
+        unturned = torch.empty(MAX_TOKENS, 0, device=self.device)
 
         def run(step: _Step) -> None:
             cos, sin = step.angles[op.rope] if op.rotary else (unturned, unturned)
@@ -192,7 +193,7 @@ class GpuProgram:
         heads, cache = found
         shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
         if shape not in self._scratch:
-            self._scratch[shape] = scratch(MAX_ROWS, *shape, self.device)
+            self._scratch[shape] = scratch(MAX_TOKENS, *shape, self.device)
         room = self._scratch[shape]
 
         def run(step: _Step) -> None:
