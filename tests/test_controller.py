@@ -157,8 +157,6 @@ def test_prompts_beside_make_drafts_dear() -> None:
     for _ in range(20):
         controller.note(one, MOST, MOST)
     assert controller.choose([Asked(one, MOST)]) == [MOST]
-    assert controller.choose([Asked(one, 3)]) == [0]  # to see how long a plain step takes
-    controller.steps.note(1, int8(1))
     assert controller.choose([Asked(one, 3)]) == [3]
     assert controller.choose([Asked(one, MOST)], other_rows=MAX_ROWS) == [0]
     assert controller.choose([]) == []

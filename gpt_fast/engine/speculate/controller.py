@@ -19,12 +19,16 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.speculate.times import DraftTimes, StepTimes
 
 _PRIOR, _PRIOR_DRAFTS = 0.6, 6.0  # that a draft is right before anything is known, and what that counts for
-_STRENGTH = 2.0  # drafts that what is known of all requests counts for, beside those of one request
+_OWN_STRENGTH = 6.0  # drafts that what is known of all requests counts for, beside those of one request
+_STRENGTH = 2.0  # drafts that the draft before counts for; and all before a trial
 _OWN_MEMORY, _ALL_MEMORY = 0.97, 0.99  # what is kept of earlier drafts at each new one, of a request and of all
 _IDLE_MEMORY = 0.992  # at each step in which a request had none
-_PAYS, _STILL_PAYS = 1.02, 0.985  # tokens/s against plain that turn drafts on, and that leave them on
+_PAYS, _STILL_PAYS = 1.02, 0.98  # tokens/s against plain that turn drafts on, and that leave them on
+_SURE = 1.3  # tokens/s against plain from which it does not matter how long exactly a plain step takes
+_UNSETTLED = 4  # plain steps after others that are not timed
 _TRIALS_SHARE = 0.018  # of the time, for drafts that are not expected to pay
 _WRONG, _TRIALS = 3, 12  # drafts of one trial: until so many were wrong, and at most
+_FIRST_WRONG, _FIRST_TRIALS = 8, 24  # of the first one: a draft model that is left later has to catch up
 
 
 class Asked(NamedTuple):
@@ -55,9 +59,9 @@ class Estimate:
         self.right = [x * memory for x in self.right]
         self.tried = [x * memory for x in self.tried]
 
-    def chance(self, i: int, prior: float) -> float:
-        """That draft i is right if those before it are; ``prior`` where nothing is known."""
-        return (self.right[i] + _STRENGTH * prior) / (self.tried[i] + _STRENGTH)
+    def chance(self, i: int, prior: float, strength: float) -> float:
+        """That draft i is right if those before it are; ``prior`` counts for ``strength`` drafts."""
+        return (self.right[i] + strength * prior) / (self.tried[i] + strength)
 
 
 class Controller:
@@ -70,6 +74,7 @@ class Controller:
         self._own: dict[Request, Estimate] = {}
         self._step = 0
         self._on = self._had_drafts = False
+        self._plain_steps = 0  # in a row
         self._saved = math.inf  # seconds that trials may take: the first one whatever it takes
         self._trial: Request | None = None
         self._wrong_left = self._trials_left = 0
@@ -81,8 +86,6 @@ class Controller:
             return []
         steps, drafting = self.steps, self.drafting
         rows = len(asked) + other_rows
-        if self._on and not steps.known(rows):
-            return [0] * len(asked)  # how long a plain step takes must be known as well
         tokens, seconds = float(len(asked)), steps[rows]
         plain = tokens / seconds
         best, best_count = plain * (_STILL_PAYS if self._on else _PAYS), 0
@@ -101,6 +104,8 @@ class Controller:
             if rate > best:
                 best, best_count = rate, n
         self._on = best_count > 0
+        if self._on and best < _SURE * plain and not steps.known(rows):
+            return [0] * len(asked)  # it is a near thing: plain steps are timed first
         chosen = [0] * len(asked)
         for _, j in likeliest[:best_count]:
             chosen[j] += 1
@@ -114,15 +119,16 @@ class Controller:
             own.step = self._step
         chances = []
         for i in range(most):
-            prior = self._all.chance(i, prior)
-            p *= prior if own is None else own.chance(i, prior)
+            prior = self._all.chance(i, prior, _STRENGTH)
+            p *= prior if own is None else own.chance(i, prior, _OWN_STRENGTH)
             chances.append(p)
         return chances
 
     def observe(self, rows: int, has_drafts: bool, seconds: float) -> None:
-        """A step of ``rows`` took ``seconds`` beside drafting. The first step with drafts, or without, after others
-        does not count: it finds the caches filled with something else."""
-        if has_drafts == self._had_drafts:
+        """A step of ``rows`` took ``seconds`` beside drafting. The first ones with drafts, or without, after others do
+        not count: they find the caches filled with something else."""
+        self._plain_steps = 0 if has_drafts else self._plain_steps + 1
+        if self._had_drafts if has_drafts else self._plain_steps > _UNSETTLED:
             self.steps.note(rows, seconds)
         self._had_drafts = has_drafts
 
@@ -155,15 +161,16 @@ class Controller:
         if not again:
             if self._saved < cost + (_WRONG - 1) * more:
                 return chosen
-            self._begin_trial(asked[j].request)
+            first = self._saved == math.inf
+            self._begin_trial(asked[j].request, *((_FIRST_WRONG, _FIRST_TRIALS) if first else (_WRONG, _TRIALS)))
         self._saved = (0.0 if self._saved == math.inf else self._saved) - cost
         self._trials_left -= 1
         chosen[j] = 1
         return chosen
 
-    def _begin_trial(self, request: Request) -> None:
+    def _begin_trial(self, request: Request, wrong: int, most: int) -> None:
         """Believe little of what was before, so that a few drafts can show that things have changed."""
-        self._trial, self._wrong_left, self._trials_left = request, _WRONG, _TRIALS
+        self._trial, self._wrong_left, self._trials_left = request, wrong, most
         weight = max(self._all.tried)
         self._all.fade(min(1.0, _STRENGTH / weight) if weight else 1.0)
         self._own.pop(request, None)

@@ -14,7 +14,7 @@ _NEW = 0.1  # weight of the latest step in a running mean
 _MOST = 1.5  # times what is expected, or its inverse: what a hiccup counts at most
 _KEPT = 0.995  # of what is known of a number of rows, at each step
 _FRESH = 0.5  # steps, faded, from which a number of rows counts as known
-_REFRESH = 8  # steps between two looks at all numbers of rows
+_REFRESH = 16  # steps between two looks at all numbers of rows
 
 
 class StepTimes:
@@ -53,18 +53,17 @@ class StepTimes:
         self._noted += 1
         if self._noted % _REFRESH == 0:
             self._weight = [w * _KEPT**_REFRESH for w in self._weight]
-            self._now = [first * self._between(r) for r, first in enumerate(self._first)]
+            self._now = [first * ratio for first, ratio in zip(self._first, self._ratios(), strict=True)]
 
-    def _between(self, rows: int) -> float:
-        """The ratio of ``rows``, or one between those of its known neighbours."""
-        known = [r for r, weight in enumerate(self._weight) if weight >= _FRESH] or [max(1, self._most_seen())]
-        below = max((r for r in known if r <= rows), default=known[0])
-        above = min((r for r in known if r >= rows), default=known[-1])
-        share = (rows - below) / (above - below) if above > below else 0.0
-        return self._ratio[below] * (1 - share) + self._ratio[above] * share
-
-    def _most_seen(self) -> int:
-        return max(range(self.most + 1), key=self._weight.__getitem__)
+    def _ratios(self) -> list[float]:
+        """Of each number of rows: its own ratio where that is known, else one between those of its neighbours."""
+        known = [rows for rows in range(self.most + 1) if self._weight[rows] >= _FRESH]
+        known = known or [max(range(self.most + 1), key=self._weight.__getitem__)]
+        ratios = [self._ratio[known[0]]] * known[0]
+        for below, above in pairwise(known):
+            step = (self._ratio[above] - self._ratio[below]) / (above - below)
+            ratios += [self._ratio[below] + step * i for i in range(above - below)]
+        return ratios + [self._ratio[known[-1]]] * (self.most + 1 - known[-1])
 
 
 class DraftTimes:
