@@ -58,7 +58,7 @@ class World:
             missing += [1] * (size - len(missing))
             if isinstance(choose, Controller):
                 asked = [Asked(r, MOST, m, 200) for r, m in zip(requests, missing, strict=True)]
-                counts = choose.choose(asked)
+                counts = [0] * size if choose.rests(size) else choose.choose(asked)
             else:
                 counts = [min(choose, MAX_ROWS // size - 1)] * size
             rows = size + sum(counts)

@@ -24,6 +24,7 @@ _STRENGTH = 2.0  # drafts that the draft before counts for; and all before a tri
 _OWN_MEMORY, _ALL_MEMORY = 0.97, 0.99  # what is kept of earlier drafts at each new one, of a request and of all
 _IDLE_MEMORY = 0.992  # at each step in which a request had none
 _PAYS, _STILL_PAYS = 1.04, 1.0  # tokens/s against plain that turn drafts on, and that leave them on
+_REST = 3  # steps
 _SURE = 1.3  # tokens/s against plain from which it does not matter how long exactly a plain step takes
 _UNSETTLED = 4  # plain steps after others that are not timed
 _TRIALS_SHARE = 0.018  # of the time, for drafts that are not expected to pay
@@ -75,9 +76,21 @@ class Controller:
         self._step = 0
         self._on = self._had_drafts = False
         self._plain_steps = 0  # in a row
+        self._resting = 0  # steps that are still not looked at
         self._saved = math.inf  # seconds that trials may take: the first one whatever it takes
         self._trial: Request | None = None
         self._wrong_left = self._trials_left = 0
+
+    def rests(self, rows: int) -> bool:
+        """Whether the next step, of ``rows``, has no drafts: where they do not pay, not every step is looked at."""
+        trying = self._trial is not None and self._wrong_left > 0 and self._trials_left > 0
+        if self.drafting is None or self._on or trying or not self._resting:
+            self._resting = _REST
+            return False
+        self._resting -= 1
+        self._step += 1
+        self._saved += _TRIALS_SHARE * self.steps[rows]
+        return True
 
     def choose(self, asked: Sequence[Asked], other_rows: int = 0) -> list[int]:
         """How many drafts each of ``asked`` gets, beside ``other_rows`` of prompts in the same step."""

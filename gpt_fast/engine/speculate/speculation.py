@@ -74,7 +74,7 @@ class Speculation:
                 self._draft(scheduler, running, [self.most] * len(running))
             elif self.controller.drafting is None:
                 self._choose_from_guesses(self.controller, scheduler, running)
-            else:
+            elif not self.controller.rests(len(running)):
                 asked = [self._asked(r, self.drafter.missing(r)) for r in running]
                 self._draft(scheduler, running, self.controller.choose(asked, _other_rows(scheduler)))
         except Exception:
