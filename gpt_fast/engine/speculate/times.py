@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -9,7 +10,7 @@ from itertools import pairwise
 _MEASURED = (1, 2, 4, 8, 3, 6, 16, 5, 12, 24, 32, 48, 64, 96, 128)  # rows; the first four always
 _ALWAYS = 4
 _BUDGET_S = 2.0  # for the others
-_REPEATS = 3
+_REPEATS = 4
 _NEW = 0.1  # weight of the latest step in a running mean
 _MOST = 1.5  # times what is expected, or its inverse: what a hiccup counts at most
 _KEPT = 0.995  # of what is known of a number of rows, at each step
@@ -95,11 +96,13 @@ def measure(run: Callable[[int], object], most: int) -> dict[int, float]:
     """Seconds that ``run(rows)`` takes, the least of some times, for some numbers of rows up to ``most``."""
     found: dict[int, float] = {}
     end = time.perf_counter() + _BUDGET_S
-    for i, rows in enumerate(_MEASURED):
-        if rows > most or (i >= _ALWAYS and time.perf_counter() > end):
-            continue
-        run(rows)
-        found[rows] = min(_seconds(run, rows) for _ in range(_REPEATS))
+    for i in range(_REPEATS):  # all numbers in turns: the machine is not equally fast all the time
+        for place, rows in enumerate(_MEASURED):
+            if rows > most or (time.perf_counter() > end and (i or place >= _ALWAYS)):
+                continue
+            if not i:
+                run(rows)
+            found[rows] = min(found.get(rows, math.inf), _seconds(run, rows))
     return found
 
 
@@ -112,11 +115,11 @@ def _seconds(run: Callable[[int], object], rows: int) -> float:
 def _interpolated(measured: Mapping[int, float], most: int) -> list[float]:
     """Seconds for 0 to ``most`` rows, never falling; those beyond the measured grow by the last slope."""
     known: Sequence[tuple[int, float]] = sorted(measured.items())
+    known = [(rows, min(seconds for _, seconds in known[i:])) for i, (rows, _) in enumerate(known)]
     if len(known) == 1:
         known = [*known, (2 * known[0][0], 2 * known[0][1])]
     times = []
     for rows in range(most + 1):
         (a, at_a), (b, at_b) = next((pair for pair in pairwise(known) if rows <= pair[1][0]), known[-2:])
         times.append(max(at_a if rows >= a else 0.0, at_a + (at_b - at_a) * (rows - a) / (b - a)))
-        times[-1] = max(times[-1], times[-2]) if rows > 1 else times[-1]
     return times
