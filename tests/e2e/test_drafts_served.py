@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,18 +35,21 @@ startupTimeout: 300
 handler:
 """
 NUM_CLIENTS = 8
+NUM_REQUESTS = int(os.environ.get("GPT_FAST_DRAFTS_REQUESTS", "60"))  # 500 take some minutes
+DRAFT = os.environ.get("GPT_FAST_DRAFTS_DRAFT", "demo/draft")  # in model_store, or lookup, int8, int4
 Asked = tuple[str, dict[str, Any]]  # a route and a body
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With an archive that holds both models."""
+    """With an archive that holds both models, where the draft is one."""
     store = tmp_path_factory.mktemp("model_store")
     config = store.parent / "model_config.yaml"
-    keys = {**ENGINE, "speculate": "always", "speculate_k": 3}
+    draft = ROOT / "model_store" / DRAFT
+    keys = {**ENGINE, "speculate": "always", "speculate_k": 3} | ({} if draft.is_dir() else {"draft": DRAFT})
     config.write_text(CONFIG + "".join(f"    {key}: {json.dumps(value)}\n" for key, value in keys.items()))
-    draft = ROOT / "model_store" / "demo" / "draft"
-    build_archive(checkpoint, draft=draft, name="gpt-fast", config=config, output=store)
+    folder = draft if draft.is_dir() else None
+    build_archive(checkpoint, draft=folder, name="gpt-fast", config=config, output=store)
     with serve(store, {"gpt-fast": "gpt-fast"}) as running:
         running.wait_ready("gpt-fast")
         yield running
@@ -69,6 +73,11 @@ def mixed(count: int) -> list[Asked]:
         {"temperature": 1, "repetition_penalty": 1.2, "presence_penalty": 0.5},
         {"temperature": 1.2, "top_k": 20, "min_tokens": 9},
         {"temperature": 1, "stop": ["and", "was"]},
+        {"temperature": 0.9, "min_p": 0.1, "frequency_penalty": 0.4},
+        {"temperature": 1, "logit_bias": {"300": 3.0, "301": -100.0}, "ignore_eos": True},
+        {"temperature": 0.7, "regex": "[A-Z][a-z]+( [a-z]+){2,12}[.]"},
+        {"temperature": 1, "choice": ["a red fox", "a red ox", "a blue fish"]},
+        {"temperature": 1, "json_schema": {"type": "array", "items": {"enum": ["yes", "no"]}, "maxItems": 6}},
     ]
     asked: list[Asked] = []
     for i in range(count):
@@ -152,7 +161,7 @@ def of_one_client(server: Server, requests: Sequence[Asked]) -> list[Reply]:
 
 def test_eight_clients_get_what_they_get_without_drafts(server: Server, plain: tuple[LLM, Routes]) -> None:
     """While others hang up in the middle of their streams, and while wrong requests come."""
-    requests = mixed(48)
+    requests = mixed(NUM_REQUESTS)
     gone = {"prompt": "Once upon a time", "max_new_tokens": 400, "ignore_eos": True, "temperature": 1}
     wrong: list[Any] = [b"{", {"prompt": "a", "draft_n": 1}, {"prompt": [99999]}, {"prompt": "a", "draft_counts": "x"}]
     with ThreadPoolExecutor(2 * NUM_CLIENTS) as pool:
