@@ -11,8 +11,8 @@ from torch import Tensor
 from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout
 from gpt_fast.kernels.race import Draw
 
-# Tokens, positions, lengths, layout, rows, the slot of each row, and draws -> the tokens drawn for each row.
-Chain = Callable[[Tensor, Tensor, Tensor, StepLayout, Tensor, Tensor, Sequence[Sequence[Draw]]], list[list[int]]]
+# Tokens, positions, layout, rows, the slot of each row, and draws -> the tokens drawn for each row.
+Chain = Callable[[Tensor, Tensor, StepLayout, Tensor, Tensor, Sequence[Sequence[Draw]]], list[list[int]]]
 
 
 class Step(Protocol):

@@ -75,12 +75,9 @@ class Runner:
         Returns the tokens of each; NO_TOKEN for one that cannot be drawn, and those behind it mean nothing."""
         if self._step.chain is None:
             return self._chain_by_steps(plan, draws)
-        drawing = [(s, len(own)) for s, own in zip((s for s in plan.sequences if s.num_logits), draws, strict=True)]
-        later = [
-            (s.slot, s.end + i, s.rope_len) for i in range(max(map(len, draws)) - 1) for s, n in drawing if i + 1 < n
-        ]
-        slots = tensor_of([s.slot for s, _ in drawing], torch.int64, _HOST)
-        return self._step.chain(*self._arguments(plan, later), slots, draws)
+        slots = tensor_of([s.slot for s in plan.sequences if s.num_logits], torch.int64, _HOST)
+        tokens, positions, _, layout, rows = self._arguments(plan)
+        return self._step.chain(tokens, positions, layout, rows, slots, draws)
 
     def _chain_by_steps(self, plan: StepPlan, draws: Sequence[Sequence[Draw]]) -> list[list[int]]:
         """:meth:`chain` in one call for each step. The tokens go from step to step on the device."""
@@ -99,29 +96,26 @@ class Runner:
             drawn[i, where] = draw_tokens(logits, [draws[j][i] for j in going])
         return [found[: len(own)] for found, own in zip(drawn.T.tolist(), draws, strict=True)]
 
-    def _arguments(
-        self, plan: StepPlan, later: Sequence[tuple[int, int, int]] = ()
-    ) -> tuple[Tensor, Tensor, Tensor, StepLayout, Tensor]:
-        """What the model's step takes. Of ``later`` tokens (slot, position, rope_len) there are positions, lengths and
-        write slots as well."""
+    def _arguments(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, StepLayout, Tensor]:
+        """What the model's step takes."""
         self._place(plan)
-        tokens, where, rows = list[int](), list[tuple[int, int, int]](), list[int]()
+        tokens, positions, lengths, write_slots, rows = (list[int]() for _ in range(5))
         counts, context_len = [0] * self.max_batch, [0] * self.max_batch
+        size = self.page_size
         for s in plan.sequences:
+            pages, here = self._pages[s.slot], range(s.start, s.end)
             counts[s.slot], context_len[s.slot] = s.end - s.start, s.end
             tokens += s.tokens
             rows += range(len(tokens) - s.num_logits, len(tokens))
-            where += [(s.slot, position, s.rope_len) for position in range(s.start, s.end)]
-        where += later
-        home, size, pages = _HOST if self._step.reads_host(len(tokens)) else self.device, self.page_size, self._pages
-        numbers = [*tokens, *(0 for _ in later)]
-        numbers += [position for _, position, _ in where]
-        numbers += [max(rope_len, position + 1) for _, position, rope_len in where]
-        numbers += [pages[slot][position // size] * size + position % size for slot, position, _ in where]
-        new, places, totals, slots = tensor_of(numbers, torch.int64, home).view(4, -1).unbind(0)
+            positions += here
+            lengths += [max(s.rope_len, position + 1) for position in here]
+            write_slots += [pages[position // size] * size + position % size for position in here]
+        home = _HOST if self._step.reads_host(len(tokens)) else self.device
+        numbers = tensor_of([*tokens, *positions, *lengths, *write_slots], torch.int64, home)
+        new, places, totals, slots = numbers.view(4, -1).unbind(0)
         query_start = tensor_of([0, *itertools.accumulate(counts)], torch.int32, home)
         layout = StepLayout(query_start, tensor_of(context_len, torch.int32, home), self._page_table, slots)
-        return new[: len(tokens)], places, totals, layout, tensor_of(rows, torch.int64, self.device)
+        return new, places, totals, layout, tensor_of(rows, torch.int64, self.device)
 
     def _place(self, plan: StepPlan) -> None:
         """Send what the plan changes in the page table to the device."""

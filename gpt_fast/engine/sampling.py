@@ -51,7 +51,9 @@ def draw_of(row: SamplingRow) -> Draw:
 
 def only_drawn(row: SamplingRow) -> bool:
     """Whether :func:`adjust` leaves ``row`` as it is, and later rows of its sequence as well."""
-    return row.allowed is None and not row.params.penalised and not _additions(row)
+    p = row.params
+    ending = row.position - row.num_prompt >= p.min_tokens or not row.end_ids
+    return ending and row.allowed is None and not p.logit_bias and not p.penalised
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -77,6 +79,8 @@ def plain_draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Everything before temperature: [R, V] -> [R, V], float32 if anything changed, else the same tensor."""
+    if all(map(only_drawn, rows)):
+        return logits
     device = logits.device
     masked = [i for i, row in enumerate(rows) if row.allowed is not None]
     if masked:

@@ -60,7 +60,8 @@ class CpuModel:
 
     def make_step(self, cache: KVCache, page_table: Tensor) -> CpuStep:
         """Steps over ``cache``; the layout of each brings the page table."""
-        return CpuStep(self, cache)
+        longest = page_table.shape[1] * (cache[0].k.shape[1] if cache else 0)
+        return CpuStep(self, cache, longest)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Whole sequences [B, T] int64 -> logits [B, T, vocab_size] float32; the cache is of this call alone."""
@@ -82,33 +83,39 @@ class CpuModel:
 
 
 class CpuStep:
-    """Steps in C++ over one cache and page table."""
+    """Steps in C++ over one cache and page table, of sequences of at most ``longest`` tokens."""
 
     path = "kernels"
 
-    def __init__(self, model: CpuModel, cache: KVCache) -> None:
+    def __init__(self, model: CpuModel, cache: KVCache, longest: int) -> None:
         self._ropes, self._program = model.ropes, model.program(cache)
+        every = torch.arange(longest)
+        fixed = all(rope.by_position for rope in self._ropes)
+        self._tables = [rope(every, every) for rope in self._ropes] if fixed else None
 
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         """Logits [R, V] float32. See ``Transformer.step``."""
-        angles = [rope(positions, lengths) for rope in self._ropes]
+        angles = [rope(positions, lengths) for rope in self._ropes] if self._tables is None else self._tables
         with _named("gpt_fast::cpu_step"):
-            return self._program.run(tokens, positions, angles, layout, rows)
+            return self._program.run(tokens, positions, angles, layout, rows, by_position=self._tables is not None)
 
-    def chain(
+    @property
+    def chain(self) -> Callable[..., list[list[int]]] | None:
+        """See ``Program.chain``, which has no angles for tokens that the host does not know yet."""
+        return None if self._tables is None else self._chain
+
+    def _chain(
         self,
         tokens: Tensor,
         positions: Tensor,
-        lengths: Tensor,
         layout: StepLayout,
         rows: Tensor,
         slots: Tensor,
         draws: Sequence[Sequence[Draw]],
     ) -> list[list[int]]:
-        """See ``Program.chain``."""
-        angles = [rope(positions, lengths) for rope in self._ropes]
+        assert self._tables is not None
         with _named("gpt_fast::cpu_chain"):
-            return self._program.chain(tokens, positions, angles, layout, rows, slots, draws)
+            return self._program.chain(tokens, positions, self._tables, layout, rows, slots, draws)
 
     def reads_host(self, num_tokens: int) -> bool:
         """Always: host and device are one."""

@@ -31,6 +31,11 @@ class Rope(nn.Module):
             long = _unscaled(table) / torch.tensor(scaling.long, device="cpu")
             self.register_buffer("long", long, persistent=False)
 
+    @property
+    def by_position(self) -> bool:
+        """Whether the lengths do not matter."""
+        return self.table.scaling is None or self.table.scaling.type not in ("dynamic", "longrope")
+
     def forward(self, positions: Tensor, lengths: Tensor) -> Angles:
         inv_freq, scaling = self.inv_freq, self.table.scaling
         if scaling is not None and scaling.type == "dynamic":

@@ -23,7 +23,7 @@ from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, draw_of, only_drawn,
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.speculate.drafter import Wish
 from gpt_fast.engine.speculate.times import DraftTimes, StepTimes, measure
-from gpt_fast.kernels.race import Draw
+from gpt_fast.kernels.race import Draw, race_key
 
 _MEASURED_ROWS = 128  # of a step; longer ones are extrapolated
 _MORE_DRAFTS = 4
@@ -165,7 +165,7 @@ class ModelDrafter:
     def _draw_at_once(self, parts: Sequence[_Part]) -> None:
         """Compute ``parts``, and all drafts of those that are complete by then."""
         drawing = [part.draft for part in parts if part.complete]
-        draws = [[_draw(d.request, i) for i in range(d.count)] for d in drawing]
+        draws = [_draws(d.request, d.count) for d in drawing]
         plan = StepPlan(tuple(self._plan(part, part.draft.count if part.complete else 1) for part in parts))
         if not drawing:
             self.runner.execute(plan)
@@ -220,9 +220,13 @@ class ModelDrafter:
         return len(masks) == len(d.tokens) + 1
 
 
-def _draw(request: Request, num_drafts: int) -> Draw:
-    """How the token behind ``num_drafts`` drafts is drawn."""
-    return draw_of(SamplingRow(request.params, request.seed, request.num_tokens + num_drafts))
+def _draws(request: Request, count: int) -> list[Draw]:
+    """How ``count`` drafts are drawn, one behind the other."""
+    first = draw_of(SamplingRow(request.params, request.seed, request.num_tokens))
+    if not first.temperature:
+        return [first] * count
+    keys = (race_key(request.seed, request.num_tokens + i) for i in range(1, count))
+    return [first, *(Draw(*first[:4], *key) for key in keys)]
 
 
 def widened(logits: Tensor, vocab_size: int) -> Tensor:

@@ -75,27 +75,32 @@ class Speculation:
             elif self.controller.drafting is None:
                 self._choose_from_guesses(self.controller, scheduler, running)
             elif not self.controller.rests(len(running)):
-                asked = [self._asked(r, self.drafter.missing(r)) for r in running]
-                self._draft(scheduler, running, self.controller.choose(asked, _other_rows(scheduler)))
+                asked = [self._asked(r) for r in running]
+                counts = self.controller.choose(asked, _other_rows(scheduler))
+                self._draft(scheduler, running, counts, [each.missing for each in asked])
         except Exception:
             log.exception("drafting failed; this step goes on without drafts")
 
-    def _asked(self, request: Request, missing: int) -> Asked:
+    def _asked(self, request: Request) -> Asked:
         left = request.max_tokens - request.num_output
-        return Asked(request, min(self.most, left - 1), missing, min(left, max(_EXPECTED_TOKENS, request.num_output)))
+        steps_left = min(left, max(_EXPECTED_TOKENS, request.num_output))
+        return Asked(request, min(self.most, left - 1), self.drafter.missing(request), steps_left)
 
-    def _draft(self, scheduler: Scheduler, running: Sequence[Request], counts: Sequence[int]) -> None:
-        """Have ``counts`` drafts made, or as many as there is room for."""
+    def _draft(
+        self, scheduler: Scheduler, running: Sequence[Request], counts: Sequence[int], missing: Sequence[int] = ()
+    ) -> None:
+        """Have ``counts`` drafts made, or as many as there is room for. ``missing``: what the drafter has to compute
+        for each of ``running`` first, where it is to be timed."""
         begin = time.perf_counter()
-        wishes = [Wish(r, scheduler.room_for_drafts(r, n)) for r, n in zip(running, counts, strict=True) if n]
+        wishes = [Wish(r, scheduler.room_for_drafts(r, n)) for r, n in zip(running, counts, strict=True)]
+        lacking = [n for wish, n in zip(wishes, missing, strict=False) if wish.most]
         wishes = [wish for wish in wishes if wish.most]
         if not wishes:
             return
-        costs = None if self.controller is None else self.controller.drafting
-        missing = [] if costs is None else [self.drafter.missing(wish.request) for wish in wishes]
         drafts = self.drafter.draft(wishes)
-        if costs is not None:
-            costs.note([wish.most for wish in wishes], missing, time.perf_counter() - begin)
+        if self.controller is not None and self.controller.drafting is not None:
+            seconds = time.perf_counter() - begin
+            self.controller.drafting.note([wish.most for wish in wishes], lacking, seconds)
         for wish, tokens in zip(wishes, drafts, strict=True):
             wish.request.drafts = tokens
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure
 from typing import Any, NamedTuple
@@ -19,9 +20,10 @@ from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout, check_cache, padded
 from gpt_fast.kernels.cpu import structs
 from gpt_fast.kernels.cpu.library import CACHE_FORMATS, FORMATS, library
-from gpt_fast.kernels.race import Draw
+from gpt_fast.kernels.race import Draw, draw_table
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import alibi_slopes
+from gpt_fast.model.rope import Angles
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped_swiglu": 4}
 
@@ -117,16 +119,17 @@ class Program:
         self,
         tokens: Tensor,  # [N] int64
         positions: Tensor,  # [N] int64
-        angles: Sequence[tuple[Tensor, Tensor]],  # for each rope table cosines and sines, [N, rotary / 2] float32
+        angles: Sequence[Angles],  # of each rope table, a row for each token
         layout: StepLayout | None,
         rows: Tensor,  # [R] int64: tokens whose outputs are wanted
         input: Tensor | None = None,  # [N, width] float32
+        by_position: bool = False,  # the angles have a row for each position from 0 on, not for each token
     ) -> Tensor:
         """The output buffer, float32 [R or N, width]; keys and values of all tokens go into the caches.
 
         Raises ValueError for rope tables of another width than the operations'.
         """
-        step, out, kept = self._step(tokens, positions, angles, layout, rows, input)
+        step, out, kept = self._step(tokens, positions, angles, layout, rows, by_position, input)
         self._library.gpt_fast_run(ctypes.addressof(self._program), ctypes.addressof(step), torch.get_num_threads())
         del kept
         return out
@@ -134,10 +137,10 @@ class Program:
     def chain(
         self,
         tokens: Tensor,  # [N] int64
-        positions: Tensor,  # [N + later tokens] int64
-        angles: Sequence[tuple[Tensor, Tensor]],  # of all those positions
-        layout: StepLayout,  # write slots of all those positions, the rest of the first step
-        rows: Tensor,  # [R] int64
+        positions: Tensor,  # [N] int64
+        angles: Sequence[Angles],  # of all positions from 0 on
+        layout: StepLayout,  # of the first step; the page table has the pages of the later ones as well
+        rows: Tensor,  # [R] int64: the last token of each slot that has a row
         row_slots: Tensor,  # [R] int64, rising: the slot of each row
         draws: Sequence[Sequence[Draw]],
     ) -> list[list[int]]:
@@ -145,40 +148,38 @@ class Program:
         how (the fields of ``Draw``) and, by its length, how many. A row drops out after its last token, and later
         steps hold the tokens of the others in order. Returns the tokens of each row; -1 for one that cannot be drawn.
         """
-        step, out, kept = self._step(tokens, positions, angles, layout, rows)
+        step, out, kept = self._step(tokens, positions, angles, layout, rows, by_position=True)
         counts, longest = [len(each) for each in draws], max(map(len, draws))
-        table = (structs.Draw * (longest * len(draws)))(*itertools.chain(*itertools.zip_longest(*draws, fillvalue=())))
-        halves = (ctypes.c_int64 * max(1, len(angles)))(*(cos.shape[-1] for cos, _ in angles))
-        each_count = (ctypes.c_int64 * len(counts))(*counts)
-        drawn = (ctypes.c_int64 * len(table))()
+        table = draw_table(itertools.chain(*itertools.zip_longest(*draws, fillvalue=Draw())))
+        each_count = array("q", counts)
+        drawn = array("q", bytes(8 * longest * len(draws)))
         chain = structs.Chain(
-            draws=ctypes.addressof(table), counts=ctypes.addressof(each_count), row_slots=row_slots.data_ptr(),
-            halves=ctypes.addressof(halves), num_ropes=len(angles), num_steps=longest, vocab=self._width,
-            tokens=ctypes.addressof(drawn),
+            draws=structs.address(table), counts=structs.address(each_count), row_slots=row_slots.data_ptr(),
+            num_steps=longest, vocab=self._width, tokens=structs.address(drawn),
         )  # fmt: skip
         addresses = (ctypes.addressof(struct) for struct in (self._program, step, chain))
         self._library.gpt_fast_chain(*addresses, torch.get_num_threads())
         del out, kept
-        return [[drawn[i * len(draws) + r] for i in range(count)] for r, count in enumerate(counts)]
+        return [drawn[r :: len(draws)][:count].tolist() for r, count in enumerate(counts)]
 
     def _step(
         self,
         tokens: Tensor,
         positions: Tensor,
-        angles: Sequence[tuple[Tensor, Tensor]],
+        angles: Sequence[Angles],
         layout: StepLayout | None,
         rows: Tensor,
+        by_position: bool,
         input: Tensor | None = None,
     ) -> tuple[Structure, Tensor, object]:
         """The struct of a step, its output, and what must be kept while it runs."""
         for table, half in self._halves.items():
-            if {t.shape[-1] for t in angles[table]} != {half}:
+            if angles[table][0].shape[-1] != half or angles[table][1].shape[-1] != half:
                 raise ValueError(f"rope table {table} must have {half} columns, not {angles[table][0].shape[-1]}")
-        given = [tokens, positions, rows, *(t for pair in angles for t in pair)]
-        tokens, positions, rows, *turns = given = [t.contiguous() for t in given]
-        parts = [t.contiguous() for t in layout or _NO_LAYOUT]
-        start, context_len, page_table, write_slots = parts
-        pointers = (ctypes.c_void_p * max(1, len(turns)))(*(t.data_ptr() for t in turns))
+        given = [tokens, positions, rows, *(layout or _NO_LAYOUT), *(t for pair in angles for t in pair)]
+        given = [t.contiguous() for t in given]
+        tokens, positions, rows, start, context_len, page_table, write_slots, *waves = given
+        pointers = array("q", [t.data_ptr() for t in waves])
         source = None if input is None else input.clone(memory_format=torch.contiguous_format)
         if self._in_place and source is not None:
             out = source
@@ -186,12 +187,13 @@ class Program:
             out = torch.empty(rows.shape[0] if self._rows else tokens.shape[0], self._width)
         step = structs.Step(
             tokens=tokens.data_ptr(), positions=positions.data_ptr(), num_tokens=tokens.shape[0],
-            angles=ctypes.addressof(pointers), query_start=start.data_ptr(), context_len=context_len.data_ptr(),
-            page_table=page_table.data_ptr(), write_slots=write_slots.data_ptr(), slots=page_table.shape[0],
-            pages_per_slot=page_table.shape[1], rows=rows.data_ptr(), num_rows=rows.shape[0],
-            input=None if source is None else source.data_ptr(), output=out.data_ptr(),
+            angles=structs.address(pointers), turns=positions.data_ptr() if by_position else None,
+            query_start=start.data_ptr(), context_len=context_len.data_ptr(), page_table=page_table.data_ptr(),
+            write_slots=write_slots.data_ptr(), slots=page_table.shape[0], pages_per_slot=page_table.shape[1],
+            rows=rows.data_ptr(), num_rows=rows.shape[0], input=None if source is None else source.data_ptr(),
+            output=out.data_ptr(),
         )  # fmt: skip
-        return step, out, (given, parts, pointers, source)
+        return step, out, (given, pointers, source)
 
     def _keep_wanted_rows(self) -> None:
         x, width = self._buffers["x"], self._buffers.width("x")

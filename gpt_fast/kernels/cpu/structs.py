@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -25,4 +26,11 @@ def _struct(name: str) -> Any:
 
 Linear, Embedding, Op, Program = map(_struct, ("Linear", "Embedding", "Op", "Program"))
 Step, Draw, Chain = map(_struct, ("Step", "Draw", "Chain"))
+
+
+def address(numbers: array[int]) -> int:
+    """Where the first of ``numbers`` stands."""
+    return numbers.buffer_info()[0]
+
+
 CHECKED = (Linear, Op, Program, Step, Draw, Chain)  # in the order of gpt_fast_struct_bytes

@@ -45,7 +45,7 @@ void gpt_fast_run(const Program* program, Step* step, int threads) {
 
 // Several steps of a program, each of the tokens that the one before has drawn (chain.h).
 void gpt_fast_chain(const Program* program, const Step* step, const Chain* chain, int threads) {
-    run_chain(*step, *chain, threads, [&](Step& each) { gpt_fast_run(program, &each, threads); });
+    run_chain(*step, *chain, program->page_size, threads, [&](Step& each) { gpt_fast_run(program, &each, threads); });
 }
 
 // A token for each row of logits (draw.h).

@@ -81,7 +81,8 @@ struct Step {
     const int64_t* tokens;     // [N]
     const int64_t* positions;  // [N]
     int64_t num_tokens;
-    const float* const* angles;  // for each rope cosines and sines, [N, rotary / 2] each
+    const float* const* angles;  // for each rope cosines and sines, [rows, rotary / 2] each
+    const int64_t* turns;        // [N] the row of angles of each token; null: i for token i
     const int32_t* query_start;
     const int32_t* context_len;
     const int32_t* page_table;
@@ -225,6 +226,7 @@ private:
         const float eps = static_cast<float>(op.eps);
         team.share(n, 1, [&](int64_t i, int64_t) {
             float* x = row(op.x, i);
+            const int64_t turn = (s.turns ? s.turns[i] : i) * half;
             if (op.q_norm && op.norm_rows) {
                 rms_norm(x, op.q_norm, op.num_heads * d, eps, x, nullptr);
                 rms_norm(x + op.num_heads * d, op.k_norm, op.num_kv_heads * d, eps, x + op.num_heads * d, nullptr);
@@ -232,7 +234,7 @@ private:
             for (int64_t head = 0; head < all; ++head) {
                 if (op.q_norm && !op.norm_rows)
                     rms_norm(x + head * d, head < op.num_heads ? op.q_norm : op.k_norm, d, eps, x + head * d, nullptr);
-                if (half) rope_head(x + head * d, cos + i * half, sin + i * half, half);
+                if (half) rope_head(x + head * d, cos + turn, sin + turn, half);
             }
             if (padded != d) x = pad_heads(x, all + op.num_kv_heads, d, padded, row(op.out, i));
             const float* keys = x + op.num_heads * padded;
