@@ -2,12 +2,15 @@
 
     python benchmarks/speculation.py --shape tinyllama-1.1b --quantize int8 --drafter lookup --threads 2 --plot FILE
     python benchmarks/speculation.py --shape tinyllama-1.1b --dtype bfloat16 --drafter int4 --batch-sizes 1,2,4
+    python benchmarks/speculation.py --quantize int8 --changing --shares "" --threads 2
 
 Random weights agree with nothing, so the drafts come from somebody who knows the answer of the plain run, and each is
 wrong with a set probability. They cost what such drafts cost: nothing (lookup), or the steps of the model's int4 copy,
 which is run for each draft (int4). Verification does not depend on how many drafts are right, so a fixed number of
 drafts is timed once, and its tokens per second follow from the expected number of right ones. The controller is run for
-each share, in turns with plain decoding and with the best fixed number. The last line is JSON.
+each share, in turns with plain decoding and with the best fixed number. ``--changing``: then clients come and go and
+the share of right drafts jumps (PHASES), in turns without drafts, with each fixed number, and with the controller. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import random
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +31,7 @@ import torch
 from gpt_fast import LLM, Completion, SamplingParams
 from gpt_fast.bench import plots
 from gpt_fast.engine.compute import probe
+from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import StepPlan
@@ -41,7 +46,10 @@ from gpt_fast.quantize.apply import quantize_model
 from gpt_fast.quantize.scheme import quant_config
 
 PROMPT_TOKENS = 16
+POLL_S = 0.002
 TIMED_TOKENS = 96  # of each sequence while fixed numbers of drafts are timed, all right
+PHASES = ((1, 0.9), (1, 0.2), (4, 0.7), (16, 0.9), (16, 0.0), (8, 0.6), (2, 0.9), (1, 0.0), (1, 0.7))  # clients, share
+PHASE_TOKENS = 96  # of each client in a phase
 Answers = dict[tuple[int, ...], list[int]]  # by prompt
 
 
@@ -142,24 +150,67 @@ class Bench:
         tokens = sum(count for count, _ in steps)
         return tokens / sum(seconds for _, seconds in steps), statistics.median(seconds for _, seconds in steps)
 
+    def run_changing(self, speculation: Speculation | None) -> list[float]:
+        """Tokens per second of each of PHASES, in which so many clients ask one thing after the other; those that are
+        too many leave."""
+        draw, rates = random.Random(0), []
+        handles: list[tuple[list[int], Handle]] = []
+        with self._watched(speculation, None) as steps:
+            for clients, self.drafter.share in PHASES:
+                first, wanted = len(steps), clients * PHASE_TOKENS
+                for _, handle in handles[clients:]:
+                    handle.cancel()
+                del handles[clients:]
+                while sum(count for count, _ in steps[first:]) < wanted:
+                    handles = [(prompt, handle) for prompt, handle in handles if not self._ended(prompt, handle)]
+                    while len(handles) < clients:
+                        prompt, count = draw.choice(self.prompts), draw.randrange(24, TIMED_TOKENS)
+                        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+                        handles.append((prompt, self.llm.submit(prompt, params)))
+                    time.sleep(POLL_S)
+                phase = steps[first:]
+                rates.append(sum(count for count, _ in phase) / sum(seconds for _, seconds in phase))
+            for _, handle in handles:
+                handle.cancel()
+            while self.llm.engine.scheduler.running:
+                time.sleep(POLL_S)
+        return rates
+
+    def _ended(self, prompt: list[int], handle: Handle) -> bool:
+        """Whether ``handle`` has ended. Raises RuntimeError where its answer differs from the plain one."""
+        if handle.error is not None:
+            raise handle.error
+        done = handle.completion
+        if done is not None and list(done.token_ids) != self.answers[tuple(prompt)][: len(done.token_ids)]:
+            raise RuntimeError("an answer with drafts differs from the plain one")
+        return done is not None
+
     @contextmanager
-    def _watched(self, speculation: Speculation | None, batch_size: int) -> Iterator[list[tuple[int, float]]]:
-        """Tokens and seconds of each step in which all decode."""
-        engine, steps, known = self.llm.engine, list[tuple[int, float]](), 0
+    def _watched(self, speculation: Speculation | None, batch_size: int | None) -> Iterator[list[tuple[int, float]]]:
+        """Tokens and seconds of each step in which all ``batch_size`` sequences decode; None: of every step."""
+        engine, steps, known, ended = self.llm.engine, list[tuple[int, float]](), 0, 0
+
+        def note_end(request: Request) -> None:
+            nonlocal ended
+            ended += request.num_output
 
         def note(plan: StepPlan, seconds: float) -> None:
             nonlocal known
             running = engine.scheduler.running
-            before, known = known, sum(r.num_output for r in running)
+            before, known = known, ended + sum(r.num_output for r in running)
             whole = len(running) == batch_size == len(plan.sequences)
-            if whole and all(s.num_logits == len(s.tokens) for s in plan.sequences):
+            if batch_size is None or (whole and all(s.num_logits == len(s.tokens) for s in plan.sequences)):
                 steps.append((known - before, seconds))
 
         with engine.changed:
-            engine.speculation, engine.on_step = speculation, note
+            engine.speculation, engine.on_step, engine.on_finish = speculation, note, note_end
         yield steps
         with engine.changed:
-            engine.speculation, engine.on_step = None, lambda plan, seconds: None
+            engine.speculation, engine.on_step, engine.on_finish = None, _ignore, _ignore
+
+
+def _ignore(*_: object) -> None:
+    """What the engine tells nobody."""
 
 
 def expected(share: float, count: int) -> float:
@@ -172,7 +223,7 @@ def _integers(text: str) -> list[int]:
 
 
 def _numbers(text: str) -> list[float]:
-    return [float(word) for word in text.split(",")]
+    return [float(word) for word in text.split(",") if word]
 
 
 def main() -> int:
@@ -186,6 +237,7 @@ def main() -> int:
     parser.add_argument("--batch-sizes", type=_integers, default=[1, 2, 4, 8, 16])
     parser.add_argument("--shares", type=_numbers, default=[0.0, 0.3, 0.5, 0.7, 0.9, 1.0])
     parser.add_argument("--tokens", type=int, default=160, help="of each sequence in a run of the controller")
+    parser.add_argument("--changing", action="store_true", help="clients that come and go, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--plot", type=Path)
@@ -194,11 +246,13 @@ def main() -> int:
     if arguments.plot:
         plots.check(arguments.plot)
     bench = Bench(arguments)
-    rows = [row for size in arguments.batch_sizes for row in measure(bench, size, arguments)]
+    rows = [row for size in arguments.batch_sizes for row in measure(bench, size, arguments) if arguments.shares]
+    changing = measure_changing(bench, arguments) if arguments.changing else []
     bench.llm.close()
     if arguments.plot:
         plots.plot_shares(rows, arguments.plot)
-    print(json.dumps({"arguments": {k: str(v) for k, v in vars(arguments).items()}, "rows": rows}))
+    said = {k: str(v) for k, v in vars(arguments).items()}
+    print(json.dumps({"arguments": said, "rows": rows, "phases": PHASES, "changing": changing}))
     return 0
 
 
@@ -236,6 +290,25 @@ def measure(bench: Bench, size: int, arguments: argparse.Namespace) -> list[dict
             f"its first run {first:.1f}",
             flush=True,
         )
+    return rows
+
+
+def measure_changing(bench: Bench, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """PHASES, in turns: without drafts, with each fixed number, with a controller that knows nothing at first."""
+    found: dict[str, list[list[float]]] = {}
+    for _ in range(arguments.rounds):
+        for count in (0, *arguments.k):
+            found.setdefault(f"k = {count}", []).append(bench.run_changing(bench.fixed(count)))
+        found.setdefault("controller", []).append(bench.run_changing(bench.controlled()))
+    weights = [clients * PHASE_TOKENS for clients, _ in PHASES]
+    rows = []
+    for name, runs in found.items():
+        seconds = [[w / rate for w, rate in zip(weights, rates, strict=True)] for rates in runs]
+        plain = [[w / rate for w, rate in zip(weights, rates, strict=True)] for rates in found["k = 0"]]
+        whole = statistics.median(sum(p) / sum(s) for p, s in zip(plain, seconds, strict=True))
+        each = [statistics.median(p[i] / s[i] for p, s in zip(plain, seconds, strict=True)) for i in range(len(PHASES))]
+        rows.append({"name": name, "to_plain": whole, "phases_to_plain": each})
+        print(f"{name}: {whole:.3f} of plain; " + ", ".join(f"{ratio:.2f}" for ratio in each), flush=True)
     return rows
 
 

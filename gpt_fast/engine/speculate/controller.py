@@ -25,6 +25,7 @@ _OWN_MEMORY, _ALL_MEMORY = 0.97, 0.99  # what is kept of earlier drafts at each 
 _IDLE_MEMORY = 0.992  # at each step in which a request had none
 _PAYS, _STILL_PAYS = 1.04, 1.0  # tokens/s against plain that turn drafts on, and that leave them on
 _REST = 3  # steps
+_PATIENCE = 16  # steps without drafts before rests, where guesses cost next to nothing
 _SURE = 1.3  # tokens/s against plain from which it does not matter how long exactly a plain step takes
 _UNSETTLED = 4  # plain steps after others that are not timed
 _TRIALS_SHARE = 0.018  # of the time, for drafts that are not expected to pay
@@ -77,6 +78,7 @@ class Controller:
         self._on = self._had_drafts = False
         self._plain_steps = 0  # in a row
         self._resting = 0  # steps that are still not looked at
+        self._idle = 0  # looks since there were drafts
         self._saved = math.inf  # seconds that trials may take: the first one whatever it takes
         self._trial: Request | None = None
         self._wrong_left = self._trials_left = 0
@@ -84,7 +86,8 @@ class Controller:
     def rests(self, rows: int) -> bool:
         """Whether the next step, of ``rows``, has no drafts: where they do not pay, not every step is looked at."""
         trying = self._trial is not None and self._wrong_left > 0 and self._trials_left > 0
-        if self.drafting is None or self._on or trying or not self._resting:
+        looks = self._idle < _PATIENCE if self.drafting is None else self._on or trying
+        if looks or not self._resting:
             self._resting = _REST
             return False
         self._resting -= 1
@@ -95,6 +98,7 @@ class Controller:
     def choose(self, asked: Sequence[Asked], other_rows: int = 0) -> list[int]:
         """How many drafts each of ``asked`` gets, beside ``other_rows`` of prompts in the same step."""
         self._step += 1
+        self._idle += 1
         if not asked:
             return []
         steps, drafting = self.steps, self.drafting
@@ -117,6 +121,7 @@ class Controller:
             if rate > best:
                 best, best_count = rate, n
         self._on = best_count > 0
+        self._idle = 0 if self._on else self._idle
         if self._on and best < _SURE * plain and not steps.known(rows):
             return [0] * len(asked)  # it is a near thing: plain steps are timed first
         chosen = [0] * len(asked)

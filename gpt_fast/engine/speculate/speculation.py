@@ -72,9 +72,11 @@ class Speculation:
         try:
             if self.controller is None:
                 self._draft(scheduler, running, [self.most] * len(running))
+            elif self.controller.rests(len(running)):
+                return
             elif self.controller.drafting is None:
                 self._choose_from_guesses(self.controller, scheduler, running)
-            elif not self.controller.rests(len(running)):
+            else:
                 asked = [self._asked(r) for r in running]
                 counts = self.controller.choose(asked, _other_rows(scheduler))
                 self._draft(scheduler, running, counts, [each.missing for each in asked])
@@ -110,6 +112,7 @@ class Speculation:
         for request in list(self._unverified):
             self._judge(controller, request)
         if not any(guesses):
+            controller.choose([])
             return
         asked = [Asked(r, len(guess)) for r, guess in zip(running, guesses, strict=True)]
         counts = controller.choose(asked, _other_rows(scheduler))
