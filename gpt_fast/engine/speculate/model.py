@@ -22,11 +22,12 @@ from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, draw_of, only_drawn, sample
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.speculate.drafter import Wish
-from gpt_fast.engine.speculate.times import DraftTimes, StepTimes, measure
+from gpt_fast.engine.speculate.times import DraftTimes, StepTimes, measure, measured_rows
 from gpt_fast.kernels.race import Draw, race_key
 
 _MEASURED_ROWS = 128  # of a step; longer ones are extrapolated
 _MORE_DRAFTS = 4
+_LEAST_SHARE = 0.05  # of a call with one draft that the draft itself takes
 
 
 @dataclass
@@ -108,12 +109,16 @@ class ModelDrafter:
         """See ``Drafter``."""
         room = self.runner.pages_per_sequence * self._pages.page_size
         rows = min(_MEASURED_ROWS, self._max_seq_len, room - 1)
-        steps = measure(lambda n: self._run_chain(n, 1), rows)
         more = _MORE_DRAFTS if room >= 2 + _MORE_DRAFTS else 1
-        several = measure(lambda n: self._run_chain(1, 1 + n), more)[more]
-        one = max((several - steps[1]) / more, 0.0)
+
+        def run(number: int) -> None:
+            """So many tokens and a draft behind them, or for 0 one token and ``more`` drafts than one."""
+            self._run_chain(number or 1, 1 if number else 1 + more)
+
+        steps = measure(run, [0, *measured_rows(rows)])
+        one = max((steps.pop(0) - steps[1]) / more, _LEAST_SHARE * steps[1])
         call = steps[1] - one
-        return DraftTimes(call, StepTimes({n: seconds - call for n, seconds in steps.items()}, rows))
+        return DraftTimes(call, StepTimes({n: max(one, seconds - call) for n, seconds in steps.items()}, rows))
 
     def _run_chain(self, num_tokens: int, num_draws: int) -> None:
         """Compute tokens that nobody needs, in slot 0 and page 0."""

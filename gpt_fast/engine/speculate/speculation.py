@@ -11,7 +11,7 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import Scheduler, StepPlan
 from gpt_fast.engine.speculate.controller import Asked, Controller
 from gpt_fast.engine.speculate.drafter import Drafter, Wish
-from gpt_fast.engine.speculate.times import StepTimes, measure
+from gpt_fast.engine.speculate.times import StepTimes, measure, measured_rows
 from gpt_fast.outputs import Origin
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Speculation:
         """Choose the number of drafts from now on. ``run(rows)`` runs a step that verifies rows - 1 drafts; it and the
         drafter are timed. No step with drafts will have more than ``max_rows`` rows."""
         most = min(MAX_ROWS, max_rows, max_batch * (1 + self.most))
-        steps = StepTimes(measure(run, most), most)
+        steps = StepTimes(measure(run, measured_rows(most)), most)
         self.controller = Controller(self.most, steps, self.drafter.measure())
 
     def propose(self, scheduler: Scheduler) -> None:

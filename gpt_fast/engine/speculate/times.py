@@ -11,8 +11,10 @@ _MEASURED = (1, 2, 4, 8, 3, 6, 16, 5, 12, 24, 32, 48, 64, 96, 128)  # rows; the 
 _ALWAYS = 4
 _BUDGET_S = 2.0  # for the others
 _REPEATS = 4
+_MORE_REPEATS, _MORE_S = 40, 0.25  # where steps are short: up to so many, in so many seconds
 _NEW = 0.1  # weight of the latest step in a running mean
 _MOST = 1.5  # times what is expected, or its inverse: what a hiccup counts at most
+_LEAST_RATIO = 0.1
 _KEPT = 0.995  # of what is known of a number of rows, at each step
 _FRESH = 0.5  # steps, faded, from which a number of rows counts as known
 _REFRESH = 16  # steps between two looks at all numbers of rows
@@ -68,15 +70,16 @@ class StepTimes:
 
 
 class DraftTimes:
-    """Seconds that drafts cost: ``call`` once, ``times[rows]`` for one draft of each of ``rows`` sequences."""
+    """Seconds that drafts cost: ``call`` once, ``times[rows]`` for one draft of each of ``rows`` sequences. Both have a
+    running ratio to what was measured."""
 
     def __init__(self, call: float, steps: StepTimes) -> None:
         self._call, self._steps = call, steps
-        self._ratio = 1.0  # of what drafts took lately to what was measured
+        self._call_ratio = self._ratio = 1.0
 
     @property
     def call(self) -> float:
-        return self._ratio * self._call
+        return self._call_ratio * self._call
 
     def __getitem__(self, rows: int) -> float:
         return self._ratio * self._steps[rows] if rows else 0.0
@@ -86,29 +89,42 @@ class DraftTimes:
         return self[missing] - self[1] if missing > 2 else 0.0
 
     def note(self, counts: Sequence[int], missing: Sequence[int], seconds: float) -> None:
-        """Drafts, ``counts`` of each sequence, took ``seconds``."""
+        """Drafts, ``counts`` of each sequence, took ``seconds``. What was not expected is shared among the two ratios
+        by the squares of what they stand for (least mean squares, normalised)."""
         levels = (sum(count > i for count in counts) for i in range(max(counts)))
-        expected = self.call + sum(self[level] for level in levels) + sum(map(self.catching_up, missing))
-        self._ratio *= min(1.25, max(0.8, 1 + _NEW * (seconds / expected - 1)))
+        steps = (sum(self[level] for level in levels) + sum(map(self.catching_up, missing))) / self._ratio
+        expected = self.call + self._ratio * steps
+        wrong = _NEW * (min(_MOST * expected, max(expected / _MOST, seconds)) - expected)
+        squares = self._call**2 + steps**2
+        self._call_ratio = max(_LEAST_RATIO, self._call_ratio + wrong * self._call / squares)
+        self._ratio = max(_LEAST_RATIO, self._ratio + wrong * steps / squares)
 
 
-def measure(run: Callable[[int], object], most: int) -> dict[int, float]:
-    """Seconds that ``run(rows)`` takes, the least of some times, for some numbers of rows up to ``most``."""
+def measured_rows(most: int) -> list[int]:
+    """The numbers of rows up to ``most`` that are timed at start-up, the most important ones first."""
+    return [rows for rows in _MEASURED if rows <= most]
+
+
+def measure(run: Callable[[int], object], numbers: Sequence[int]) -> dict[int, float]:
+    """Seconds that ``run(number)`` takes, the least of some times; of all ``numbers`` but the first ones only if there
+    is time."""
     found: dict[int, float] = {}
-    end = time.perf_counter() + _BUDGET_S
-    for i in range(_REPEATS):  # all numbers in turns: the machine is not equally fast all the time
-        for place, rows in enumerate(_MEASURED):
-            if rows > most or (time.perf_counter() > end and (i or place >= _ALWAYS)):
+    begin = time.perf_counter()
+    for i in range(_MORE_REPEATS):  # all numbers in turns: the machine is not equally fast all the time
+        if i >= _REPEATS and time.perf_counter() > begin + _MORE_S:
+            break
+        for place, number in enumerate(numbers):
+            if time.perf_counter() > begin + _BUDGET_S and (i or place >= _ALWAYS):
                 continue
             if not i:
-                run(rows)
-            found[rows] = min(found.get(rows, math.inf), _seconds(run, rows))
+                run(number)
+            found[number] = min(found.get(number, math.inf), _seconds(run, number))
     return found
 
 
-def _seconds(run: Callable[[int], object], rows: int) -> float:
+def _seconds(run: Callable[[int], object], number: int) -> float:
     begin = time.perf_counter()
-    run(rows)
+    run(number)
     return time.perf_counter() - begin
 
 
