@@ -25,12 +25,13 @@ def request() -> Request:
 
 
 class World:
-    """A machine: a step of n rows takes ``step(n)`` seconds, a draft of n sequences ``draft(n)``, or nothing."""
+    """A machine: a step of n rows takes ``step(n)`` milliseconds, a draft of n sequences ``draft(n)``, or nothing."""
 
     def __init__(
         self, step: Callable[[int], float], draft: Callable[[int], float] | None, noise: float = 0.05, seed: int = 0
     ) -> None:
-        self.step, self.draft, self.noise, self.random = step, draft, noise, random.Random(seed)
+        self.step, self.noise, self.random = lambda rows: 1e-3 * step(rows), noise, random.Random(seed)
+        self.draft = None if draft is None else lambda rows: 1e-3 * draft(rows)
         self.seconds = 0.0
         self.plain_seconds = 0.0  # that the same tokens would have taken without drafts
 
@@ -58,7 +59,8 @@ class World:
             missing += [1] * (size - len(missing))
             if isinstance(choose, Controller):
                 asked = [Asked(r, MOST, m, 200) for r, m in zip(requests, missing, strict=True)]
-                counts = [0] * size if choose.rests(size) else choose.choose(asked)
+                again = choose.again(requests)
+                counts = choose.choose(asked) if again is None else again
             else:
                 counts = [min(choose, MAX_ROWS // size - 1)] * size
             rows = size + sum(counts)

@@ -24,10 +24,12 @@ _STRENGTH = 2.0  # drafts that the draft before counts for; and all before a tri
 _OWN_MEMORY, _ALL_MEMORY = 0.97, 0.99  # what is kept of earlier drafts at each new one, of a request and of all
 _IDLE_MEMORY = 0.992  # at each step in which a request had none
 _PAYS, _STILL_PAYS = 1.04, 1.0  # tokens/s against plain that turn drafts on, and that leave them on
-_REST = 3  # steps
+_REST = 3  # steps for which a choice holds, where a step is shorter than _LONG_S seconds
+_LONG_S = 2e-3
 _PATIENCE = 16  # steps without drafts before rests, where guesses cost next to nothing
 _SURE = 1.3  # tokens/s against plain from which it does not matter how long exactly a plain step takes
 _UNSETTLED = 4  # plain steps after others that are not timed
+_LARGE = 1e9
 _TRIALS_SHARE = 0.018  # of the time, for drafts that are not expected to pay
 _WRONG, _TRIALS = 3, 12  # drafts of one trial: until so many were wrong, and at most
 _FIRST_WRONG, _FIRST_TRIALS = 8, 24  # of the first one: a draft model that is left later has to catch up
@@ -45,25 +47,37 @@ class Asked(NamedTuple):
 class Estimate:
     """How often draft i was right where those before it were, lately."""
 
-    def __init__(self, positions: int) -> None:
-        self.right, self.tried = [0.0] * positions, [0.0] * positions
+    def __init__(self, positions: int, right: float = 0.0, tried: float = 0.0) -> None:
+        # What comes counts ``_unit``, which grows instead of all that came before being made less.
+        self._right, self._tried, self._unit = [right] * positions, [tried] * positions, 1.0
         self.step = 0  # the last one that had drafts
+
+    @property
+    def weight(self) -> float:
+        """How many drafts what is known counts for, of the position that was tried most."""
+        return max(self._tried) / self._unit
 
     def note(self, drafted: int, right: int, memory: float) -> None:
         """The first ``right`` of ``drafted`` were right, and the next was wrong. ``memory``: share that is kept of what
         was noted before."""
         self.fade(memory)
         for i in range(min(drafted, right + 1)):
-            self.tried[i] += 1.0
-            self.right[i] += i < right
+            self._tried[i] += self._unit
+            if i < right:
+                self._right[i] += self._unit
 
     def fade(self, memory: float) -> None:
-        self.right = [x * memory for x in self.right]
-        self.tried = [x * memory for x in self.tried]
+        """Keep the share ``memory`` of what is known."""
+        self._unit /= memory
+        if self._unit > _LARGE:
+            self._right = [x / self._unit for x in self._right]
+            self._tried = [x / self._unit for x in self._tried]
+            self._unit = 1.0
 
     def chance(self, i: int, prior: float, strength: float) -> float:
         """That draft i is right if those before it are; ``prior`` counts for ``strength`` drafts."""
-        return (self.right[i] + strength * prior) / (self.tried[i] + strength)
+        counts = strength * self._unit
+        return (self._right[i] + counts * prior) / (self._tried[i] + counts)
 
 
 class Controller:
@@ -71,32 +85,39 @@ class Controller:
 
     def __init__(self, most: int, steps: StepTimes, drafting: DraftTimes | None) -> None:
         self.most, self.steps, self.drafting = most, steps, drafting
-        self._all = Estimate(most)
-        self._all.right, self._all.tried = [_PRIOR * _PRIOR_DRAFTS] * most, [_PRIOR_DRAFTS] * most
+        self._all = Estimate(most, _PRIOR * _PRIOR_DRAFTS, _PRIOR_DRAFTS)
         self._own: dict[Request, Estimate] = {}
         self._step = 0
         self._on = self._had_drafts = False
         self._plain_steps = 0  # in a row
-        self._resting = 0  # steps that are still not looked at
+        self._chosen_for: Sequence[Request] = ()
+        self._chosen: list[int] = []
+        self._resting = 0  # steps for which that still holds
         self._idle = 0  # looks since there were drafts
         self._saved = math.inf  # seconds that trials may take: the first one whatever it takes
         self._trial: Request | None = None
         self._wrong_left = self._trials_left = 0
 
-    def rests(self, rows: int) -> bool:
-        """Whether the next step, of ``rows``, has no drafts: where they do not pay, not every step is looked at."""
+    def again(self, requests: Sequence[Request]) -> list[int] | None:
+        """The numbers of the last :meth:`choose` where they hold for ``requests`` in this step too; None: choose again.
+        Where steps are short, looking at each would cost too much."""
         trying = self._trial is not None and self._wrong_left > 0 and self._trials_left > 0
-        looks = self._idle < _PATIENCE if self.drafting is None else self._on or trying
-        if looks or not self._resting:
-            self._resting = _REST
-            return False
+        busy = trying if self.drafting is not None else self._idle < _PATIENCE
+        if busy or not self._resting or self.steps[1] > _LONG_S or requests != self._chosen_for:
+            self._resting, self._chosen_for = _REST, requests
+            return None
         self._resting -= 1
         self._step += 1
-        self._saved += _TRIALS_SHARE * self.steps[rows]
-        return True
+        self._saved += _TRIALS_SHARE * self.steps[len(requests)]
+        return self._chosen or [0] * len(requests)
 
     def choose(self, asked: Sequence[Asked], other_rows: int = 0) -> list[int]:
         """How many drafts each of ``asked`` gets, beside ``other_rows`` of prompts in the same step."""
+        counts = self._choose(asked, other_rows)
+        self._chosen = counts if self._on else []
+        return counts
+
+    def _choose(self, asked: Sequence[Asked], other_rows: int) -> list[int]:
         self._step += 1
         self._idle += 1
         if not asked:
@@ -164,6 +185,7 @@ class Controller:
         """``request`` has ended."""
         self._own.pop(request, None)
         self._trial = None if self._trial is request else self._trial
+        self._chosen_for = ()
 
     def _try(self, asked: Sequence[Asked], rows: int, chosen: list[int]) -> list[int]:
         """One draft for one sequence if there is time for trials."""
@@ -189,6 +211,5 @@ class Controller:
     def _begin_trial(self, request: Request, wrong: int, most: int) -> None:
         """Believe little of what was before, so that a few drafts can show that things have changed."""
         self._trial, self._wrong_left, self._trials_left = request, wrong, most
-        weight = max(self._all.tried)
-        self._all.fade(min(1.0, _STRENGTH / weight) if weight else 1.0)
+        self._all.fade(min(1.0, _STRENGTH / self._all.weight))
         self._own.pop(request, None)

@@ -32,7 +32,7 @@ class DraftCounts:
 
     def note(self, drafted: int, accepted: int) -> None:
         """Of one step's ``drafted`` tokens for one sequence the first ``accepted`` were right."""
-        self.num_drafts += drafted > 0
+        self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         for counts, count in ((self.drafted_per_position, drafted), (self.accepted_per_position, accepted)):
@@ -72,8 +72,8 @@ class Speculation:
         try:
             if self.controller is None:
                 self._draft(scheduler, running, [self.most] * len(running))
-            elif self.controller.rests(len(running)):
-                return
+            elif (counts := self.controller.again(running)) is not None:
+                self._draft(scheduler, running, counts)
             elif self.controller.drafting is None:
                 self._choose_from_guesses(self.controller, scheduler, running)
             else:
@@ -140,14 +140,17 @@ class Speculation:
     def note(self, request: Request, drafted: int, right: int, taken: int) -> None:
         """A step verified ``drafted`` tokens of ``request``; the first ``right`` were right, and with the token behind
         them ``taken`` tokens were taken: fewer where the answer ends."""
+        if not drafted:
+            request.origins.extend(["plain"] * taken)
+            return
         accepted = min(right, taken)
         request.num_drafted += drafted
         request.num_accepted += accepted
-        last: Origin = "plain" if not drafted else "bonus" if right == drafted else "corrected"
+        last: Origin = "bonus" if right == drafted else "corrected"
         request.origins.extend(["accepted"] * accepted)
         request.origins.extend([last] * (taken - accepted))
         self.counts.note(drafted, accepted)
-        if drafted and self.controller is not None:
+        if self.controller is not None:
             self.controller.note(request, drafted, right)
             self._unverified.pop(request, None)
 
