@@ -4,7 +4,7 @@
 What it is: corpus, tokenizer, training loop, Hugging Face export and model card in one file, over
 ``Transformer.forward``. What it is not: a trainer for anything bigger; one CPU core is enough.
 
-    python scripts/train_demo.py --text DIR_OR_FILES...                   # about an hour -> model_store/demo/
+    python scripts/train_demo.py --text DIR_OR_FILES...                   # 90 minutes -> model_store/demo/
     python scripts/train_demo.py --text DIR_OR_FILES... --resume          # go on after an interruption
     python scripts/train_demo.py --text DIR_OR_FILES... --write-heldout F # only write the held-out stories
 
@@ -294,7 +294,7 @@ def shape(dim: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim
 
 # Every matrix is a multiple of 32 wide, also when it is shared among four ranks.
 TARGET = Recipe("target", shape(256, 4, 8, 4, 32, 640), num_steps=2200, batch_rows=6)
-DRAFT = Recipe("draft", shape(96, 2, 4, 2, 32, 192), num_steps=600, batch_rows=6, distill=0.9)
+DRAFT = Recipe("draft", shape(96, 2, 4, 2, 32, 192), num_steps=3000, batch_rows=6, distill=0.9)
 
 
 @dataclass
