@@ -85,6 +85,8 @@ class Controller:
 
     def __init__(self, most: int, steps: StepTimes, drafting: DraftTimes | None) -> None:
         self.most, self.steps, self.drafting = most, steps, drafting
+        if drafting is not None:
+            drafting.follow(steps)
         self._all = Estimate(most, _PRIOR * _PRIOR_DRAFTS, _PRIOR_DRAFTS)
         self._own: dict[Request, Estimate] = {}
         self._step = 0
@@ -138,7 +140,8 @@ class Controller:
                     drafting_s += drafting.catching_up(asked[j].missing) / asked[j].steps_left
             counts[j] += 1
             tokens += p
-            rate = tokens / (steps[rows + n] + drafting_s)
+            seconds = max(seconds, steps[rows + n])  # more rows never take less
+            rate = tokens / (seconds + drafting_s)
             if rate > best:
                 best, best_count = rate, n
         self._on = best_count > 0
