@@ -25,9 +25,10 @@ class StepTimes:
     """Seconds of a step of 1 to ``most`` rows: ``times[rows]``.
 
     Between and beyond the ``measured`` numbers of rows times are interpolated. Steps of all sizes share one running
-    ratio to what was measured: a machine that becomes slower does so for all, and steps of different sizes, which are
-    seen at different times, must not differ by that (``ratio``). Besides, each number of rows has a ratio that follows slowly,
-    since contexts that grow change each in its way; those that were not seen lately have one between those that were.
+    ratio to what was measured (``ratio``): a machine that becomes slower does so for all, and steps of different sizes,
+    which are seen at different times, must not differ by that. Besides, each number of rows has a ratio that follows
+    slowly, since contexts that grow change each in its way; those that were not seen lately have one between those that
+    were.
     """
 
     def __init__(self, measured: Mapping[int, float], most: int) -> None:
