@@ -40,7 +40,9 @@ void gpt_fast_run(const Program* program, Step* step, int threads) {
         step->longest = step->context_len[i] > step->longest ? step->context_len[i] : step->longest;
     const Run sizes(*program, *step, threads, nullptr);
     uint8_t* memory = shared_scratch().get<uint8_t>(sizes.num_bytes());
-    run_team(threads, Run::phases(*program), [&](Team& team) { Run(*program, *step, threads, memory).run(team); });
+    std::atomic<int64_t> round{0};  // the same in every thread
+    run_team(threads, sizes.phases(), [&](Team& team) { round = Run(*program, *step, threads, memory).run(team); });
+    if (program->ranks) program->ranks->round = round;
 }
 
 // Several steps of a program, each of the tokens that the one before has drawn (chain.h).
@@ -94,7 +96,7 @@ int64_t gpt_fast_read(const uint8_t* data, int64_t num_bytes, int threads) {
 
 // Sizes of the structs that Python builds, so that a mismatch is an error at load.
 int64_t gpt_fast_struct_bytes(int64_t which) {
-    const int64_t sizes[] = {sizeof(Linear), sizeof(Op), sizeof(Program), sizeof(Step), sizeof(Draw), sizeof(Chain)};
+    const int64_t sizes[] = {sizeof(Linear), sizeof(Op), sizeof(Program), sizeof(Step), sizeof(Draw), sizeof(Chain), sizeof(Ranks)};
     return sizes[which];
 }
 

@@ -2,7 +2,9 @@
 //
 // Weights are packed in tiles of 16 outputs whose values for one k (or one block of k) stand side by side, so lanes
 // of a vector are different outputs. Each output is then one chain of additions over ascending k, whatever the number
-// of rows or threads: results do not depend on the company a row is computed in.
+// of rows or threads: results do not depend on the company a row is computed in. Where ranks may share k among them, it
+// is cut into parts: a chain for each, which are added as a tree. One rank adds them in the same order, so that
+// results do not depend on the number of ranks either.
 //
 // A Format says how a tile is stored and brings micro<R, T>, which adds a range of k for R rows and T tiles. As many
 // rows as micro takes: each weight is read once, from memory, and the next ones are fetched meanwhile. Some more: a
@@ -29,6 +31,8 @@ struct Linear {
     const float* scale;   // integers: [n]
     const float* bias;    // [n] or null
     double factor;        // of the output, the bias included
+    int64_t parts;        // of k, a power of two: chains of additions
+    int64_t raw;          // the outputs are bare sums, to be added to those of other ranks
 };
 
 constexpr int64_t kTile = 16;                      // outputs
@@ -80,40 +84,58 @@ inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, 
     }
 }
 
+// acc[part] += the sums over one part of k, for some tiles and rows.
+template <class Format>
+void sum_part(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile, int64_t tiles,
+              int64_t k, int64_t k_end, int64_t depth, float* acc, int64_t stride) {
+    for (int64_t d = k; d < k_end; d += depth)
+        all_rows<Format>(x, row, rows, w, tile, tiles, d, d + depth < k_end ? d + depth : k_end, acc, stride);
+}
+
+// acc [parts, rows, stride]: the sums over each part of k, for some tiles and rows; then the first is the sum of all.
+// `all`: rows of the whole product.
+template <class Format>
+void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t rows, int64_t all, const Format& w, int64_t parts,
+               int64_t tile, int64_t tiles, float* acc, int64_t stride) {
+    const int64_t k = w.depth(), size = rows * stride;
+    std::memset(acc, 0, static_cast<size_t>(parts * size) * sizeof(float));
+    const int64_t group = all > kFewRows ? tiles : all > kMaxRows || parts > 1 ? kStreams : tiles;
+    const int64_t depth = all > kMaxRows ? kDepth : k;
+    for (int64_t t = 0; t < tiles; t += group)
+        for (int64_t p = 0; p < parts; ++p)
+            sum_part<Format>(x, row, rows, w, tile + t, t + group < tiles ? group : tiles - t, k * p / parts,
+                             k * (p + 1) / parts, depth, acc + p * size + t * kTile, stride);
+    for (int64_t step = 1; step < parts; step *= 2)
+        for (int64_t p = 0; p < parts; p += 2 * step)
+            for (int64_t i = 0; i < size; ++i) acc[p * size + i] += acc[(p + step) * size + i];
+}
+
+// A sum to an output.
+template <bool kScaled>
+inline float finished(float sum, const Linear& layer, int64_t column) {
+    if (kScaled) sum *= layer.scale[column];
+    if (layer.bias) sum += layer.bias[column];
+    return sum * static_cast<float>(layer.factor);
+}
+
 // Some tiles of out [rows, n] for all rows, by one thread; residual null or as out, which it may be itself.
 template <class Format>
 void linear_tiles(const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer, float* out,
                   const float* residual, int64_t tile, int64_t tile_end) {
     static thread_local Scratch sums;
-    const int64_t n = layer.n, k = w.depth(), width = tile_end - tile, stride = width * kTile;
-    float* acc = sums.get<float>((rows < kRowsAtOnce ? rows : kRowsAtOnce) * stride);
+    const int64_t n = layer.n, width = tile_end - tile, stride = width * kTile;
+    float* acc = sums.get<float>(layer.parts * (rows < kRowsAtOnce ? rows : kRowsAtOnce) * stride);
     for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
         const int64_t count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
-        std::memset(acc, 0, static_cast<size_t>(count * stride) * sizeof(float));
-        if (rows <= kMaxRows) {
-            all_rows<Format>(x, row, count, w, tile, width, 0, k, acc, stride);
-        } else if (rows <= kFewRows) {
-            constexpr int64_t at_once = 4;
-            for (int64_t t = 0; t < width; t += at_once)
-                for (int64_t d = 0; d < k; d += kDepth)
-                    all_rows<Format>(x, row, count, w, tile + t, t + at_once < width ? at_once : width - t, d,
-                                     d + kDepth < k ? d + kDepth : k, acc + t * kTile, stride);
-        } else {
-            for (int64_t d = 0; d < k; d += kDepth)
-                all_rows<Format>(x, row, count, w, tile, width, d, d + kDepth < k ? d + kDepth : k, acc, stride);
-        }
+        sum_tiles<Format>(x, row, count, rows, w, layer.parts, tile, width, acc, stride);
         const int64_t first = tile * kTile, columns = n - first < stride ? n - first : stride;
-        const float factor = static_cast<float>(layer.factor);
         for (int64_t m = 0; m < count; ++m) {
             const float* from = acc + m * stride;
             const int64_t at = (row + m) * layer.out_stride + first;
             float* to = out + at;
             const float* add = residual ? residual + at : nullptr;
             for (int64_t j = 0; j < columns; ++j) {
-                float value = from[j];
-                if constexpr (Format::kOutputScale) value *= layer.scale[first + j];
-                if (layer.bias) value += layer.bias[first + j];
-                value *= factor;
+                const float value = layer.raw ? from[j] : finished<Format::kOutputScale>(from[j], layer, first + j);
                 to[j] = add ? add[j] + value : value;
             }
         }

@@ -1,0 +1,94 @@
+// What processes that share one model do together: sums and rows of all of them, by memory that they share.
+//
+// Each rank has its place in the memory, twice, in turns: a rank that is ahead writes into the other one while a slow
+// one still reads. A rank announces by a counter what it has written, and waits for the counters of the others. Sums
+// are added as a tree over the ranks, like the parts that one rank adds alone (linear.h): the same bits for any number.
+#pragma once
+
+#include "common.h"
+
+namespace gpt_fast {
+
+// Where there is no shared memory `gather` collects, by other means, `count` floats of each rank.
+struct Ranks {
+    int64_t rank, count;
+    uint8_t* memory;   // kAnnounced bytes for each rank, then [2, ranks, capacity] floats; or null
+    int64_t capacity;  // floats
+    void* gather;      // void (*)(int64_t count): places [ranks, capacity] are filled from each rank's own
+    float* gathered;   // those places, where there is no shared memory
+    int64_t round;     // exchanges so far
+};
+
+constexpr int64_t kAnnounced = 64;  // bytes: a cache line
+constexpr int64_t kMostRanks = 64;
+
+inline std::atomic<int64_t>& announced(const Ranks& r, int64_t rank) {
+    return *reinterpret_cast<std::atomic<int64_t>*>(r.memory + rank * kAnnounced);
+}
+
+// The place of `rank` in exchange `round`.
+inline float* place_of(const Ranks& r, int64_t round, int64_t rank) {
+    if (!r.memory) return r.gathered + rank * r.capacity;
+    float* data = reinterpret_cast<float*>(r.memory + r.count * kAnnounced);
+    return data + ((round & 1) * r.count + rank) * r.capacity;
+}
+
+// Exchanges of `count` floats.
+inline int64_t num_exchanges(const Ranks& r, int64_t count) { return ceil_div(count, r.capacity); }
+
+// Waits until the places of all ranks are filled, as this rank's is. By one thread.
+inline void exchange(const Ranks& r, int64_t round, int64_t count) {
+    if (!r.memory) return reinterpret_cast<void (*)(int64_t)>(r.gather)(count);
+    announced(r, r.rank).store(round, std::memory_order_release);
+    for (int64_t rank = 0; rank < r.count; ++rank)
+        wait_until([&] { return announced(r, rank).load(std::memory_order_acquire) >= round; });
+}
+
+// Shows `in` [count] to the other ranks and calls body(first, begin, end, round) for pieces of what all ranks show, by
+// the whole team: place_of(round, any rank)[begin ... end) is what that rank has at first + begin. `round`: exchanges so
+// far, and behind this.
+template <class Body>
+void with_ranks(Team& team, const Ranks& r, int64_t& round, const float* in, int64_t count, Body body) {
+    constexpr int64_t kPieceOfRanks = 4096;
+    for (int64_t first = 0; first < count; first += r.capacity) {
+        const int64_t size = count - first < r.capacity ? count - first : r.capacity;
+        ++round;
+        team.share(size, kPieceOfRanks, [&](int64_t begin, int64_t end) {
+            std::memcpy(place_of(r, round, r.rank) + begin, in + first + begin,
+                        static_cast<size_t>(end - begin) * sizeof(float));
+        });
+        team.barrier();
+        team.share(1, 1, [&](int64_t, int64_t) { exchange(r, round, size); });
+        team.barrier();
+        team.share(size, kPieceOfRanks, [&](int64_t begin, int64_t end) { body(first, begin, end); });
+        team.barrier();
+    }
+}
+
+// out[i] = end(i, the sum over the ranks of in[i]); in and out may be the same.
+template <class End>
+void sum_of_ranks(Team& team, const Ranks& r, int64_t& round, const float* in, int64_t count, float* out, End end) {
+    with_ranks(team, r, round, in, count, [&](int64_t first, int64_t begin, int64_t stop) {
+        for (int64_t i = begin; i < stop; ++i) {
+            float sum[kMostRanks];
+            for (int64_t k = 0; k < r.count; ++k) sum[k] = place_of(r, round, k)[i];
+            for (int64_t step = 1; step < r.count; step *= 2)
+                for (int64_t k = 0; k + step < r.count; k += 2 * step) sum[k] += sum[k + step];
+            out[first + i] = end(first + i, sum[0]);
+        }
+    });
+}
+
+// out [rows, ranks, width] of each rank's in [rows, width].
+inline void rows_of_ranks(Team& team, const Ranks& r, int64_t& round, const float* in, int64_t rows, int64_t width,
+                          float* out) {
+    with_ranks(team, r, round, in, rows * width, [&](int64_t first, int64_t begin, int64_t end) {
+        for (int64_t k = 0; k < r.count; ++k)
+            for (int64_t i = begin; i < end; ++i) {
+                const int64_t at = first + i, row = at / width;
+                out[(row * r.count + k) * width + at % width] = place_of(r, round, k)[i];
+            }
+    });
+}
+
+}  // namespace gpt_fast
