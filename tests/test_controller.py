@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -28,10 +29,16 @@ class World:
     """A machine: a step of n rows takes ``step(n)`` milliseconds, a draft of n sequences ``draft(n)``, or nothing."""
 
     def __init__(
-        self, step: Callable[[int], float], draft: Callable[[int], float] | None, noise: float = 0.05, seed: int = 0
+        self,
+        step: Callable[[int], float],
+        draft: Callable[[int], float] | None,
+        noise: float = 0.05,
+        seed: int = 0,
+        drift: float = 0.0,
     ) -> None:
         self.step, self.noise, self.random = lambda rows: 1e-3 * step(rows), noise, random.Random(seed)
         self.draft = None if draft is None else lambda rows: 1e-3 * draft(rows)
+        self.drift = drift  # how much the whole machine is faster and slower for some tens of steps
         self.seconds = 0.0
         self.plain_seconds = 0.0  # that the same tokens would have taken without drafts
 
@@ -52,7 +59,10 @@ class World:
         ``acceptance(step, sequence)`` are right. ``choose``: who chooses, or a fixed number."""
         requests: list[Request] = []
         missing: list[int] = []
+        wave = 0.0
         for step in range(steps):
+            wave = 0.97 * wave + 0.24 * self.random.gauss(0, self.drift)  # of standard deviation ``drift``
+            slower = math.exp(wave)
             size = batch(step)
             requests, missing = requests[:size], missing[:size]
             requests += [request() for _ in range(size - len(requests))]
@@ -64,7 +74,7 @@ class World:
             else:
                 counts = [min(choose, MAX_ROWS // size - 1)] * size
             rows = size + sum(counts)
-            seconds = self.step(rows) * self.random.lognormvariate(0, self.noise)
+            seconds = self.step(rows) * slower * self.random.lognormvariate(0, self.noise)
             drafting = 0.0
             if self.draft is not None and any(counts):
                 levels = [sum(c > i for c in counts) for i in range(max(counts))]
@@ -72,11 +82,11 @@ class World:
                 drafting += sum(
                     self.draft(m) - self.draft(1) for m, c in zip(missing, counts, strict=True) if c and m > 2
                 )
-                drafting *= self.random.lognormvariate(0, self.noise)
+                drafting *= slower * self.random.lognormvariate(0, self.noise)
             for i, (r, count) in enumerate(zip(requests, counts, strict=True)):
                 wrong = (self.random.random() >= acceptance(step, i) for _ in range(MOST))
                 right = sum(1 for _ in itertools.takewhile(lambda w: not w, wrong))
-                self.plain_seconds += (1 + min(right, count)) * self.step(size) / size
+                self.plain_seconds += (1 + min(right, count)) * slower * self.step(size) / size
                 missing[i] = 1 if count else missing[i] + 1
                 if isinstance(choose, Controller) and (count or self.draft is None):
                     drafted = count or MOST  # what costs nothing is judged all the same
@@ -128,6 +138,16 @@ def test_it_is_as_fast_as_the_best_fixed_number(machine: str, size: int) -> None
     shares = [found / max(fixed) for found, fixed in cells]  # learning counts: a run of 600 steps is short
     assert min(shares) > 0.88
     assert sum(shares) / len(shares) > 0.96
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_machine_that_is_not_equally_fast_all_the_time_confuses_nobody(machine: str) -> None:
+    for p in (0.0, 0.5, 0.9):
+        worlds = [World(*MACHINES[machine], seed=5, drift=0.15) for _ in range(MOST + 2)]
+        fixed = [worlds[k].run(1000, lambda step: 4, lambda step, i, p=p: p, k) for k in range(MOST + 1)]
+        found = worlds[-1].run(1000, lambda step: 4, lambda step, i, p=p: p, worlds[-1].controller())
+        assert found > 0.95 * fixed[0]
+        assert found > 0.92 * max(fixed)
 
 
 def waves(step: int) -> int:

@@ -23,7 +23,7 @@ _OWN_STRENGTH = 6.0  # drafts that what is known of all requests counts for, bes
 _STRENGTH = 2.0  # drafts that the draft before counts for; and all before a trial
 _OWN_MEMORY, _ALL_MEMORY = 0.97, 0.99  # what is kept of earlier drafts at each new one, of a request and of all
 _IDLE_MEMORY = 0.992  # at each step in which a request had none
-_PAYS, _STILL_PAYS = 1.04, 1.0  # tokens/s against plain that turn drafts on, and that leave them on
+_PAYS, _STILL_PAYS = 1.04, 1.01  # tokens/s against plain that turn drafts on, and that leave them on
 _REST = 3  # steps for which a choice holds, where a step is shorter than _LONG_S seconds
 _LONG_S = 2e-3
 _PATIENCE = 16  # steps without drafts before rests, where guesses cost next to nothing
@@ -85,6 +85,8 @@ class Controller:
 
     def __init__(self, most: int, steps: StepTimes, drafting: DraftTimes | None) -> None:
         self.most, self.steps, self.drafting = most, steps, drafting
+        if drafting is not None:
+            drafting.follow(steps)
         self._all = Estimate(most, _PRIOR * _PRIOR_DRAFTS, _PRIOR_DRAFTS)
         self._own: dict[Request, Estimate] = {}
         self._step = 0
@@ -138,7 +140,8 @@ class Controller:
                     drafting_s += drafting.catching_up(asked[j].missing) / asked[j].steps_left
             counts[j] += 1
             tokens += p
-            rate = tokens / (steps[rows + n] + drafting_s)
+            seconds = max(seconds, steps[rows + n])  # more rows never take less
+            rate = tokens / (seconds + drafting_s)
             if rate > best:
                 best, best_count = rate, n
         self._on = best_count > 0

@@ -13,6 +13,7 @@ _BUDGET_S = 2.0  # for the others
 _REPEATS = 4
 _MORE_REPEATS, _MORE_S = 40, 0.25  # where steps are short: up to so many, in so many seconds
 _NEW = 0.1  # weight of the latest step in a running mean
+_OWN_PRIOR, _OWN_WEIGHT = 4.0, 30.0  # steps that what was measured counts for, and all that were seen at most
 _MOST = 1.5  # times what is expected, or its inverse: what a hiccup counts at most
 _LEAST_RATIO = 0.1
 _KEPT = 0.995  # of what is known of a number of rows, at each step
@@ -23,20 +24,24 @@ _REFRESH = 16  # steps between two looks at all numbers of rows
 class StepTimes:
     """Seconds of a step of 1 to ``most`` rows: ``times[rows]``.
 
-    Between and beyond the ``measured`` numbers of rows times are interpolated. A machine that becomes slower and
-    contexts that grow change them all, each in its way. So each number of rows has its running ratio to what was
-    measured, and those that were not seen lately have one between those that were.
+    Between and beyond the ``measured`` numbers of rows times are interpolated. Steps of all sizes share one running
+    ratio to what was measured (``ratio``): a machine that becomes slower does so for all, and steps of different sizes,
+    which are seen at different times, must not differ by that. Besides, each number of rows has a ratio that follows
+    slowly, since contexts that grow change each in its way; those that were not seen lately have one between those that
+    were.
     """
 
     def __init__(self, measured: Mapping[int, float], most: int) -> None:
         self.most = most
         self._first = _interpolated(measured, most)
-        self._now = list(self._first)
+        self._now = list(self._first)  # without the ratio that all share
         self._ratio, self._weight = [1.0] * (most + 1), [0.0] * (most + 1)
+        self.ratio = 1.0  # that all share
         self._noted = 0
 
     def __getitem__(self, rows: int) -> float:
-        return self._now[rows] if rows <= self.most else self._now[-1] * rows / self.most
+        seconds = self._now[rows] if rows <= self.most else self._now[-1] * rows / self.most
+        return self.ratio * seconds
 
     def known(self, rows: int) -> bool:
         """Whether steps of so many rows were seen lately."""
@@ -46,12 +51,10 @@ class StepTimes:
         """A step of ``rows`` took ``seconds``."""
         if rows > self.most:
             return
-        expected = self._now[rows]
-        ratio = min(_MOST * expected, max(expected / _MOST, seconds)) / self._first[rows]
-        weight = min(1.0 / _NEW, self._weight[rows] + 1.0)
-        before = self._now[rows] / self._first[rows]
-        self._ratio[rows] = before + (ratio - before) / (weight + (not self.known(rows)))
-        self._weight[rows] = weight
+        wrong = min(_MOST, max(1 / _MOST, seconds / self[rows])) - 1
+        self.ratio *= 1 + _NEW * wrong
+        self._weight[rows] = min(_OWN_WEIGHT, self._weight[rows] + 1.0)
+        self._ratio[rows] = self._now[rows] / self._first[rows] * (1 + wrong / (_OWN_PRIOR + self._weight[rows]))
         self._now[rows] = self._first[rows] * self._ratio[rows]
         self._noted += 1
         if self._noted % _REFRESH == 0:
@@ -71,18 +74,27 @@ class StepTimes:
 
 class DraftTimes:
     """Seconds that drafts cost: ``call`` once, ``times[rows]`` for one draft of each of ``rows`` sequences. Both have a
-    running ratio to what was measured."""
+    running ratio to what was measured, beside that which the target's steps have."""
 
     def __init__(self, call: float, steps: StepTimes) -> None:
         self._call, self._steps = call, steps
         self._call_ratio = self._ratio = 1.0
+        self._target: StepTimes | None = None
+
+    def follow(self, target: StepTimes) -> None:
+        """When the steps of the target take longer, drafts do as well."""
+        self._target = target
 
     @property
     def call(self) -> float:
-        return self._call_ratio * self._call
+        return self._call_ratio * self._unit * self._call
 
     def __getitem__(self, rows: int) -> float:
-        return self._ratio * self._steps[rows] if rows else 0.0
+        return self._ratio * self._unit * self._steps[rows] if rows else 0.0
+
+    @property
+    def _unit(self) -> float:
+        return 1.0 if self._target is None else self._target.ratio
 
     def catching_up(self, missing: int) -> float:
         """For ``missing`` tokens of one sequence that the draft model has not computed yet, beside the last of them."""
@@ -93,11 +105,11 @@ class DraftTimes:
         by the squares of what they stand for (least mean squares, normalised)."""
         levels = (sum(count > i for count in counts) for i in range(max(counts)))
         steps = (sum(self[level] for level in levels) + sum(map(self.catching_up, missing))) / self._ratio
-        expected = self.call + self._ratio * steps
+        call = self._call * self._unit
+        expected = self._call_ratio * call + self._ratio * steps
         wrong = _NEW * (min(_MOST * expected, max(expected / _MOST, seconds)) - expected)
-        squares = self._call**2 + steps**2
-        self._call_ratio = max(_LEAST_RATIO, self._call_ratio + wrong * self._call / squares)
-        self._ratio = max(_LEAST_RATIO, self._ratio + wrong * steps / squares)
+        self._call_ratio = max(_LEAST_RATIO, self._call_ratio + wrong * call / (call**2 + steps**2))
+        self._ratio = max(_LEAST_RATIO, self._ratio + wrong * steps / (call**2 + steps**2))
 
 
 def measured_rows(most: int) -> list[int]:
