@@ -8,14 +8,18 @@ Random weights agree with nothing, so the drafts come from somebody who knows th
 wrong with a set probability. They cost what such drafts cost: nothing (lookup), or the steps of the model's int4 copy,
 which is run for each draft (int4). Verification does not depend on how many drafts are right, so a fixed number of
 drafts is timed once, and its tokens per second follow from the expected number of right ones. The controller is run for
-each share, in turns with plain decoding and with the best fixed number. ``--changing``: then clients come and go and
-the share of right drafts jumps (PHASES), in turns without drafts, with each fixed number, and with the controller. The
-last line is JSON.
+each share, in turns with plain decoding and with the best fixed number. Where a machine is not equally fast all the
+time, these scatter as much as it does. So what the controller did is also counted at the times of the fixed numbers
+("by its rows": tokens over the sum of what a step of so many rows takes).
+
+``--changing``: then clients come and go and the share of right drafts jumps (PHASES), in turns without drafts, with
+each fixed number, and with the controller. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -24,7 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -51,6 +55,19 @@ TIMED_TOKENS = 96  # of each sequence while fixed numbers of drafts are timed, a
 PHASES = ((1, 0.9), (1, 0.2), (4, 0.7), (16, 0.9), (16, 0.0), (8, 0.6), (2, 0.9), (1, 0.0), (1, 0.7))  # clients, share
 PHASE_TOKENS = 96  # of each client in a phase
 Answers = dict[tuple[int, ...], list[int]]  # by prompt
+
+
+class Watched(NamedTuple):
+    """What one step was: ``tokens`` that it gave, and ``rows`` that it computed."""
+
+    tokens: int
+    seconds: float
+    rows: int
+
+
+def rate(steps: Sequence[Watched]) -> float:
+    """Tokens per second."""
+    return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
 
 
 class Knowing(Drafter):
@@ -138,17 +155,15 @@ class Bench:
         made.control(lambda rows: probe(engine.runner, 0, rows), engine.runner.max_batch, self.llm.max_seq_len)
         return made
 
-    def run(self, speculation: Speculation | None, batch_size: int, num_tokens: int) -> tuple[float, float]:
-        """Tokens per second while ``batch_size`` sequences decode, and the median seconds of a step. Raises
-        RuntimeError where an answer differs from the plain one."""
+    def run(self, speculation: Speculation | None, batch_size: int, num_tokens: int) -> list[Watched]:
+        """All steps in which ``batch_size`` sequences decode. Raises RuntimeError where an answer is not the plain one."""
         prompts = self.prompts[:batch_size]
         with self._watched(speculation, batch_size) as steps:
             answers = self._complete(prompts, num_tokens)
         for prompt, answer in zip(prompts, answers, strict=True):
             if answer != self.answers[tuple(prompt)][:num_tokens]:
                 raise RuntimeError("an answer with drafts differs from the plain one")
-        tokens = sum(count for count, _ in steps)
-        return tokens / sum(seconds for _, seconds in steps), statistics.median(seconds for _, seconds in steps)
+        return steps
 
     def run_changing(self, speculation: Speculation | None) -> list[float]:
         """Tokens per second of each of PHASES, in which so many clients ask one thing after the other; those that are
@@ -161,15 +176,14 @@ class Bench:
                 for _, handle in handles[clients:]:
                     handle.cancel()
                 del handles[clients:]
-                while sum(count for count, _ in steps[first:]) < wanted:
+                while sum(step.tokens for step in steps[first:]) < wanted:
                     handles = [(prompt, handle) for prompt, handle in handles if not self._ended(prompt, handle)]
                     while len(handles) < clients:
                         prompt, count = draw.choice(self.prompts), draw.randrange(24, TIMED_TOKENS)
                         params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
                         handles.append((prompt, self.llm.submit(prompt, params)))
                     time.sleep(POLL_S)
-                phase = steps[first:]
-                rates.append(sum(count for count, _ in phase) / sum(seconds for _, seconds in phase))
+                rates.append(rate(steps[first:]))
             for _, handle in handles:
                 handle.cancel()
             while self.llm.engine.scheduler.running:
@@ -186,9 +200,9 @@ class Bench:
         return done is not None
 
     @contextmanager
-    def _watched(self, speculation: Speculation | None, batch_size: int | None) -> Iterator[list[tuple[int, float]]]:
-        """Tokens and seconds of each step in which all ``batch_size`` sequences decode; None: of every step."""
-        engine, steps, known, ended = self.llm.engine, list[tuple[int, float]](), 0, 0
+    def _watched(self, speculation: Speculation | None, batch_size: int | None) -> Iterator[list[Watched]]:
+        """Each step in which all ``batch_size`` sequences decode; None: of every step."""
+        engine, steps, known, ended = self.llm.engine, list[Watched](), 0, 0
 
         def note_end(request: Request) -> None:
             nonlocal ended
@@ -200,7 +214,7 @@ class Bench:
             before, known = known, ended + sum(r.num_output for r in running)
             whole = len(running) == batch_size == len(plan.sequences)
             if batch_size is None or (whole and all(s.num_logits == len(s.tokens) for s in plan.sequences)):
-                steps.append((known - before, seconds))
+                steps.append(Watched(known - before, seconds, plan.num_tokens))
 
         with engine.changed:
             engine.speculation, engine.on_step, engine.on_finish = speculation, note, note_end
@@ -216,6 +230,16 @@ def _ignore(*_: object) -> None:
 def expected(share: float, count: int) -> float:
     """Tokens of a step with ``count`` drafts."""
     return float(count + 1) if share == 1.0 else (1 - share ** (count + 1)) / (1 - share)
+
+
+def cost(seconds: dict[int, float], size: int, rows: int) -> float:
+    """Seconds of a step of ``rows`` for ``size`` sequences; ``seconds`` by the number of drafts of each, between which
+    times are interpolated."""
+    known = sorted((size * (count + 1), s) for count, s in seconds.items())
+    for (a, at_a), (b, at_b) in itertools.pairwise(known):
+        if rows <= b:
+            return at_a + (at_b - at_a) * (rows - a) / (b - a)
+    return known[-1][1] * rows / known[-1][0]
 
 
 def _integers(text: str) -> list[int]:
@@ -263,7 +287,8 @@ def measure(bench: Bench, size: int, arguments: argparse.Namespace) -> list[dict
     timed: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(arguments.rounds):
         for count in counts:
-            timed[count].append(bench.run(bench.fixed(count), size, TIMED_TOKENS)[1])
+            steps = bench.run(bench.fixed(count), size, TIMED_TOKENS)
+            timed[count].append(statistics.median(step.seconds for step in steps))
     seconds = {count: statistics.median(times) for count, times in timed.items()}
     print(f"batch {size}: ms a step with " + ", ".join(f"{k}: {1e3 * s:.1f}" for k, s in seconds.items()), flush=True)
     rows = []
@@ -272,22 +297,26 @@ def measure(bench: Bench, size: int, arguments: argparse.Namespace) -> list[dict
         best = max(counts, key=lambda count: fixed[count])
         bench.drafter.share = share
         auto = bench.controlled()
-        first = bench.run(auto, size, arguments.tokens)[0]
+        first = rate(bench.run(auto, size, arguments.tokens))
+        chosen: list[Watched] = []
         found: dict[str, list[float]] = {"plain": [], "best": [], "auto": []}
         for _ in range(arguments.rounds):
-            found["plain"].append(bench.run(None, size, arguments.tokens)[0])
-            found["best"].append(bench.run(bench.fixed(best), size, arguments.tokens)[0])
-            found["auto"].append(bench.run(auto, size, arguments.tokens)[0])
+            found["plain"].append(rate(bench.run(None, size, arguments.tokens)))
+            found["best"].append(rate(bench.run(bench.fixed(best), size, arguments.tokens)))
+            chosen += (steps := bench.run(auto, size, arguments.tokens))
+            found["auto"].append(rate(steps))
+        by_rows = sum(step.tokens for step in chosen) / sum(cost(seconds, size, step.rows) for step in chosen)
         row = {"batch_size": size, "share": share, "fixed": fixed, "best_k": best, "first_auto": first}
         row |= {name: statistics.median(values) for name, values in found.items()}
         for name in ("plain", "best"):
             ratios = [a / b for a, b in zip(found["auto"], found[name], strict=True)]
             row[f"auto_to_{name}"] = statistics.median(ratios)
+        row |= {"auto_by_rows_to_plain": by_rows / fixed[0], "auto_by_rows_to_best": by_rows / fixed[best]}
         rows.append(row)
         print(
             f"  share {share:.2f}: plain {row['plain']:.1f}, best k = {best} {row['best']:.1f}, controller "
             f"{row['auto']:.1f} tokens/s: {row['auto_to_plain']:.3f} of plain, {row['auto_to_best']:.3f} of the best; "
-            f"its first run {first:.1f}",
+            f"by its rows {row['auto_by_rows_to_plain']:.3f}, {row['auto_by_rows_to_best']:.3f}; first run {first:.1f}",
             flush=True,
         )
     return rows
