@@ -156,7 +156,7 @@ class Bench:
         return made
 
     def run(self, speculation: Speculation | None, batch_size: int, num_tokens: int) -> list[Watched]:
-        """All steps in which ``batch_size`` sequences decode. Raises RuntimeError where an answer is not the plain one."""
+        """All steps in which ``batch_size`` sequences decode. Raises RuntimeError where an answer is another one."""
         prompts = self.prompts[:batch_size]
         with self._watched(speculation, batch_size) as steps:
             answers = self._complete(prompts, num_tokens)

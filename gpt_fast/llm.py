@@ -19,9 +19,11 @@ from gpt_fast import memory
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.draft import open_draft
 from gpt_fast.checkpoint.families import GenerationDefaults
+from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import EngineConfig, ModelConfig, from_mapping
 from gpt_fast.engine.compute import probe
 from gpt_fast.engine.engine import Engine
+from gpt_fast.engine.following import LeadingRunner, follow
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.pages import PageAllocator
@@ -41,6 +43,8 @@ from gpt_fast.model.description import describe
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
+from gpt_fast.parallel.group import Group
+from gpt_fast.parallel.ranks import Ranks
 from gpt_fast.params import SamplingParams
 from gpt_fast.placement import choose_placement, usable_threads
 from gpt_fast.quantize.apply import check_device, quantize_model
@@ -75,6 +79,9 @@ class LLM:
         self.device, self.dtype = where.device, where.dtype
         check_device(opened.format_for(o.quantize).quant, self.device)
         weight_bytes = opened.num_bytes(self.dtype, o.quantize)
+        self.group = Group.from_environment()
+        if self.group is not None and o.drafter not in (None, "lookup"):
+            raise ConfigError("draft: several ranks have no draft model yet; leave it out, or take lookup")
         draft = open_draft(opened, self.tokenizer, o)
         if draft is not None:
             weight_bytes += draft.checkpoint.num_bytes(self.dtype, draft.quantize)
@@ -82,7 +89,8 @@ class LLM:
         draft_config = draft.checkpoint.config if draft else None
         self._plan_cache(memory.free_bytes(self.device) - weight_bytes, draft_config)  # refuses what cannot fit
         how: dict[str, Any] = {"progress": progress, "column_major": where.column_major}
-        model = opened.build(self.dtype, self.device, quantize=o.quantize, **how)
+        shard = Shard(self.group.rank, self.group.count) if self.group is not None else None
+        model = opened.build(self.dtype, self.device, quantize=o.quantize, shard=shard, **how)
         guessing = draft.checkpoint.build(self.dtype, self.device, quantize=draft.quantize, **how) if draft else None
         self._start(model, time.perf_counter() - begin, guessing)
 
@@ -97,7 +105,7 @@ class LLM:
                 raise ConfigError(f"{name} is the model's own here; leave it out")
         self = cls.__new__(cls)
         self.engine_config = from_mapping(EngineConfig, options, "LLM()")
-        self.config, self.tokenizer = model.config, tokenizer
+        self.config, self.tokenizer, self.group = model.config, tokenizer, None
         self.defaults = GenerationDefaults((), None, SamplingParams())
         self.device, self.dtype = model.device, model.dtype
         if self.engine_config.drafter not in (None, "lookup"):
@@ -114,8 +122,10 @@ class LLM:
     def _start(self, model: Transformer | Served, load_s: float, draft: Transformer | None = None) -> None:
         """Build the engine around ``model``, and a ``draft`` model if there is one, and warm it up."""
         begin, o = time.perf_counter(), self.engine_config
-        self.model = serve(model, kernels=o.kernels, compile=o.compile)
+        ranks = Ranks(self.group) if self.group is not None else None
+        self.model = serve(model, kernels=o.kernels, compile=o.compile, ranks=ranks)
         plan = self._plan_cache(memory.free_bytes(self.device), draft.config if draft else None)
+        plan = plan if self.group is None else self.group.say(plan)
         log.info("%s", plan)
         if plan.max_seq_len < plan.wished:
             log.warning("%s", plan.shortened)
@@ -123,7 +133,15 @@ class LLM:
         num_pages, chunk = 1 + plan.num_pages, o.chunk(self.device.type)
         sizes = {"max_batch": plan.max_batch, "max_seq_len": plan.max_seq_len, "prefill_chunk": chunk}
         sizes |= {"num_pages": num_pages, "page_size": plan.page_size}
-        runner = Runner(self.model, cache_dtype=plan.dtype, **sizes)
+        runner = (Runner if self.group is None or self.follows else LeadingRunner)(
+            self.model, cache_dtype=plan.dtype, **sizes
+        )
+        if isinstance(runner, LeadingRunner):
+            assert self.group is not None
+            runner.group = self.group
+        self._runner = runner
+        if self.follows:
+            return
         scaling = self.config.rope_scaling
         long_from = scaling.original_max_seq_len if scaling is not None and scaling.grows else 0
         anew = scaling is not None and scaling.type == "longrope"
@@ -143,6 +161,17 @@ class LLM:
         self.engine.start(partial(self._warm_up, runners))
         self.load_s, self.warm_up_s = load_s, time.perf_counter() - begin
         log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
+
+    @property
+    def follows(self) -> bool:
+        """Whether this process is a rank for which another one decides: :meth:`follow` is all that it can do."""
+        return self.group is not None and self.group.rank > 0
+
+    def follow(self) -> None:
+        """Compute this rank's share of what rank 0 decides, until that is closed."""
+        assert self.group is not None
+        with torch.inference_mode():
+            follow(self._runner, self.group)
 
     def _plan_cache(self, free: int, draft: ModelConfig | None = None) -> memory.CachePlan:
         """The KV cache with ``free`` bytes left beside the weights. Raises ConfigError."""
@@ -296,7 +325,12 @@ class LLM:
         }
 
     def close(self) -> None:
-        self.engine.close()
+        if not self.follows:
+            self.engine.close()
+        if isinstance(self._runner, LeadingRunner):
+            self._runner.close()
+        if self.group is not None:
+            self.group.close()
 
     def __enter__(self) -> LLM:
         return self

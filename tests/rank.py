@@ -1,6 +1,6 @@
 """One rank of tests/test_ranks.py: loads its share of a checkpoint, computes logits, writes what it found.
 
-    python tests/rank.py CHECKPOINT OUT --dtype float32 --way shared|gloo [--quantize int8]
+python tests/rank.py CHECKPOINT OUT --dtype float32 --way shared|gloo [--quantize int8]
 """
 
 from __future__ import annotations

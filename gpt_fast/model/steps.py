@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gpt_fast.errors import UnsupportedError
+from gpt_fast.errors import ConfigError, UnsupportedError
 from gpt_fast.kernels import gpu
 from gpt_fast.kernels.cache import PagedLayer, StepLayout
+from gpt_fast.kernels.cpu.program import Ranks
 from gpt_fast.model.compile_cache import keep_private
 from gpt_fast.model.cpu_model import CpuModel, pack_model
 from gpt_fast.model.experts import run_experts
@@ -31,15 +32,20 @@ log = logging.getLogger(__name__)
 _BLOCK_VARIANTS = 128
 
 
-def serve(model: Transformer | Served, *, kernels: bool = True, compile: bool = True) -> Served:
+def serve(
+    model: Transformer | Served, *, kernels: bool = True, compile: bool = True, ranks: Ranks | None = None
+) -> Served:
     """``model`` for the engine, or as it is if it is that already.
 
     ``kernels``: own kernels run its steps where they can, and take its weights away on a CPU. ``compile``: else
-    torch.compile's code does.
+    torch.compile's code does. ``ranks``: ``model`` is the share of one of them. Raises ConfigError where ranks cannot
+    run it.
     """
     if not isinstance(model, Transformer):
         return model
-    packed = pack_model(model.eval()) if kernels else None
+    packed = pack_model(model.eval(), ranks) if kernels else None
+    if ranks is not None and packed is None:
+        raise ConfigError("several ranks need the C++ kernels, which do not run this model here")
     return packed or TorchModel(model, kernels=kernels, compile=compile)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 Value = TypeVar("Value")
 
+_MESSAGE = 256  # numbers that one message holds; what is longer takes another
 _FOREVER = timedelta(days=3650)  # a server may be idle for long; who waits for a rank that died is ended otherwise
 
 
@@ -34,6 +36,25 @@ class Group:
         dist.broadcast_object_list(said, src=0)
         assert said[0] is not None
         return said[0]
+
+    def tell(self, numbers: Sequence[int]) -> None:
+        """Rank 0 tells the others ``numbers``, which :meth:`hear` them."""
+        message = torch.zeros(max(_MESSAGE, 1 + len(numbers)), dtype=torch.int64)
+        message[: 1 + len(numbers)] = torch.tensor([len(numbers), *numbers])
+        dist.broadcast(message[:_MESSAGE], src=0)
+        if len(message) > _MESSAGE:
+            dist.broadcast(message[_MESSAGE:], src=0)
+
+    def hear(self) -> list[int]:
+        """What rank 0 tells next."""
+        message = torch.zeros(_MESSAGE, dtype=torch.int64)
+        dist.broadcast(message, src=0)
+        count = 1 + int(message[0])
+        if count > _MESSAGE:
+            rest = torch.zeros(count - _MESSAGE, dtype=torch.int64)
+            dist.broadcast(rest, src=0)
+            message = torch.cat((message, rest))
+        return message[1:count].tolist()
 
     def wait(self) -> None:
         """Until all ranks are here."""

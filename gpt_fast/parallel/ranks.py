@@ -6,11 +6,9 @@ import ctypes
 import mmap
 import os
 import secrets
-from collections.abc import Callable
 from ctypes import Structure
 
 import torch
-from torch import Tensor
 
 from gpt_fast.kernels.cpu import structs
 from gpt_fast.parallel.group import Group

@@ -92,9 +92,9 @@ class Program:
 
     ``output``: the buffer that :meth:`run` returns. ``rows_before``: index of the block before which only the wanted
     tokens' rows are kept (the head's); None: all are. ``input``: name and width of a buffer that the caller fills.
-    ``ranks``: the weights are this rank's share; all ranks run the same steps, and each has the whole output. Caches are
-    read and written in place, [pages, page_size, K, padded(D)] of one dtype, float32, bfloat16 or int8 with scales. The
-    program keeps all tensors alive that it reads. Raises UnsupportedError.
+    ``ranks``: the weights are this rank's share; all ranks run the same steps, and each has the whole output. Caches
+    are read and written in place, [pages, page_size, K, padded(D)] of one dtype, float32, bfloat16 or int8 with scales.
+    The program keeps all tensors alive that it reads. Raises UnsupportedError.
     """
 
     def __init__(
