@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import select
+import signal
+import socket
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -11,7 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 Value = TypeVar("Value")
+
+_PR_SET_PDEATHSIG = 1
 
 _MESSAGE = 256  # numbers that one message holds; what is longer takes another
 _FOREVER = timedelta(days=3650)  # a server may be idle for long; who waits for a rank that died is ended otherwise
@@ -23,6 +33,8 @@ class Group:
     def __init__(self, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
         dist.init_process_group("gloo", rank=rank, world_size=count, timeout=_FOREVER)
+        self._closing = False
+        self._end_together()
 
     @classmethod
     def from_environment(cls) -> Group | None:
@@ -74,4 +86,35 @@ class Group:
         return found
 
     def close(self) -> None:
+        self._closing = True
+        self.wait()
         dist.destroy_process_group()
+
+    def _end_together(self) -> None:
+        """From now on this process ends when the one that started it does, or another rank on this machine: what waits
+        for a rank that is gone would wait for ever, and hold memory and ports."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        everyone: list[tuple[str, int]] = [("", 0)] * self.count
+        dist.all_gather_object(everyone, (socket.gethostname(), os.getpid()))
+        others = [pid for host, pid in everyone if host == socket.gethostname() and pid != os.getpid()]
+        threading.Thread(target=self._watch, args=(others,), name="gpt-fast-ranks", daemon=True).start()
+
+    def _watch(self, pids: Sequence[int]) -> None:
+        watched = select.poll()
+        number_of = {}
+        for pid in pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._end(pid)
+                return
+            number_of[descriptor] = pid
+            watched.register(descriptor, select.POLLIN)
+        self._end(number_of[watched.poll()[0][0]])
+
+    def _end(self, pid: int) -> None:
+        if self._closing:
+            return
+        log.critical("rank %d ends, because process %d of the same model has ended", self.rank, pid)
+        logging.shutdown()
+        os._exit(1)
