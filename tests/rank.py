@@ -6,6 +6,7 @@ python tests/rank.py CHECKPOINT OUT --dtype float32 --way shared|gloo [--quantiz
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--way", default="shared", choices=["shared", "gloo"])
     parser.add_argument("--quantize")
+    parser.add_argument("--stay", action="store_true", help="sleep once that is done")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     group = Group.from_environment()
@@ -36,6 +38,8 @@ def main() -> None:
     tokens = torch.arange(3, 3 + 2 * 40).view(2, 40) % 500
     logits = packed.forward(tokens)
     torch.save(logits, f"{arguments.out}.{0 if group is None else group.rank}")
+    if arguments.stay:
+        time.sleep(600)
     if group is not None:
         group.close()
 
