@@ -170,6 +170,7 @@ class LLM:
     def follow(self) -> None:
         """Compute this rank's share of what rank 0 decides, until that is closed."""
         assert self.group is not None
+        torch.set_num_threads(self._threads())
         with torch.inference_mode():
             follow(self._runner, self.group)
 
