@@ -48,16 +48,18 @@ class Memory:
     def __init__(self, program: Program, address: int) -> None:
         step = structs.Step.from_address(address)
         n, slots = step.num_tokens, step.slots
-        turns = (ctypes.c_void_p * (2 * (1 + max(program._halves, default=-1)))).from_address(step.angles)
+        kind = ctypes.c_void_p * (2 * (1 + max(program._halves, default=-1)))
+        angles = kind.from_address(step.angles) if step.angles else kind()
+        positions = (ctypes.c_int64 * n).from_address(step.positions) if step.turns else range(n)
         self._regions: list[tuple[int, int, Any]] = []  # address, bytes, what lies there
-        for item in (program._program, step, turns, *program._kept):
+        for item in (program._program, step, angles, *program._kept):
             if isinstance(item, Tensor):
                 self._add(item.data_ptr(), item.nbytes)
             else:
                 self._add(ctypes.addressof(item), ctypes.sizeof(item), item)
         for table, half in program._halves.items():
-            for at in turns[2 * table : 2 * table + 2]:
-                self._add(at, 4 * n * half)
+            for at in angles[2 * table : 2 * table + 2]:
+                self._add(at, 4 * (1 + max(positions)) * half)
         for at, size in (
             (step.tokens, 8 * n), (step.positions, 8 * n), (step.rows, 8 * step.num_rows), (step.write_slots, 8 * n),
             (step.query_start, 4 * (slots + 1)), (step.context_len, 4 * slots),

@@ -35,6 +35,10 @@ inline int team_size(int asked) { return asked < kMaxThreads ? asked : kMaxThrea
 // Turns to look before giving the core away: some tens of microseconds.
 constexpr int64_t kSpins = 2000;
 
+// Turns to look, the core offered to others at each, before a helper falls asleep: some tenths of a millisecond, more
+// than what a server does between two steps. Waking a helper takes longer than a small model's step.
+constexpr int64_t kYields = 1000;
+
 inline void relax() {
 #if defined(__x86_64__)
     _mm_pause();
@@ -163,6 +167,8 @@ private:
                 spins = 0;
             } else if (++spins < kSpins) {
                 relax();
+            } else if (spins < kSpins + kYields) {
+                sched_yield();
             } else {
                 std::unique_lock<std::mutex> lock(mutex_);
                 ++asleep_;
