@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, overload
@@ -43,7 +44,7 @@ from gpt_fast.model.description import describe
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
-from gpt_fast.parallel.group import Group
+from gpt_fast.parallel.group import Group, device_of_rank, ranks_here
 from gpt_fast.parallel.ranks import Ranks
 from gpt_fast.params import SamplingParams
 from gpt_fast.placement import choose_placement, usable_threads
@@ -76,20 +77,22 @@ class LLM:
             log.warning("%s; until then prompts must be token ids, and completions have no text", error)
             self.tokenizer = None
         where = choose_placement(self.config, opened.stored_dtype, device=o.device, dtype=o.dtype, kernels=o.kernels)
-        self.device, self.dtype = where.device, where.dtype
+        self.device, self.dtype = device_of_rank(where.device), where.dtype
         check_device(opened.format_for(o.quantize).quant, self.device)
-        weight_bytes = opened.num_bytes(self.dtype, o.quantize)
-        self.group = Group.from_environment()
-        if self.group is not None and o.drafter not in (None, "lookup"):
-            raise ConfigError("draft: several ranks have no draft model yet; leave it out, or take lookup")
-        draft = open_draft(opened, self.tokenizer, o)
-        if draft is not None:
-            weight_bytes += draft.checkpoint.num_bytes(self.dtype, draft.quantize)
-        memory.check_weights(weight_bytes, self.device)
-        draft_config = draft.checkpoint.config if draft else None
-        self._plan_cache(memory.free_bytes(self.device) - weight_bytes, draft_config)  # refuses what cannot fit
-        how: dict[str, Any] = {"progress": progress, "column_major": where.column_major}
+        self.group = Group.from_environment(self.device)
+        if self.group is not None and o.drafter in ("int8", "int4"):
+            raise ConfigError(f"draft: {o.drafter} is the whole model, which no rank holds; take lookup or a folder")
         shard = Shard(self.group.rank, self.group.count) if self.group is not None else None
+        held = shard.config(self.config) if shard else self.config
+        weight_bytes = opened.num_bytes(self.dtype, o.quantize, shard)
+        draft = None if self.follows else open_draft(opened, self.tokenizer, o)  # only guesses: rank 0 runs it alone
+        draft_bytes = draft.checkpoint.num_bytes(self.dtype, draft.quantize) if draft else 0
+        memory.check_weights(weight_bytes * self._sharing + draft_bytes, self.device)
+        draft_config = draft.checkpoint.config if draft else None
+        self._plan_cache(held, draft_config, weight_bytes + draft_bytes)  # refuses what cannot fit
+        if self.group is not None:
+            self.group.wait()  # until all know what is free, which changes now
+        how: dict[str, Any] = {"progress": progress, "column_major": where.column_major}
         model = opened.build(self.dtype, self.device, quantize=o.quantize, shard=shard, **how)
         guessing = draft.checkpoint.build(self.dtype, self.device, quantize=draft.quantize, **how) if draft else None
         self._start(model, time.perf_counter() - begin, guessing)
@@ -124,7 +127,7 @@ class LLM:
         begin, o = time.perf_counter(), self.engine_config
         ranks = Ranks(self.group) if self.group is not None else None
         self.model = serve(model, kernels=o.kernels, compile=o.compile, ranks=ranks)
-        plan = self._plan_cache(memory.free_bytes(self.device), draft.config if draft else None)
+        plan = self._plan_cache(self.model.config, draft.config if draft else None)
         plan = plan if self.group is None else self.group.say(plan)
         log.info("%s", plan)
         if plan.max_seq_len < plan.wished:
@@ -167,17 +170,26 @@ class LLM:
         """Whether this process is a rank for which another one decides: :meth:`follow` is all that it can do."""
         return self.group is not None and self.group.rank > 0
 
+    @property
+    def _sharing(self) -> int:
+        """How many ranks have the memory of this device together."""
+        return ranks_here() if self.group is not None and self.device.type == "cpu" else 1
+
     def follow(self) -> None:
         """Compute this rank's share of what rank 0 decides, until that is closed."""
         assert self.group is not None
         torch.set_num_threads(self._threads())
+        self._warm_up([self._runner])
         with torch.inference_mode():
             follow(self._runner, self.group)
 
-    def _plan_cache(self, free: int, draft: ModelConfig | None = None) -> memory.CachePlan:
-        """The KV cache with ``free`` bytes left beside the weights. Raises ConfigError."""
+    def _plan_cache(self, held: ModelConfig, draft: ModelConfig | None, missing: int = 0) -> memory.CachePlan:
+        """The KV cache for ``held``, the model or this rank's share of it, when ``missing`` bytes more of weights are
+        there. Raises ConfigError."""
+        free = memory.free_bytes(self.device) // self._sharing - missing
         where: dict[str, Any] = {"dtype": self.dtype, "free": free, "device_type": self.device.type}
-        return memory.plan_cache(self.config, self.engine_config, **where, draft=draft)
+        held = replace(held, vocab_size=self.config.vocab_size)  # of the logits, which every rank has
+        return memory.plan_cache(held, self.engine_config, **where, draft=draft)
 
     def _threads(self) -> int:
         """Threads of the engine: no more than there are cores."""
@@ -187,13 +199,13 @@ class LLM:
         return usable_threads(self.engine_config.threads or (1 if small else torch.get_num_threads()))
 
     def _warm_up(self, runners: Sequence[Runner]) -> None:
-        runner, o = self.engine.runner, self.engine_config
+        runner, o = runners[0], self.engine_config
         named = Path(o.compile_cache).expanduser() if o.compile_cache else None
-        cache = kept(named or default_file(self.config, self.dtype, o), lambda: runner.path == "compiled")
+        cache = kept(named or default_file(self.model.config, self.dtype, o), lambda: runner.path == "compiled")
         with cache if runner.path == "compiled" else nullcontext():
             for each in runners:
                 each.warm_up()
-            if self.engine.speculation is not None and o.speculate != "always":
+            if not self.follows and self.engine.speculation is not None and o.speculate != "always":
                 self.engine.speculation.control(partial(probe, runner, 0), runner.max_batch, self.max_seq_len)
 
     @overload

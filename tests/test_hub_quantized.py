@@ -35,10 +35,17 @@ def pack(values: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
 
 
 def make(
-    directory: Path, method: str, *, symmetric: bool, desc_act: bool = False, whole: bool = False, **more: Any
+    directory: Path,
+    method: str,
+    *,
+    symmetric: bool,
+    desc_act: bool = False,
+    whole: bool = False,
+    config: ModelConfig = CONFIG,
+    **more: Any,
 ) -> dict[str, Tensor]:
     """Write a checkpoint of random codes; returns the weights [N, K] it stands for, by Hugging Face's names."""
-    save_checkpoint(random_model(CONFIG, torch.float16), directory)
+    save_checkpoint(random_model(config, torch.float16), directory)
     path = directory / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
     generator = torch.Generator().manual_seed(0)

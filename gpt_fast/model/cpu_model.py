@@ -50,7 +50,7 @@ class CpuModel:
         self.cache_layers = [heads] * self.config.num_layers
         self.device, self.dtype, self.ropes = model.device, model.dtype, model.ropes
         modules = (model.embed, *model.layers, model.head)
-        _check(model, modules)
+        _check(model, modules, ranks is not None)
         self._bytes_read = model.bytes_per_token(0, 0)
         tied = _take(model.head, model.head.block.matrix("output")) if self.config.tie_embeddings else []
         self._blocks = [(module.block.ops, pack_block(module, tied, num_ranks)) for module in modules]
@@ -135,13 +135,15 @@ def _named(name: str) -> AbstractContextManager[object]:
     return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
-def _check(model: Transformer, modules: Sequence[Block]) -> None:
+def _check(model: Transformer, modules: Sequence[Block], divided: bool) -> None:
     if model.device.type != "cpu" or not available():
         raise UnsupportedError(f"on {model.device}")
     if model.dtype not in _DTYPES:
         raise UnsupportedError(f"activations of {model.dtype}")
     for module in modules:
         check(module.block.ops)
+        if divided and any(isinstance(op, d.Heads) and op.norm == "row" for op in module.block.ops):
+            raise UnsupportedError("norms of rows that ranks divide")
         for matrix in module.block.matrices:
             for part in _parts(module.get_submodule(matrix.name)):
                 if not _known(part):
@@ -171,7 +173,7 @@ def pack_block(module: Block, tied: Sequence[PackedWeights] = (), num_ranks: int
     if tied and "tokens" in tables:
         tables["tokens"] = tied[0].data
     num_rows = {t.name: t.num_rows for t in block.tables}
-    splits = {each.name: each.split for each in (*block.matrices, *block.tables)}
+    splits = {m.name: m.split for m in block.matrices} | {t.name: t.split for t in block.tables}
     return Weights(matrices, vectors, tables, num_rows=num_rows, splits=splits)
 
 

@@ -11,36 +11,62 @@ import socket
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpt_fast.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
+_CPU = torch.device("cpu")
 _PR_SET_PDEATHSIG = 1
 
 _MESSAGE = 256  # numbers that one message holds; what is longer takes another
 _FOREVER = timedelta(days=3650)  # a server may be idle for long; who waits for a rank that died is ended otherwise
 
 
-class Group:
-    """This process is ``rank`` of ``count``."""
+def number_of_ranks() -> int:
+    """How many processes torchrun started, on all machines; 1 outside of it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
-    def __init__(self, rank: int, count: int) -> None:
+
+def ranks_here() -> int:
+    """How many of them are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", number_of_ranks()))
+
+
+def device_of_rank(device: torch.device) -> torch.device:
+    """``device``, or of the GPUs of this machine the one of this rank. Raises ConfigError where there are too few."""
+    if device.type != "cuda" or number_of_ranks() == 1:
+        return device
+    found, asked = torch.cuda.device_count(), ranks_here()
+    if asked > found:
+        raise ConfigError(f"device: {asked} ranks on this machine need a GPU each, and torch sees {found}")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+class Group:
+    """This process is ``rank`` of ``count``. ``device``: where it computes; messages are on CPUs in any case."""
+
+    def __init__(self, rank: int, count: int, device: torch.device = _CPU) -> None:
         self.rank, self.count = rank, count
-        dist.init_process_group("gloo", rank=rank, world_size=count, timeout=_FOREVER)
+        where: dict[str, Any] = {"backend": "gloo"}
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            where = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+        dist.init_process_group(**where, rank=rank, world_size=count, timeout=_FOREVER)
         self._closing = False
         self._end_together()
 
     @classmethod
-    def from_environment(cls) -> Group | None:
+    def from_environment(cls, device: torch.device = _CPU) -> Group | None:
         """As torchrun says; None outside of it, or for one process."""
-        count = int(os.environ.get("WORLD_SIZE", "1"))
-        return cls(int(os.environ["RANK"]), count) if count > 1 else None
+        return cls(int(os.environ["RANK"]), number_of_ranks(), device) if number_of_ranks() > 1 else None
 
     def say(self, value: Value | None) -> Value:
         """What rank 0 says, in every rank."""

@@ -1,4 +1,5 @@
-"""What ranks show each other inside a step of the C++ program: memory that they share, or a collective of torch."""
+"""What ranks show each other inside a step: in the C++ program by memory that they share, or by a collective of torch;
+in plain torch see collectives.py."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from ctypes import Structure
 import torch
 
 from gpt_fast.kernels.cpu import structs
+from gpt_fast.parallel import collectives
 from gpt_fast.parallel.group import Group
 
 _ANNOUNCED = 64  # bytes, as kAnnounced of ranks.h
@@ -19,6 +21,9 @@ _GATHER = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 class Ranks:
     """``rank`` of ``count``. ``capacity``: floats that each rank shows at a time; more go one after the other."""
+
+    sum = staticmethod(collectives.sum_of_ranks)
+    side_by_side = staticmethod(collectives.side_by_side)
 
     def __init__(self, group: Group, capacity: int = 2**20, *, shared: bool = True) -> None:
         self.rank, self.count = group.rank, group.count
