@@ -135,8 +135,7 @@ class LLM:
         num_pages, chunk = 1 + plan.num_pages, o.chunk(self.device.type)
         sizes = {"max_batch": plan.max_batch, "max_seq_len": plan.max_seq_len, "prefill_chunk": chunk}
         sizes |= {"num_pages": num_pages, "page_size": plan.page_size}
-        leads = ranks is not None and not self.follows
-        make: Callable[..., Runner] = partial(LeadingRunner, ranks) if leads else Runner
+        make: Callable[..., Runner] = partial(LeadingRunner, ranks) if ranks and not self.follows else Runner
         self._runner = runner = make(self.model, cache_dtype=plan.dtype, **sizes)
         if self.group is not None:
             self.group.wait()  # until all can compute: from now on they wait for each other a few seconds only

@@ -171,7 +171,7 @@ def pack_block(module: Block, tied: Sequence[PackedWeights] = (), num_ranks: int
     if tied and "tokens" in tables:
         tables["tokens"] = tied[0].data
     num_rows = {t.name: t.num_rows for t in block.tables}
-    splits = {each.name: each.split for each in (*block.matrices, *block.tables)}
+    splits = {m.name: m.split for m in block.matrices} | {t.name: t.split for t in block.tables}
     return Weights(matrices, vectors, tables, num_rows=num_rows, splits=splits)
 
 

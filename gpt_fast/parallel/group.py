@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import TCPStore
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class Group:
         """Says again and again that this rank is there, and notes when the others said so."""
         counts = [0] * self.count
         try:
-            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             while True:
                 store.add(f"gpt-fast-beat-{self.rank}", 1)
                 for rank, before in enumerate(counts):

@@ -49,7 +49,7 @@ class Ranks:
         if not self._shared:
             return self._group.hear()
         found = library().gpt_fast_hear(ctypes.byref(self.struct))
-        return found[1 : 1 + found[0]]
+        return [int(n) for n in found[1 : 1 + found[0]]]
 
     def lose(self, rank: int) -> None:
         """Wait for no rank any more, because ``rank`` is lost."""
