@@ -18,7 +18,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import TCPStore
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +137,8 @@ class Group:
         """Says again and again that this rank is there, and notes when the others said so."""
         counts = [0] * self.count
         try:
-            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*where, is_master=False)  # type: ignore[attr-defined]
             while True:
                 store.add(f"gpt-fast-beat-{self.rank}", 1)
                 for rank, before in enumerate(counts):
