@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,8 +36,9 @@ from gpt_fast.engine.speculate.lookup import LookupDrafter
 from gpt_fast.engine.speculate.model import ModelDrafter
 from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.engine.text import TextStream
-from gpt_fast.errors import ConfigError, RequestError, TokenizerMissing
+from gpt_fast.errors import ConfigError, RankError, RequestError, TokenizerMissing
 from gpt_fast.fields import refuse
+from gpt_fast.kernels.cpu.library import available
 from gpt_fast.kernels.roofline import Roofline, read_bandwidth
 from gpt_fast.model.compile_cache import default_file, kept
 from gpt_fast.model.description import describe
@@ -92,7 +93,7 @@ class LLM:
         self._plan_cache(held, draft_config, weight_bytes + draft_bytes)  # refuses what cannot fit
         if self.group is not None:
             self.group.wait()  # until all know what is free, which changes now
-        how: dict[str, Any] = {"progress": progress, "column_major": where.column_major}
+        how: dict[str, Any] = {"progress": progress and not self.follows, "column_major": where.column_major}
         model = opened.build(self.dtype, self.device, quantize=o.quantize, shard=shard, **how)
         guessing = draft.checkpoint.build(self.dtype, self.device, quantize=draft.quantize, **how) if draft else None
         self._start(model, time.perf_counter() - begin, guessing)
@@ -125,8 +126,11 @@ class LLM:
     def _start(self, model: Transformer | Served, load_s: float, draft: Transformer | None = None) -> None:
         """Build the engine around ``model``, and a ``draft`` model if there is one, and warm it up."""
         begin, o = time.perf_counter(), self.engine_config
-        ranks = Ranks(self.group) if self.group is not None else None
+        shared = available() and self.group is not None and self.group.count == ranks_here()
+        self._ranks = ranks = Ranks(self.group, shared=shared) if self.group is not None else None
         self.model = serve(model, kernels=o.kernels, compile=o.compile, ranks=ranks)
+        if self.group is not None:
+            self.group.wait()  # until all have loaded: then what is free is free
         plan = self._plan_cache(self.model.config, draft.config if draft else None)
         plan = plan if self.group is None else self.group.say(plan)
         log.info("%s", plan)
@@ -136,13 +140,10 @@ class LLM:
         num_pages, chunk = 1 + plan.num_pages, o.chunk(self.device.type)
         sizes = {"max_batch": plan.max_batch, "max_seq_len": plan.max_seq_len, "prefill_chunk": chunk}
         sizes |= {"num_pages": num_pages, "page_size": plan.page_size}
-        runner = (Runner if self.group is None or self.follows else LeadingRunner)(
-            self.model, cache_dtype=plan.dtype, **sizes
-        )
-        if isinstance(runner, LeadingRunner):
-            assert self.group is not None
-            runner.group = self.group
-        self._runner = runner
+        make: Callable[..., Runner] = partial(LeadingRunner, ranks) if ranks and not self.follows else Runner
+        self._runner = runner = make(self.model, cache_dtype=plan.dtype, **sizes)
+        if self.group is not None:
+            self.group.wait()  # until all can compute: from now on they wait for each other a few seconds only
         if self.follows:
             return
         scaling = self.config.rope_scaling
@@ -177,11 +178,11 @@ class LLM:
 
     def follow(self) -> None:
         """Compute this rank's share of what rank 0 decides, until that is closed."""
-        assert self.group is not None
+        assert self._ranks is not None
         torch.set_num_threads(self._threads())
         self._warm_up([self._runner])
         with torch.inference_mode():
-            follow(self._runner, self.group)
+            follow(self._runner, self._ranks)
 
     def _plan_cache(self, held: ModelConfig, draft: ModelConfig | None, missing: int = 0) -> memory.CachePlan:
         """The KV cache for ``held``, the model or this rank's share of it, when ``missing`` bytes more of weights are
@@ -256,6 +257,8 @@ class LLM:
     ) -> list[Handle]:
         """Queue several prompts and return their handles. When one is refused, none is queued. Prompts are encoded and
         grammars compiled in the calling thread."""
+        if self.follows:
+            raise RankError("this rank of the model can only follow() rank 0, which takes all requests")
         requests = [self.prepare(prompt, params) for prompt, params in parts]
         for request in requests:
             request.group = requests[0].id
@@ -338,14 +341,20 @@ class LLM:
         }
 
     def close(self) -> None:
+        """End the engine, and with it the ranks that follow this one."""
         if not self.follows:
             self.engine.close()
         if isinstance(self._runner, LeadingRunner):
-            self._runner.close()
+            self._runner.leader.end()
         if self.group is not None:
             self.group.close()
 
     def __enter__(self) -> LLM:
+        """Of several ranks only rank 0 goes on; the others :meth:`follow` here, and then raise SystemExit."""
+        if self.follows:
+            self.follow()
+            self.close()
+            raise SystemExit(0)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from rank import HOW, logits
+
+from gpt_fast.engine.following import Leader, follow
+from gpt_fast.engine.scheduler import SequencePlan, StepPlan
+from gpt_fast.errors import RankError
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "model_store" / "demo" / "target"
@@ -42,21 +47,16 @@ def ranks(checkpoint: Path, out: Path, count: int, *arguments: str) -> Iterator[
             process.wait()
 
 
-def logits(checkpoint: Path, out: Path, count: int, *arguments: str) -> list[Tensor]:
-    """What each of ``count`` ranks computes."""
-    with ranks(checkpoint, out, count, *arguments) as started:
-        assert [process.wait(120) for process in started] == [0] * count
-    return [torch.load(f"{out}.{rank}") for rank in range(count)]
-
-
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("way", ["shared", "gloo"])
-@pytest.mark.parametrize("how", [["--dtype", "float32"], ["--dtype", "bfloat16"], ["--quantize", "int8"]], ids=str)
-def test_ranks_compute_the_same_bits_as_one_process(how: list[str], way: str, count: int, tmp_path: Path) -> None:
-    (alone,) = logits(TARGET, tmp_path / "one", 1, *how)
-    assert alone.std() > 0.1
-    for found in logits(TARGET, tmp_path / "several", count, *how, "--way", way):
-        assert torch.equal(found, alone)
+def test_ranks_compute_the_same_bits_as_one_process(count: int, tmp_path: Path) -> None:
+    """In float32, bfloat16, int8 and int4, by shared memory and by gloo."""
+    with ranks(TARGET, tmp_path / "out", count) as started:
+        assert [process.wait(180) for process in started] == [0] * count
+    alone = {how: logits(TARGET, how) for how in HOW}
+    for rank in range(count):
+        for (how, way), found in torch.load(f"{tmp_path / 'out'}.{rank}").items():
+            assert alone[how].std() > 0.1
+            assert torch.equal(found, alone[how]), (rank, how, way)
 
 
 def test_torchrun_generates_what_one_process_does() -> None:
@@ -70,10 +70,53 @@ def test_torchrun_generates_what_one_process_does() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_when_a_rank_is_killed_the_others_end(victim: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_when_a_rank_is_lost_the_others_end(number: int, victim: int, tmp_path: Path) -> None:
     with ranks(TARGET, tmp_path / "out", 2, "--stay") as started:
         while not all(Path(f"{tmp_path / 'out'}.{rank}").exists() for rank in range(2)):
             assert all(process.poll() is None for process in started)
             time.sleep(0.05)
-        started[victim].kill()
-        assert started[1 - victim].wait(10) == 1
+        started[victim].send_signal(number)
+        assert started[1 - victim].wait(60) == 1
+    assert not list(Path("/dev/shm").glob("gpt-fast-*"))
+
+
+class Told:
+    """Ranks of which one tells what the other hears."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[int]] = []
+
+    def tell(self, numbers: list[int]) -> None:
+        self.messages.append(list(numbers))
+
+    def hear(self) -> list[int]:
+        return self.messages.pop(0)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+
+PLANS = [
+    StepPlan((SequencePlan(0, (5, 6, 7), 0, 0, (1, 2), 1, 3), SequencePlan(3, (8,), 41, 0, (), 1, 42))),
+    StepPlan((SequencePlan(0, (9,), 3, 0, (), 1, 4),)),
+]
+
+
+def test_a_follower_runs_what_rank_0_tells_and_notices_what_it_missed() -> None:
+    told: Any = Told()
+    leader, heard = Leader(told), Recorder()
+    for plan in PLANS:
+        leader.tell(plan)
+    leader.end()
+    missing: Any = Told()
+    missing.messages = told.messages[1:]
+    follow(heard, told)  # type: ignore[arg-type]
+    assert heard.plans == PLANS
+    with pytest.raises(RankError, match="digest"):
+        follow(Recorder(), missing)  # type: ignore[arg-type]

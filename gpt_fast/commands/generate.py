@@ -70,9 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.llm import LLM
 
     with LLM(arguments.checkpoint, progress=True, **options.engine_options(arguments)) as llm:
-        if llm.follows:
-            llm.follow()
-            return 0
         origins = report_origins(llm) if arguments.verbose else None
         if arguments.interactive:
             converse(llm, params, arguments.system, origins)

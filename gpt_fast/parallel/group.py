@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
@@ -9,7 +10,8 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,6 +30,8 @@ _PR_SET_PDEATHSIG = 1
 
 _MESSAGE = 256  # numbers that one message holds; what is longer takes another
 _FOREVER = timedelta(days=3650)  # a server may be idle for long; who waits for a rank that died is ended otherwise
+_LAST_WORDS_S = 2.0
+_BEAT_S, _SILENT_S = 1.0, 7.0  # how often ranks say that they are there, and when they are believed not to be
 
 
 def number_of_ranks() -> int:
@@ -60,7 +64,8 @@ class Group:
             torch.cuda.set_device(device)
             where = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
         dist.init_process_group(**where, rank=rank, world_size=count, timeout=_FOREVER)
-        self._closing = False
+        self._closing, self._lost = threading.Event(), threading.Event()
+        self.on_loss: Callable[[int], object] = lambda rank: None  # called with a rank that is lost, before the end
         self._end_together()
 
     @classmethod
@@ -112,35 +117,79 @@ class Group:
         return found
 
     def close(self) -> None:
-        self._closing = True
+        """Wait until all ranks close, and leave."""
         self.wait()
+        self._rest()
+        self.wait()  # the store is a rank's, and still asked until here
         dist.destroy_process_group()
 
+    def _rest(self) -> None:
+        """Watch no more. Threads that Python ends inside the store's C++ would abort the process."""
+        self._closing.set()
+        self._beating.join(2.0)
+
     def _end_together(self) -> None:
-        """From now on this process ends when the one that started it does, or another rank on this machine: what waits
-        for a rank that is gone would wait for ever, and hold memory and ports."""
+        """From now on this process ends when the one that started it does, or another rank: what waits for a rank that
+        is gone would wait for ever, and hold memory and ports."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         everyone: list[tuple[str, int]] = [("", 0)] * self.count
         dist.all_gather_object(everyone, (socket.gethostname(), os.getpid()))
-        others = [pid for host, pid in everyone if host == socket.gethostname() and pid != os.getpid()]
-        threading.Thread(target=self._watch, args=(others,), name="gpt-fast-ranks", daemon=True).start()
-
-    def _watch(self, pids: Sequence[int]) -> None:
+        here = [(rank, pid) for rank, (host, pid) in enumerate(everyone) if host == socket.gethostname()]
         watched = select.poll()
-        number_of = {}
-        for pid in pids:
-            try:
-                descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._end(pid)
-                return
-            number_of[descriptor] = pid
-            watched.register(descriptor, select.POLLIN)
-        self._end(number_of[watched.poll()[0][0]])
+        rank_of = {}
+        for rank, pid in here:
+            if rank != self.rank:
+                rank_of[descriptor := os.pidfd_open(pid)] = rank
+                watched.register(descriptor, select.POLLIN)
+        if self.rank == 0 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._terminate)
+        self._heard = [time.monotonic()] * self.count
+        self._beating = threading.Thread(target=self._beat, name="gpt-fast-ranks-beat", daemon=True)
+        watching = threading.Thread(target=self._watch, args=(watched, rank_of), name="gpt-fast-ranks", daemon=True)
+        self._beating.start()
+        watching.start()
+        atexit.register(self._rest)
 
-    def _end(self, pid: int) -> None:
-        if self._closing:
+    def _watch(self, watched: select.poll, rank_of: Mapping[int, int]) -> None:
+        """Ends this process when a rank on this machine has ended, or any rank or the store is silent."""
+        while not (ended := watched.poll(_BEAT_S * 1000)):
+            since = time.monotonic() - min(self._heard)
+            if since > _SILENT_S:
+                silent = self._heard.index(min(self._heard))
+                return self._lose(silent, f"rank {silent}, or who keeps the ranks' store, is silent for {since:.0f} s")
+        self._lose(rank := rank_of[ended[0][0]], f"rank {rank} has ended")
+
+    def _beat(self) -> None:
+        """Says again and again that this rank is there, and notes when the others said so."""
+        counts = [0] * self.count
+        try:
+            where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*where, is_master=False)  # type: ignore[attr-defined]
+            while True:
+                store.add(f"gpt-fast-beat-{self.rank}", 1)
+                for rank, before in enumerate(counts):
+                    counts[rank] = store.add(f"gpt-fast-beat-{rank}", 0)
+                    if counts[rank] != before:
+                        self._heard[rank] = time.monotonic()
+                if self._closing.wait(_BEAT_S):
+                    return
+        except RuntimeError as why:
+            self._lose(0, f"the ranks' store is gone: {why}")
+
+    def _lose(self, rank: int, why: str) -> None:
+        """End, because ``rank`` is lost. Rank 0 has a moment to say so to those who wait for answers."""
+        if self._closing.is_set():
             return
-        log.critical("rank %d ends, because process %d of the same model has ended", self.rank, pid)
+        log.critical("rank %d of %d ends: %s", self.rank, self.count, why)
+        self._lost.set()
+        self.on_loss(rank)
+        if self.rank == 0:
+            time.sleep(_LAST_WORDS_S)
         logging.shutdown()
         os._exit(1)
+
+    def _terminate(self, number: int, _: object) -> None:
+        """torchrun ends all ranks when one has ended: then rank 0 speaks its last words first."""
+        if not self._lost.wait(0.3):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

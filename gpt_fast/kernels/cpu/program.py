@@ -71,6 +71,9 @@ class Ranks(Protocol):
     def struct(self) -> Structure:
         """``Ranks`` of ranks.h, which stays where it is."""
 
+    def check(self) -> None:
+        """Raises RankError where another rank has not taken part in the last step."""
+
 
 def check(ops: Sequence[d.Op]) -> None:
     """Raise UnsupportedError for an operation that the program does not run, before any weight is packed."""
@@ -151,6 +154,8 @@ class Program:
         step, out, kept = self._step(tokens, positions, angles, layout, rows, by_position, input)
         self._library.gpt_fast_run(ctypes.addressof(self._program), ctypes.addressof(step), torch.get_num_threads())
         del kept
+        if self._ranks is not None:
+            self._ranks.check()
         return out
 
     def chain(
@@ -334,11 +339,11 @@ class Program:
         done.out = self._make(op.out, 2 * op.top_k, apart=done.x)
 
     def _experts(self, op: d.Experts, done: Structure, w: Weights) -> None:
-        if self._ranks is not None:
-            raise UnsupportedError("experts that ranks share")
+        shared = self._ranks is not None and w.splits[op.down] == "columns"
         up, down = w.matrices[op.up], w.matrices[op.down]
         done.kind, done.num_experts, done.top_k = _kind(op), len(up), self._buffers.width(op.routes) // 2
-        done.up, done.down = (self._linears(m, m[0].out_features) for m in (up, down))
+        done.up = self._linears(up, up[0].out_features)
+        done.down, done.shared = self._linears(down, down[0].out_features, raw=shared), int(shared)
         done.out = self._make(op.out, down[0].out_features, apart=done.routes)
 
     def _gate(self, op: d.Gate, done: Structure, w: Weights) -> None:

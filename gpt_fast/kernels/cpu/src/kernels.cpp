@@ -56,6 +56,11 @@ void gpt_fast_draw(const float* logits, const Draw* draws, int64_t* tokens, int6
              [&](Team& team) { draw_rows(team, logits, draws, tokens, rows, vocab); });
 }
 
+// Messages of rank 0 (ranks.h).
+void gpt_fast_tell(Ranks* ranks, const int64_t* numbers, int64_t count) { tell(*ranks, numbers, count); }
+
+const int64_t* gpt_fast_hear(Ranks* ranks) { return hear(*ranks); }
+
 // A suffix automaton (automaton.h); null where there is no memory for it.
 Automaton* gpt_fast_automaton() { return new (std::nothrow) Automaton; }
 
@@ -96,7 +101,8 @@ int64_t gpt_fast_read(const uint8_t* data, int64_t num_bytes, int threads) {
 
 // Sizes of the structs that Python builds, so that a mismatch is an error at load.
 int64_t gpt_fast_struct_bytes(int64_t which) {
-    const int64_t sizes[] = {sizeof(Linear), sizeof(Op), sizeof(Program), sizeof(Step), sizeof(Draw), sizeof(Chain), sizeof(Ranks)};
+    const int64_t sizes[] = {sizeof(Linear), sizeof(Op),    sizeof(Program), sizeof(Step),
+                             sizeof(Draw),   sizeof(Chain), sizeof(Ranks)};
     return sizes[which];
 }
 

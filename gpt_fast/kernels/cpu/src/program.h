@@ -138,7 +138,9 @@ public:
         for (int64_t i = 0; i < p.num_ops; ++i) {
             const Op& op = p.ops[i];
             count += op.code == kProduct ? 1 + op.num_pieces : op.code == kAttention ? 3 : op.code == kExperts ? 6 : 1;
-            if (op.shared) count += 3 * num_exchanges(*p.ranks, std::max(s.num_tokens, s.num_rows) * p.widths[op.part]);
+            if (!op.shared) continue;
+            const int64_t width = op.code == kExperts ? op.top_k * op.down[0].n : p.widths[op.part];
+            count += 3 * num_exchanges(*p.ranks, std::max(s.num_tokens, s.num_rows) * width);
         }
         return count;
     }
@@ -233,7 +235,7 @@ private:
         if (op.shared != 1) return;
         const Linear& w = op.pieces[0];
         sum_of_ranks(team, *p.ranks, round, out, n * w.n, buffers[op.out], [&](int64_t i, float sum) {
-            const float value = w.scale ? finished<true>(sum, w, i % w.n) : finished<false>(sum, w, i % w.n);
+            const float value = finished(sum, w, i % w.n);
             return add ? add[i] + value : value;
         });
     }
@@ -327,12 +329,13 @@ private:
     }
 
     ExpertsJob experts_of(const Op& op) const {
-        return {op.up, op.down, op.width, op.num_experts, op.top_k, op.kind, op.gated, static_cast<float>(op.scale)};
+        return {op.up, op.down, op.width, op.num_experts, op.top_k, op.kind, op.gated, static_cast<float>(op.scale),
+                op.shared ? p.ranks : nullptr};
     }
 
-    void experts(Team& team, const Op& op) const {
+    void experts(Team& team, const Op& op) {
         run_experts(team, experts_of(op), buffers[op.x], buffers[op.routes], n, op.add >= 0 ? buffers[op.add] : nullptr,
-                    buffers[op.out], shared);
+                    buffers[op.out], shared, round);
     }
 
     void gate(Team& team, const Op& op) const {
