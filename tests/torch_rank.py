@@ -18,7 +18,7 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
-from gpt_fast.model.steps import TorchModel
+from gpt_fast.model.steps import Served, serve
 from gpt_fast.parallel.group import Group
 from gpt_fast.parallel.ranks import Ranks
 
@@ -31,7 +31,7 @@ class Forgetful:
 
     def __init__(self, ranks: Ranks, which: int) -> None:
         self.rank, self.count, self.struct = ranks.rank, ranks.count, ranks.struct
-        self.side_by_side = ranks.side_by_side
+        self.side_by_side, self.check = ranks.side_by_side, ranks.check
         self._ranks, self._which = ranks, which
         self.num_sums = 0
 
@@ -41,7 +41,7 @@ class Forgetful:
 
 
 @torch.inference_mode()
-def logits(model: TorchModel) -> tuple[Tensor, Tensor]:
+def logits(model: Served) -> tuple[Tensor, Tensor]:
     """Of one prompt: as a whole, and by steps over a paged cache, of which the last one decodes."""
     tokens = [(7 * i * i + 3 * i + 1) % model.vocab_size for i in range(NUM_TOKENS)]
     whole = model.forward(torch.tensor([tokens]))[0]
@@ -55,12 +55,16 @@ def logits(model: TorchModel) -> tuple[Tensor, Tensor]:
 
 
 def compute(group: Group, ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
-    """The logits of one checkpoint, and how many sums they took."""
-    shard = Shard(group.rank, group.count)
-    model = Checkpoint.open(job["checkpoint"]).build(torch.float32, quantize=job.get("quantize"), shard=shard)
+    """The logits of one checkpoint, and how many sums they took in plain torch."""
     forgetful = Forgetful(ranks, job.get("left_out", 0))
-    whole, stepped = logits(TorchModel(model, kernels=False, compile=job.get("compile", False), ranks=forgetful))
+    whole, stepped = logits(load(job, Shard(group.rank, group.count), forgetful))
     return {"whole": whole, "stepped": stepped, "num_sums": forgetful.num_sums}
+
+
+def load(job: dict[str, Any], shard: Shard | None = None, ranks: Forgetful | None = None) -> Served:
+    """The model of ``job``, or a share of it."""
+    model = Checkpoint.open(job["checkpoint"]).build(torch.float32, quantize=job.get("quantize"), shard=shard)
+    return serve(model, kernels=job.get("kernels", False), compile=False, ranks=ranks)
 
 
 def generate(job: dict[str, Any]) -> dict[str, Any] | None:

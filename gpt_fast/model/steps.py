@@ -62,7 +62,9 @@ class TorchModel:
         if ranks is not None:
             shares.join(model, ranks)
             self.vocab_size *= ranks.count
-            self._kernels = False  # the Triton program has no sums of ranks
+            if kernels and self.device.type == "cuda":
+                log.warning("the GPU kernels have no sums of ranks: plain torch runs this model, and slower")
+            self._kernels = False
         self.cache_layers = [PagedLayer(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
         self.bytes_per_token, self.forward = model.bytes_per_token, model.forward
 
