@@ -137,9 +137,8 @@ def test_ranks_compute_the_logits_of_one_process(
     count: int, name: str, found: Found, alone: Callable[[str], Tensor]
 ) -> None:
     expected = alone(name)
-    assert expected.std() > (
-        0.2 if name.startswith(HUB) else 0.5
-    )  # logits that are all alike would agree whatever the weights
+    # Logits that are all alike would agree whatever the weights.
+    assert expected.std() > (0.2 if name.startswith(HUB) else 0.5)
     first, *others = found(count, name)
     for other in others:
         assert torch.equal(other["whole"], first["whole"])
