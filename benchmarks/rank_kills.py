@@ -61,12 +61,11 @@ class Load:
                 time.sleep(0.2)
                 continue
             known = self.known[prompt]
+            before, word, _ = text.partition('\n{"error"')
             if text == known:
                 self.counts["right"] += 1
-            elif stream and text.startswith(known[: text.find("\n[error")] if "\n[error" in text else known):
-                self.counts["ended with a word"] += 1
-            elif stream and known.startswith(text):
-                self.counts["ended early"] += 1
+            elif stream and known.startswith(before):
+                self.counts["ended with a word" if word else "ended early"] += 1
             else:
                 self.counts["WRONG"] += 1
                 print(f"\nasked {prompt!r}, got {text!r}, not {known!r}", file=sys.stderr)
