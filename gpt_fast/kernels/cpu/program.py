@@ -110,7 +110,7 @@ class Program:
         ranks: Ranks | None = None,
     ) -> None:
         self._library, self._ranks = library(), ranks
-        self._kept: list[object] = [ranks]
+        self._kept: list[object] = [] if ranks is None else [ranks]
         self._ops: list[Structure] = []
         self._buffers = b = _Buffers(output, input)
         self._widest = 1
