@@ -3,9 +3,10 @@
     python benchmarks/ranks.py exchange [--ranks 2]
     python benchmarks/ranks.py decode --checkpoint DIR [--quantize int8] [--ranks 2] [--rounds 5]
 
-exchange: microseconds for the sum over all ranks of 8 and 64 kB, in turns by shared memory, by gloo inside a step, and
-by torch's all_reduce. decode: tokens per second and most memory of R ranks of one thread, in turns with one process of
-R threads. The last line is JSON. Run it when nothing else runs, with no more ranks than cores.
+exchange: microseconds for a small product whose outputs, 8 and 64 kB, are summed over all ranks, in turns without that
+sum (alone), by shared memory and by gloo inside a step; and for torch's all_reduce of as much. decode: tokens per
+second and most memory of R ranks of one thread, in turns with one process of R threads. The last line is JSON. Run it
+when nothing else runs, with no more ranks than cores.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -69,10 +71,7 @@ def exchange_of_rank() -> None:
                     for _ in range(PRODUCTS if way == "all_reduce" else 0):
                         dist.all_reduce(numbers)
                 times[way].append((time.perf_counter() - begin) / REPEATS / PRODUCTS * 1e6)
-        alone = statistics.median(times["alone"])
-        found[f"{size // 1024} kB"] = {
-            way: round(statistics.median(times[way]) - (0 if way == "all_reduce" else alone), 1) for way in WAYS[1:]
-        }
+        found[f"{size // 1024} kB"] = {way: round(statistics.median(times[way]), 1) for way in WAYS}
     group.close()
     if group.rank == 0:
         for size_name, row_found in found.items():
@@ -98,18 +97,16 @@ def bench(count: int, arguments: argparse.Namespace, ranks: bool) -> tuple[float
     command += ["--threads", "1" if ranks else str(count), "--new-tokens", "64", "--repeats", "3"]
     command += ["--quantize", arguments.quantize] if arguments.quantize else []
     several = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m"] if ranks else []
-    started = subprocess.Popen([sys.executable, "-m", *several, *command], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert started.stdout is not None
     most = 0.0
-    os.set_blocking(started.stdout.fileno(), False)
-    text = ""
-    while started.poll() is None:
-        most = max([most, *map(own_megabytes, family(started.pid))])
-        text += started.stdout.read() or ""
-        time.sleep(0.1)
-    text += started.stdout.read() or ""
+    with tempfile.TemporaryFile("w+") as printed:
+        started = subprocess.Popen([sys.executable, "-m", *several, *command], stdout=printed, cwd=ROOT)
+        while started.poll() is None:
+            most = max([most, *map(own_megabytes, family(started.pid))])
+            time.sleep(0.1)
+        printed.seek(0)
+        text = printed.read()
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
-    return float(found["results"][0]["decode_tokens_per_s"]), most
+    return float(found["results"][0]["decode_tokens_per_second"]), most
 
 
 def family(pid: int) -> list[int]:

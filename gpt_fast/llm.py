@@ -45,6 +45,7 @@ from gpt_fast.model.description import describe
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
+from gpt_fast.parallel.cores import bind
 from gpt_fast.parallel.group import Group, device_of_rank, ranks_here
 from gpt_fast.parallel.ranks import Ranks
 from gpt_fast.params import SamplingParams
@@ -81,6 +82,8 @@ class LLM:
         self.device, self.dtype = device_of_rank(where.device), where.dtype
         check_device(opened.format_for(o.quantize).quant, self.device)
         self.group = Group.from_environment(self.device)
+        if self.group is not None and self.device.type == "cpu":
+            torch.set_num_threads(bind(*self.group.place_here))
         if self.group is not None and o.drafter in ("int8", "int4"):
             raise ConfigError(f"draft: {o.drafter} is the whole model, which no rank holds; take lookup or a folder")
         shard = Shard(self.group.rank, self.group.count) if self.group is not None else None

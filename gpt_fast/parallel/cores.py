@@ -12,13 +12,13 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def bind(local_rank: int, local_count: int) -> int:
-    """Let this process run on its share of the cores alone, so that what it allocates from now on lies in their node's
-    memory and ranks that wait for each other do not share a core. Returns how many cores that are; where there are
-    fewer cores than ranks, nothing is bound."""
+    """Where the machine has several memory nodes, let this process run on its share of the cores alone, so that what it
+    allocates from now on lies in their memory. Returns how many cores a rank has for itself, one at least."""
     if not hasattr(os, "sched_setaffinity"):
         return max(1, (os.cpu_count() or 1) // local_count)
-    share = cores_of(local_rank, local_count, by_node(os.sched_getaffinity(0)))
-    if share:
+    nodes = by_node(os.sched_getaffinity(0))
+    share = cores_of(local_rank, local_count, nodes)
+    if len(nodes) > 1 and share:
         os.sched_setaffinity(0, share)
         log.info("rank %d of %d on this machine runs on the cores %s", local_rank, local_count, sorted(share))
     return max(1, len(share))

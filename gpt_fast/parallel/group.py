@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 _MESSAGE = 256  # numbers that one message holds; what is longer takes another
 _FOREVER = timedelta(days=3650)  # a server may be idle for long; who waits for a rank that died is ended otherwise
 _LAST_WORDS_S = 2.0
-_BEAT_S, _SILENT_S = 1.0, 7.0  # how often ranks say that they are there, and when they are believed not to be
+_BEAT_S, _SILENT_S = 1.0, 5.5  # how often ranks say that they are there, and when they are believed not to be
 
 
 def number_of_ranks() -> int:
@@ -135,6 +135,7 @@ class Group:
         everyone: list[tuple[str, int]] = [("", 0)] * self.count
         dist.all_gather_object(everyone, (socket.gethostname(), os.getpid()))
         here = [(rank, pid) for rank, (host, pid) in enumerate(everyone) if host == socket.gethostname()]
+        self.place_here = [rank for rank, _ in here].index(self.rank), len(here)  # among the ranks on this machine
         watched = select.poll()
         rank_of = {}
         for rank, pid in here:

@@ -134,12 +134,16 @@ void with_ranks(Team& team, Ranks& r, int64_t& round, const float* in, int64_t c
 template <class End>
 void sum_of_ranks(Team& team, Ranks& r, int64_t& round, const float* in, int64_t count, float* out, End end) {
     with_ranks(team, r, round, in, count, [&](int64_t first, int64_t begin, int64_t stop) {
-        for (int64_t i = begin; i < stop; ++i) {
-            float sum[kMostRanks];
-            for (int64_t k = 0; k < r.count; ++k) sum[k] = place_of(r, round, k)[i];
+        constexpr int64_t at_once = 64;
+        float sum[kMostRanks][at_once];
+        for (int64_t i = begin; i < stop; i += at_once) {
+            const int64_t size = stop - i < at_once ? stop - i : at_once;
+            for (int64_t k = 0; k < r.count; ++k)
+                std::memcpy(sum[k], place_of(r, round, k) + i, static_cast<size_t>(size) * sizeof(float));
             for (int64_t step = 1; step < r.count; step *= 2)
-                for (int64_t k = 0; k + step < r.count; k += 2 * step) sum[k] += sum[k + step];
-            out[first + i] = end(first + i, sum[0]);
+                for (int64_t k = 0; k + step < r.count; k += 2 * step)
+                    for (int64_t j = 0; j < at_once; ++j) sum[k][j] += sum[k + step][j];
+            for (int64_t j = 0; j < size; ++j) out[first + i + j] = end(first + i + j, sum[0][j]);
         }
     });
 }
