@@ -114,6 +114,9 @@ class GPTFastHandler:
         options["device"] = pick_device(options.get("device", "auto"), ctx.system_properties.get("gpu_id"))
         log.info("loading %s with %s", self.settings.checkpoint, options)
         self.llm = self.build(self.settings.checkpoint, options)
+        if self.llm.follows:
+            threading.Thread(target=self.follow, name="gpt-fast-follower", daemon=True).start()
+            return
         self.metrics = Metrics(self.llm.engine, ctx.model_name, worker_id(sys.argv))
         if os.environ.get("LOCAL_RANK", "0") == "0":  # TorchServe would add up the lines of every rank
             self.metrics.start(write_torchserve)
@@ -124,8 +127,18 @@ class GPTFastHandler:
         """The engine; tests replace it."""
         return LLM(checkpoint, **options)
 
+    def follow(self) -> None:
+        """Compute what rank 0 decides; the worker ends with it."""
+        try:
+            self.llm.follow()
+        finally:
+            os._exit(1)
+
     def handle(self, data: list[Mapping[str, Any]], ctx: Any) -> list[str]:
         """One piece for each entry of ``data``; a request's own fault never raises, it would fail the others."""
+        if self.llm.follows:  # TorchServe sends every request to every rank, and takes the answers of rank 0
+            ctx.stopping_criteria = [stops(None)] * len(data)
+            return [""] * len(data)
         return self.exchange(data, ctx) if self.continuous else [self.answer(i, e, ctx) for i, e in enumerate(data)]
 
     # Continuous batching.

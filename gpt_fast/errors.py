@@ -44,6 +44,10 @@ class EngineError(RuntimeError):
     """The engine has stopped; the message says why."""
 
 
+class RankError(RuntimeError):
+    """One of the processes that share a model is lost, or does not do what rank 0 expects; the message says which."""
+
+
 class RequestFailedError(RuntimeError):
     """One request failed inside the engine, which goes on; the message says why."""
 

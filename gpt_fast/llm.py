@@ -7,8 +7,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, overload
@@ -19,9 +20,11 @@ from gpt_fast import memory
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.draft import open_draft
 from gpt_fast.checkpoint.families import GenerationDefaults
+from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import EngineConfig, ModelConfig, from_mapping
 from gpt_fast.engine.compute import probe
 from gpt_fast.engine.engine import Engine
+from gpt_fast.engine.following import LeadingRunner, follow
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.pages import PageAllocator
@@ -33,14 +36,18 @@ from gpt_fast.engine.speculate.lookup import LookupDrafter
 from gpt_fast.engine.speculate.model import ModelDrafter
 from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.engine.text import TextStream
-from gpt_fast.errors import ConfigError, RequestError, TokenizerMissing
+from gpt_fast.errors import ConfigError, RankError, RequestError, TokenizerMissing
 from gpt_fast.fields import refuse
+from gpt_fast.kernels.cpu.library import available
 from gpt_fast.kernels.roofline import Roofline, read_bandwidth
 from gpt_fast.model.compile_cache import default_file, kept
 from gpt_fast.model.description import describe
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
+from gpt_fast.parallel.cores import bind
+from gpt_fast.parallel.group import Group, device_of_rank, ranks_here
+from gpt_fast.parallel.ranks import Ranks
 from gpt_fast.params import SamplingParams
 from gpt_fast.placement import choose_placement, usable_threads
 from gpt_fast.quantize.apply import check_device, quantize_model
@@ -72,17 +79,25 @@ class LLM:
             log.warning("%s; until then prompts must be token ids, and completions have no text", error)
             self.tokenizer = None
         where = choose_placement(self.config, opened.stored_dtype, device=o.device, dtype=o.dtype, kernels=o.kernels)
-        self.device, self.dtype = where.device, where.dtype
+        self.device, self.dtype = device_of_rank(where.device), where.dtype
         check_device(opened.format_for(o.quantize).quant, self.device)
-        weight_bytes = opened.num_bytes(self.dtype, o.quantize)
-        draft = open_draft(opened, self.tokenizer, o)
-        if draft is not None:
-            weight_bytes += draft.checkpoint.num_bytes(self.dtype, draft.quantize)
-        memory.check_weights(weight_bytes, self.device)
+        self.group = Group.from_environment(self.device)
+        if self.group is not None and self.device.type == "cpu":
+            torch.set_num_threads(bind(*self.group.place_here))
+        if self.group is not None and o.drafter in ("int8", "int4"):
+            raise ConfigError(f"draft: {o.drafter} is the whole model, which no rank holds; take lookup or a folder")
+        shard = Shard(self.group.rank, self.group.count) if self.group is not None else None
+        held = shard.config(self.config) if shard else self.config
+        weight_bytes = opened.num_bytes(self.dtype, o.quantize, shard)
+        draft = None if self.follows else open_draft(opened, self.tokenizer, o)  # only guesses: rank 0 runs it alone
+        draft_bytes = draft.checkpoint.num_bytes(self.dtype, draft.quantize) if draft else 0
+        memory.check_weights(weight_bytes * self._sharing + draft_bytes, self.device)
         draft_config = draft.checkpoint.config if draft else None
-        self._plan_cache(memory.free_bytes(self.device) - weight_bytes, draft_config)  # refuses what cannot fit
-        how: dict[str, Any] = {"progress": progress, "column_major": where.column_major}
-        model = opened.build(self.dtype, self.device, quantize=o.quantize, **how)
+        self._plan_cache(held, draft_config, weight_bytes + draft_bytes)  # refuses what cannot fit
+        if self.group is not None:
+            self.group.wait()  # until all know what is free, which changes now
+        how: dict[str, Any] = {"progress": progress and not self.follows, "column_major": where.column_major}
+        model = opened.build(self.dtype, self.device, quantize=o.quantize, shard=shard, **how)
         guessing = draft.checkpoint.build(self.dtype, self.device, quantize=draft.quantize, **how) if draft else None
         self._start(model, time.perf_counter() - begin, guessing)
 
@@ -97,7 +112,7 @@ class LLM:
                 raise ConfigError(f"{name} is the model's own here; leave it out")
         self = cls.__new__(cls)
         self.engine_config = from_mapping(EngineConfig, options, "LLM()")
-        self.config, self.tokenizer = model.config, tokenizer
+        self.config, self.tokenizer, self.group = model.config, tokenizer, None
         self.defaults = GenerationDefaults((), None, SamplingParams())
         self.device, self.dtype = model.device, model.dtype
         if self.engine_config.drafter not in (None, "lookup"):
@@ -114,8 +129,13 @@ class LLM:
     def _start(self, model: Transformer | Served, load_s: float, draft: Transformer | None = None) -> None:
         """Build the engine around ``model``, and a ``draft`` model if there is one, and warm it up."""
         begin, o = time.perf_counter(), self.engine_config
-        self.model = serve(model, kernels=o.kernels, compile=o.compile)
-        plan = self._plan_cache(memory.free_bytes(self.device), draft.config if draft else None)
+        shared = available() and self.group is not None and self.group.count == ranks_here()
+        self._ranks = ranks = Ranks(self.group, shared=shared) if self.group is not None else None
+        self.model = serve(model, kernels=o.kernels, compile=o.compile, ranks=ranks)
+        if self.group is not None:
+            self.group.wait()  # until all have loaded: then what is free is free
+        plan = self._plan_cache(self.model.config, draft.config if draft else None)
+        plan = plan if self.group is None else self.group.say(plan)
         log.info("%s", plan)
         if plan.max_seq_len < plan.wished:
             log.warning("%s", plan.shortened)
@@ -123,7 +143,12 @@ class LLM:
         num_pages, chunk = 1 + plan.num_pages, o.chunk(self.device.type)
         sizes = {"max_batch": plan.max_batch, "max_seq_len": plan.max_seq_len, "prefill_chunk": chunk}
         sizes |= {"num_pages": num_pages, "page_size": plan.page_size}
-        runner = Runner(self.model, cache_dtype=plan.dtype, **sizes)
+        make: Callable[..., Runner] = partial(LeadingRunner, ranks) if ranks and not self.follows else Runner
+        self._runner = runner = make(self.model, cache_dtype=plan.dtype, **sizes)
+        if self.group is not None:
+            self.group.wait()  # until all can compute: from now on they wait for each other a few seconds only
+        if self.follows:
+            return
         scaling = self.config.rope_scaling
         long_from = scaling.original_max_seq_len if scaling is not None and scaling.grows else 0
         anew = scaling is not None and scaling.type == "longrope"
@@ -144,10 +169,31 @@ class LLM:
         self.load_s, self.warm_up_s = load_s, time.perf_counter() - begin
         log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
 
-    def _plan_cache(self, free: int, draft: ModelConfig | None = None) -> memory.CachePlan:
-        """The KV cache with ``free`` bytes left beside the weights. Raises ConfigError."""
+    @property
+    def follows(self) -> bool:
+        """Whether this process is a rank for which another one decides: :meth:`follow` is all that it can do."""
+        return self.group is not None and self.group.rank > 0
+
+    @property
+    def _sharing(self) -> int:
+        """How many ranks have the memory of this device together."""
+        return ranks_here() if self.group is not None and self.device.type == "cpu" else 1
+
+    def follow(self) -> None:
+        """Compute this rank's share of what rank 0 decides, until that is closed."""
+        assert self._ranks is not None
+        torch.set_num_threads(self._threads())
+        self._warm_up([self._runner])
+        with torch.inference_mode():
+            follow(self._runner, self._ranks)
+
+    def _plan_cache(self, held: ModelConfig, draft: ModelConfig | None, missing: int = 0) -> memory.CachePlan:
+        """The KV cache for ``held``, the model or this rank's share of it, when ``missing`` bytes more of weights are
+        there. Raises ConfigError."""
+        free = memory.free_bytes(self.device) // self._sharing - missing
         where: dict[str, Any] = {"dtype": self.dtype, "free": free, "device_type": self.device.type}
-        return memory.plan_cache(self.config, self.engine_config, **where, draft=draft)
+        held = replace(held, vocab_size=self.config.vocab_size)  # of the logits, which every rank has
+        return memory.plan_cache(held, self.engine_config, **where, draft=draft)
 
     def _threads(self) -> int:
         """Threads of the engine: no more than there are cores."""
@@ -157,13 +203,13 @@ class LLM:
         return usable_threads(self.engine_config.threads or (1 if small else torch.get_num_threads()))
 
     def _warm_up(self, runners: Sequence[Runner]) -> None:
-        runner, o = self.engine.runner, self.engine_config
+        runner, o = runners[0], self.engine_config
         named = Path(o.compile_cache).expanduser() if o.compile_cache else None
-        cache = kept(named or default_file(self.config, self.dtype, o), lambda: runner.path == "compiled")
+        cache = kept(named or default_file(self.model.config, self.dtype, o), lambda: runner.path == "compiled")
         with cache if runner.path == "compiled" else nullcontext():
             for each in runners:
                 each.warm_up()
-            if self.engine.speculation is not None and o.speculate != "always":
+            if not self.follows and self.engine.speculation is not None and o.speculate != "always":
                 self.engine.speculation.control(partial(probe, runner, 0), runner.max_batch, self.max_seq_len)
 
     @overload
@@ -214,6 +260,8 @@ class LLM:
     ) -> list[Handle]:
         """Queue several prompts and return their handles. When one is refused, none is queued. Prompts are encoded and
         grammars compiled in the calling thread."""
+        if self.follows:
+            raise RankError("this rank of the model can only follow() rank 0, which takes all requests")
         requests = [self.prepare(prompt, params) for prompt, params in parts]
         for request in requests:
             request.group = requests[0].id
@@ -296,9 +344,20 @@ class LLM:
         }
 
     def close(self) -> None:
-        self.engine.close()
+        """End the engine, and with it the ranks that follow this one."""
+        if not self.follows:
+            self.engine.close()
+        if isinstance(self._runner, LeadingRunner):
+            self._runner.leader.end()
+        if self.group is not None:
+            self.group.close()
 
     def __enter__(self) -> LLM:
+        """Of several ranks only rank 0 goes on; the others :meth:`follow` here, and then raise SystemExit."""
+        if self.follows:
+            self.follow()
+            self.close()
+            raise SystemExit(0)
         return self
 
     def __exit__(self, *_: object) -> None:

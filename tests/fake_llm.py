@@ -49,6 +49,8 @@ class FakeLLM:
         self.handles: list[FakeHandle] = []
         self.silent = False  # of the handles to come
 
+    follows = False
+
     def status(self) -> dict[str, Any]:
         return {"running": len(self.handles)}
 

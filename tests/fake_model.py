@@ -106,6 +106,7 @@ class FakeModelLLM(LLM):
         num_drafts: int = 4,
     ) -> None:
         self.model: Any = FakeModel()
+        self.group = None
         self.config: Any = SimpleNamespace(vocab_size=VOCAB_SIZE)
         self.tokenizer, self.max_seq_len = Bytes(), max_seq_len
         self.defaults = GenerationDefaults((), None, SamplingParams())
@@ -114,7 +115,8 @@ class FakeModelLLM(LLM):
         num_pages = 1 + (num_pages or max_batch * -(-max_seq_len // page_size))
         sizes = {"max_batch": max_batch, "max_seq_len": max_seq_len, "num_pages": num_pages, "page_size": page_size,
                  "prefill_chunk": prefill_chunk}  # fmt: skip
-        runner, pages = Runner(self.model, **sizes), PageAllocator(num_pages, page_size, prefix_cache)
+        self._runner = runner = Runner(self.model, **sizes)
+        pages = PageAllocator(num_pages, page_size, prefix_cache)
         self.engine = Engine(runner, Scheduler(pages, max_batch, prefill_chunk), max_waiting=max_waiting, threads=1)
         self.engine.speculation = None if drafter is None else Speculation(drafter(pages, sizes), num_drafts)
         self.engine.start(runner.warm_up)

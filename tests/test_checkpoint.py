@@ -26,7 +26,7 @@ from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.checkpoint.weight_files import read_safetensors, write_safetensors
-from gpt_fast.config import ModelConfig
+from gpt_fast.config import ExpertsConfig, ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
@@ -303,13 +303,37 @@ def test_int4_is_divided_in_whole_groups(tmp_path: Path) -> None:
     ("shard", "words"),
     [
         (Shard(0, 3), r"num_heads \(4\) is not a multiple of the 3 ranks"),
-        (Shard(0, 4), r"num_kv_heads \(2\) is not a multiple of the 4 ranks"),
         (Shard(2, 2), "rank 2 is not one of 2"),
     ],
 )
 def test_shapes_that_ranks_do_not_divide_are_refused(shard: Shard, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         Checkpoint.open(tiny(tmp_path)).build(torch.float32, shard=shard)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_heads": 12, "num_kv_heads": 3}, r"num_kv_heads \(3\) is not a multiple of the 2 ranks"),
+        ({"ffn_dim": 65}, r"ffn_dim \(65\)"),
+        ({"vocab_size": 63}, r"vocab_size \(63\)"),
+        ({"experts": ExpertsConfig(4, 2, 33)}, r"experts' ffn_dim \(33\)"),
+        ({"experts": ExpertsConfig(4, 2, 32, shared_ffn_dim=5)}, r"experts' shared_ffn_dim \(5\)"),
+    ],
+)
+def test_what_is_not_divided_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Shard(0, 2).config(dataclasses.replace(SPLIT, **changes))
+
+
+def test_fewer_heads_of_keys_than_ranks_are_repeated() -> None:
+    """Each rank's key is the one that its queries look at."""
+    config = dataclasses.replace(SPLIT, num_heads=8, num_kv_heads=2, head_dim=4)
+    keys = next(part for part in parts(config) if part.source.endswith("layers.0.self_attn.k_proj.weight"))
+    assert [Shard(rank, 4).config(config).num_kv_heads for rank in range(4)] == [1] * 4
+    cuts = [Shard(rank, 4).cut(keys) for rank in range(4)]
+    assert [cut.rows for cut, _ in cuts] == [((0, 4),), ((0, 4),), ((4, 4),), ((4, 4),)]
+    assert [(part.start, part.shape) for _, part in cuts] == [(8, (4, 32))] * 4
 
 
 # Whole models

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.saving import save_checkpoint
+from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig
-from gpt_fast.errors import CheckpointError
+from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.building import random_model
 from gpt_fast.quantize.hub import parse_header
 from gpt_fast.quantize.linear import QuantizedLinear
@@ -35,10 +37,17 @@ def pack(values: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
 
 
 def make(
-    directory: Path, method: str, *, symmetric: bool, desc_act: bool = False, whole: bool = False, **more: Any
+    directory: Path,
+    method: str,
+    *,
+    symmetric: bool,
+    desc_act: bool = False,
+    whole: bool = False,
+    config: ModelConfig = CONFIG,
+    **more: Any,
 ) -> dict[str, Tensor]:
     """Write a checkpoint of random codes; returns the weights [N, K] it stands for, by Hugging Face's names."""
-    save_checkpoint(random_model(CONFIG, torch.float16), directory)
+    save_checkpoint(random_model(config, torch.float16), directory)
     path = directory / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
     generator = torch.Generator().manual_seed(0)
@@ -105,6 +114,28 @@ def test_values_are_those_that_were_stored(tmp_path: Path, case: str) -> None:
             inputs = x[:, : weight.shape[1]]
             assert torch.allclose(layer(inputs), inputs @ dequantized(layer).t(), atol=2e-3)
     assert torch.isfinite(model(torch.arange(9)[None])).all()
+
+
+@pytest.mark.parametrize("case", ["gptq, asymmetric", "gptq v2", "awq"])
+def test_ranks_together_hold_the_whole(tmp_path: Path, case: str) -> None:
+    """Four outputs a rank of the keys begin in the middle of a stored number, of which each holds eight."""
+    make(tmp_path, config=dataclasses.replace(CONFIG, num_heads=16, head_dim=4, ffn_dim=128), **CASES[case])
+    checkpoint = Checkpoint.open(tmp_path)
+    whole = checkpoint.build(torch.float32).layers[1]
+    ranks = [checkpoint.build(torch.float32, shard=Shard(rank, 2)).layers[1] for rank in range(2)]
+    for name, runs in {"wqkv": (32, 4, 4), "w13": (64, 64)}.items():
+        held = [dequantized(rank.get_submodule(name)).split(runs) for rank in ranks]
+        joined = torch.cat([rank[i] for i in range(len(runs)) for rank in held])
+        assert torch.equal(joined, dequantized(whole.get_submodule(name)))
+    for name in ("wo", "w2"):
+        joined = torch.cat([dequantized(rank.get_submodule(name)) for rank in ranks], dim=1)
+        assert torch.equal(joined, dequantized(whole.get_submodule(name)))
+
+
+def test_scattered_groups_are_not_divided(tmp_path: Path) -> None:
+    make(tmp_path, config=dataclasses.replace(CONFIG, ffn_dim=128), **CASES["gptq, act-order"])
+    with pytest.raises(ConfigError, match=r"o_proj\.g_idx scatters each group over the inputs of all ranks"):
+        Checkpoint.open(tmp_path).build(torch.float32, shard=Shard(0, 2))
 
 
 @pytest.mark.parametrize(

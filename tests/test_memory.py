@@ -248,7 +248,7 @@ def test_a_step_needs_memory_too() -> None:
 def test_the_plan_is_what_is_allocated(dtype: str) -> None:
     model = random_model(TINY, torch.float32)
     with LLM.from_model(model, kv_cache_dtype=dtype, compile=False, max_batch=3, page_size=8) as llm:
-        planned = llm._plan_cache(GB)
+        planned = llm._plan_cache(TINY, None)
         assert planned.num_bytes == llm.engine.runner.cache_bytes
         assert planned.num_pages + 1 == llm.engine.scheduler.pages.num_pages
         assert llm.engine.runner.max_batch == llm.engine.scheduler.max_batch == 3

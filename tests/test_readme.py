@@ -258,7 +258,10 @@ ALL_COMMANDS = [(document, line) for document in TEXTS for line in commands(docu
 @pytest.mark.parametrize(("document", "line"), ALL_COMMANDS)
 def test_commands_parse(document: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(line.split(" && ")[0], comments=True)
-    if words[0] == "gpt-fast":
+    if words[0] == "torchrun":
+        words = words[words.index("-m") + 1 :]
+        assert words[0] == "gpt_fast"
+    if words[0] in ("gpt-fast", "gpt_fast"):
         parse(words[1:], monkeypatch)
     elif words[0].endswith("archive.sh"):
         parse(["archive", *words[1:]], monkeypatch)

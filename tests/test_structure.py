@@ -20,6 +20,7 @@ LAYERS = (
     {"errors", "fields", "config", "params", "outputs", "user_cache"},
     {"tokenizer"},
     {"kernels", "model", "checkpoint", "quantize", "memory", "placement"},
+    {"parallel"},
     {"engine"},
     {"llm"},
     {"serve", "bench", "evaluate", "commands", "cli"},

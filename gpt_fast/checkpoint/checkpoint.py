@@ -104,16 +104,24 @@ class Checkpoint:
             raise ConfigError(f"quantize: {self.directory} is quantized already ({self.format.method}); leave it out")
         return RoundedFormat(quant_config(quantize))
 
-    def meta_model(self, dtype: torch.dtype, quantize: str | None = None) -> Transformer:
+    def meta_model(self, dtype: torch.dtype, quantize: str | None = None, shard: Shard | None = None) -> Transformer:
         """The model that :meth:`build` makes, on the meta device: modules, shapes and dtypes without memory."""
-        form = self.format_for(quantize)
-        return empty_model(
-            self.config, dtype, "meta", swap=lambda m: swap_layers(m, lambda n: form.scheme(n, self.config), "meta")
-        )
+        config = shard.config(self.config) if shard else self.config
+        scheme_of = self._schemes(self.format_for(quantize), config)
+        return empty_model(config, dtype, "meta", swap=lambda m: swap_layers(m, scheme_of, "meta"))
 
-    def num_bytes(self, dtype: torch.dtype, quantize: str | None = None) -> int:
+    def num_bytes(self, dtype: torch.dtype, quantize: str | None = None, shard: Shard | None = None) -> int:
         """Bytes of the weights of the model that :meth:`build` makes. Nothing is allocated."""
-        return weight_bytes(self.meta_model(dtype, quantize))
+        return weight_bytes(self.meta_model(dtype, quantize, shard))
+
+    def _schemes(self, form: Format, config: ModelConfig) -> SchemeOf:
+        """How a model of ``config``, of this checkpoint or a rank's share of it, holds its linear layers."""
+
+        def scheme_of(module: str) -> Scheme | Split | None:
+            scheme = form.scheme(module, self.config)
+            return scheme._replace(num_queries=config.q_dim) if isinstance(scheme, Split) else scheme
+
+        return scheme_of
 
     def build(
         self,
@@ -135,16 +143,7 @@ class Checkpoint:
         """
         form = self.format_for(quantize)
         config = shard.config(self.config) if shard else self.config
-        if shard and not form.can_be_divided:
-            raise ConfigError(
-                f"shard: {self.directory} ({form.method}) cannot be divided between ranks; use the unquantized "
-                "checkpoint and quantize"
-            )
-
-        def scheme_of(module: str) -> Scheme | Split | None:
-            scheme = form.scheme(module, self.config)
-            return scheme._replace(num_queries=config.q_dim) if isinstance(scheme, Split) else scheme
-
+        scheme_of = self._schemes(form, config)
         plan = [_read_by(part, shard, scheme_of) for part in parts(self.config)]
         model = empty_model(config, dtype, device, column_major, lambda m: swap_layers(m, scheme_of, device))
         total = sum(tensor.num_bytes for tensor in self.tensors.values()) // (shard.num_ranks if shard else 1)

@@ -1,13 +1,14 @@
 """What one of several tensor-parallel ranks holds of each weight (Shoeybi et al. 2019, arXiv 1909.08053).
 
-Heads, the MLP's inner dimension and the vocabulary are divided evenly. Weights whose outputs these are give a rank its
-rows, weights whose inputs these are its columns; what is neither (norms, the biases of such outputs) every rank has.
+Heads, the inner dimension of the MLP and of each expert, and the vocabulary are divided evenly. Weights whose outputs
+these are give a rank its rows, weights whose inputs these are its columns; what is neither (norms, biases, routers)
+every rank has. Where there are fewer heads of keys and values than ranks, several ranks have the same one.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,11 +57,32 @@ class Shard(NamedTuple):
         """The shape of what a rank holds. Raises ConfigError for one that the ranks do not divide."""
         if not 0 <= self.rank < self.num_ranks:
             raise ConfigError(f"shard: rank {self.rank} is not one of {self.num_ranks}, which are counted from 0")
-        sizes = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")}
-        for name, size in sizes.items():
-            if size % self.num_ranks:
-                raise ConfigError(f"shard: {name} ({size}) is not a multiple of the {self.num_ranks} ranks")
-        return replace(config, **{name: size // self.num_ranks for name, size in sizes.items()})
+        c, experts = config, config.experts
+        own: dict[str, Any] = {name: self._own(name, getattr(c, name)) for name in ("num_heads", "vocab_size")}
+        if c.num_kv_heads > self.num_ranks or self.num_ranks % c.num_kv_heads:
+            own["num_kv_heads"] = self._own("num_kv_heads", c.num_kv_heads)
+        else:
+            own["num_kv_heads"] = 1
+        if experts is None or not all(experts.layers or (True,)):
+            own["ffn_dim"] = self._own("ffn_dim", c.ffn_dim)
+        if experts is not None:
+            inner = self._own("experts' ffn_dim", experts.ffn_dim)
+            shared = self._own("experts' shared_ffn_dim", experts.shared_ffn_dim)
+            own["experts"] = replace(experts, ffn_dim=inner, shared_ffn_dim=shared)
+        return replace(c, **own)
+
+    def _own(self, name: str, size: int) -> int:
+        if size % self.num_ranks:
+            raise ConfigError(f"shard: {name} ({size}) is not a multiple of the {self.num_ranks} ranks")
+        return size // self.num_ranks
+
+    def _run(self, size: int, unit: int) -> tuple[int, int]:
+        """Of a run of ``size`` rows, of which ``unit`` stay together, the first that this rank has, and how many. Of
+        fewer units than ranks several ranks have the same one."""
+        units = size // unit
+        if units % self.num_ranks:
+            return self.rank * units // self.num_ranks * unit, unit
+        return self.rank * size // self.num_ranks, size // self.num_ranks
 
     def cut(self, part: Part) -> tuple[Cut, Part]:
         """What this rank reads of ``part``, and where it goes: the part of the rank's own model."""
@@ -72,11 +94,11 @@ class Shard(NamedTuple):
         taken: list[tuple[int, int]] = []
         first, start = -part.start, 0  # of a run in this tensor, and of this tensor in the rank's own parameter
         for size in part.runs:
-            own = size // self.num_ranks
+            begin, own = self._run(size, part.unit)
             if first < 0:
                 start += own
             elif first < part.shape[0]:
-                taken.append((first + self.rank * own, own))
+                taken.append((first + begin, own))
             first += size
         num_rows = sum(num for _, num in taken)
         return Cut(tuple(taken)), part._replace(start=start, shape=(num_rows, *part.shape[1:]))

@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load the model without an engine, measure, print."""
+    """Load the model without an engine, measure, print. Of several ranks all do the same, and rank 0 prints."""
     import torch
 
     from gpt_fast.checkpoint.checkpoint import Checkpoint

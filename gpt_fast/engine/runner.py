@@ -63,9 +63,12 @@ class Runner:
         """Bytes of the cache for each number in it, scales included."""
         return self.cache_bytes / sum(layer.k.numel() + layer.v.numel() for layer in self.cache)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor:
         """Run one step; returns logits [R, vocab_size] on the device: ``num_logits`` rows of each sequence in order."""
+        return self._run(plan)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> Tensor:
         return self._step(*self._arguments(plan))
 
     @torch.inference_mode()
@@ -132,13 +135,14 @@ class Runner:
             self._page_table.view(-1).index_copy_(0, tensor_of(where, torch.int64, self.device), values)
 
     def warm_up(self) -> None:
-        """Run every shape that service will see, so that nothing compiles or allocates later."""
+        """Run every shape that service will see, so that nothing compiles or allocates later. Ranks of one model do it
+        together, each by itself: nobody tells them."""
 
         def run(count: int) -> None:
             log.info("warm-up: %d token%s per step", count, "s" * (count > 1))
             pages = tuple(range(1, 2 + (count - 1) // self.page_size))
             plan = SequencePlan(0, (0,) * count, 0, 0, pages, num_logits=1, rope_len=count)
-            finite.append(bool(self.execute(StepPlan((plan,))).isfinite().all()))
+            finite.append(bool(self._run(StepPlan((plan,))).isfinite().all()))
 
         finite: list[bool] = []
         capacity = self.page_size * min(self.num_pages - 1, self.pages_per_sequence)

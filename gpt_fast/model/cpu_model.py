@@ -13,7 +13,7 @@ from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, padded
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights, check
+from gpt_fast.kernels.cpu.program import PackedWeights, Program, Ranks, Weights, check
 from gpt_fast.kernels.race import Draw
 from gpt_fast.model import description as d
 from gpt_fast.model.transformer import Block, KVCache, Transformer
@@ -21,13 +21,15 @@ from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 
 log = logging.getLogger(__name__)
 
+PARTS = 4  # of a sum that ranks share: as many ranks give the same bits
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-def pack_model(model: Transformer) -> CpuModel | None:
-    """``model`` for the C++ kernels, which takes its weights away; None, with a line in the log, where they cannot."""
+def pack_model(model: Transformer, ranks: Ranks | None = None) -> CpuModel | None:
+    """``model`` for the C++ kernels, which takes its weights away; None, with a line in the log, where they cannot.
+    ``ranks``: ``model`` is the share of one of them."""
     try:
-        return CpuModel(model)
+        return CpuModel(model, ranks)
     except UnsupportedError as why:
         if model.device.type == "cpu":
             log.warning("the C++ kernels do not run %s: plain torch runs this model, and slower", why)
@@ -41,22 +43,23 @@ class CpuModel:
     UnsupportedError, before anything is taken, for a device, an operation or weights that the kernels do not run.
     """
 
-    def __init__(self, model: Transformer) -> None:
-        self.config, self.vocab_size = model.config, model.config.vocab_size
+    def __init__(self, model: Transformer, ranks: Ranks | None = None) -> None:
+        self._ranks, num_ranks = ranks, 1 if ranks is None else ranks.count
+        self.config, self.vocab_size = model.config, model.config.vocab_size * num_ranks
         heads = PagedLayer(self.config.num_kv_heads, padded(self.config.head_dim))  # filled up to whole vectors
         self.cache_layers = [heads] * self.config.num_layers
         self.device, self.dtype, self.ropes = model.device, model.dtype, model.ropes
         modules = (model.embed, *model.layers, model.head)
-        _check(model, modules)
+        _check(model, modules, ranks is not None)
         self._bytes_read = model.bytes_per_token(0, 0)
         tied = _take(model.head, model.head.block.matrix("output")) if self.config.tie_embeddings else []
-        self._blocks = [(module.block.ops, pack_block(module, tied)) for module in modules]
+        self._blocks = [(module.block.ops, pack_block(module, tied, num_ranks)) for module in modules]
 
     def program(self, cache: KVCache) -> Program:
         """The steps of this model over ``cache``, which are written in place."""
         caches: Sequence[LayerCache | None] = (None, *cache, None)
         blocks = [(ops, w._replace(cache=c)) for (ops, w), c in zip(self._blocks, caches, strict=True)]
-        return Program(blocks, "logits", rows_before=len(blocks) - 1)
+        return Program(blocks, "logits", rows_before=len(blocks) - 1, ranks=self._ranks)
 
     def make_step(self, cache: KVCache, page_table: Tensor) -> CpuStep:
         """Steps over ``cache``; the layout of each brings the page table."""
@@ -132,13 +135,15 @@ def _named(name: str) -> AbstractContextManager[object]:
     return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
-def _check(model: Transformer, modules: Sequence[Block]) -> None:
+def _check(model: Transformer, modules: Sequence[Block], divided: bool) -> None:
     if model.device.type != "cpu" or not available():
         raise UnsupportedError(f"on {model.device}")
     if model.dtype not in _DTYPES:
         raise UnsupportedError(f"activations of {model.dtype}")
     for module in modules:
         check(module.block.ops)
+        if divided and any(isinstance(op, d.Heads) and op.norm == "row" for op in module.block.ops):
+            raise UnsupportedError("norms of rows that ranks divide")
         for matrix in module.block.matrices:
             for part in _parts(module.get_submodule(matrix.name)):
                 if not _known(part):
@@ -156,15 +161,30 @@ def _known(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and module.weight.dtype in _DTYPES
 
 
-def pack_block(module: Block, tied: Sequence[PackedWeights] = ()) -> Weights:
+def pack_block(module: Block, tied: Sequence[PackedWeights] = (), num_ranks: int = 1) -> Weights:
     """The weights of one block, packed and taken from it; ``tied``: those of a head that is the embedding table."""
     block = module.block
     matrices = {m.name: tied if m.tied else _take(module, m) for m in block.matrices}
+    for m in block.matrices:
+        if m.split == "columns":
+            matrices[m.name] = [w._replace(parts=_num_parts(w, num_ranks)) for w in matrices[m.name]]
     vectors = {v.name: (module.vector(v.name).weight, module.vector(v.name).bias) for v in block.vectors}
     tables = {t.name: module.get_parameter(f"{t.name}.weight").detach() for t in block.tables}
     if tied and "tokens" in tables:
         tables["tokens"] = tied[0].data
-    return Weights(matrices, vectors, tables)
+    num_rows = {t.name: t.num_rows for t in block.tables}
+    splits = {m.name: m.split for m in block.matrices} | {t.name: t.split for t in block.tables}
+    return Weights(matrices, vectors, tables, num_rows=num_rows, splits=splits)
+
+
+def _num_parts(w: PackedWeights, num_ranks: int) -> int:
+    """Parts of the inputs that one of ``num_ranks`` ranks sums by themselves: of PARTS of the whole matrix, or of as
+    many as it can be cut into."""
+    unit = {"int8": packing.BLOCK, "int4": w.group_size}.get(w.kind, 1)
+    parts = PARTS
+    while parts > num_ranks and (w.in_features * num_ranks) % (parts * unit):
+        parts //= 2
+    return max(1, parts // num_ranks)
 
 
 def _take(module: Block, matrix: d.Matrix) -> list[PackedWeights]:

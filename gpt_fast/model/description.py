@@ -213,6 +213,7 @@ class Matrix(NamedTuple):
     num_experts: int = 0
     tied: bool = False
     runs: tuple[int, ...] = ()  # of rows that ranks divide each: queries, keys, values; gate, up
+    unit: int = 1  # rows of a run that stay together: a head's
 
     @property
     def outputs(self) -> int:
@@ -228,6 +229,7 @@ class Vector(NamedTuple):
     bias: bool = False
     split: Split = "whole"
     suffix: str = ".weight"
+    unit: int = 1  # numbers that stay together: a head's
 
 
 class Table(NamedTuple):
@@ -312,7 +314,8 @@ class Description(NamedTuple):
 class Part(NamedTuple):
     """One tensor of a checkpoint and the rows of a parameter it fills: ``target[start : start + shape[0]]``.
 
-    ``split``: what ranks divide of the parameter, and ``runs``: the runs of its rows that are divided each.
+    ``split``: what ranks divide of the parameter, and ``runs``: the runs of its rows that are divided each, ``unit``
+    rows staying together.
     """
 
     source: str  # name in the checkpoint
@@ -322,6 +325,7 @@ class Part(NamedTuple):
     split: Split
     runs: tuple[int, ...]
     layout: Layout = PLAIN
+    unit: int = 1
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -343,15 +347,15 @@ def _parts(description: Description) -> Iterator[Part]:
         for v in block.vectors:
             for suffix in (v.suffix, ".bias") if v.bias else (v.suffix,):
                 target = f"{block.prefix}{v.name}{suffix or '.weight'}"
-                yield Part(v.source + suffix, target, 0, (v.size,), v.split, (v.size,))
+                yield Part(v.source + suffix, target, 0, (v.size,), v.split, (v.size,), unit=v.unit)
         for m in block.matrices:
-            start, target = 0, block.prefix + m.name
+            start, target, divided = 0, block.prefix + m.name, (m.split, m.runs)
             for source, n, layout in m.rows:
                 if not m.tied:
-                    yield Part(source + ".weight", target + ".weight", start, (n, m.inputs), m.split, m.runs, layout)
+                    yield Part(source + ".weight", target + ".weight", start, (n, m.inputs), *divided, layout, m.unit)
                 if m.bias:
                     layout = PLAIN if layout.kind == "transposed" else layout
-                    yield Part(source + ".bias", target + ".bias", start, (n,), m.split, m.runs, layout)
+                    yield Part(source + ".bias", target + ".bias", start, (n,), *divided, layout, m.unit)
                 start += n
 
 
@@ -442,7 +446,7 @@ class _Builder:
             split: Split = "rows" if c.qk_norm == "row" else "whole"
             for name, heads in (("q_norm", c.num_heads), ("k_norm", c.num_kv_heads)):
                 size = c.head_dim * (heads if c.qk_norm == "row" else 1)
-                self.vectors.append(Vector(name, size, self.names[name], split=split))
+                self.vectors.append(Vector(name, size, self.names[name], split=split, unit=c.head_dim))
         if c.sinks:
             self.vectors.append(Vector("sinks", c.num_heads, self.names["sinks"], split="rows", suffix=""))
         self.ops += [
@@ -497,8 +501,8 @@ class _Builder:
         """``counts``: rows of queries, keys and values, or of gate and up. ``stack``: experts that have them each."""
         each, tied = max(1, stack), name == "output" and self.c.tie_embeddings
         rows = tuple(rows for i in range(each) for rows in self.rows(name, counts, i))
-        runs = counts * each if split == "rows" else ()
-        self.matrices.append(Matrix(name, inputs, rows, bias, split, stack, tied, runs))
+        runs, unit = counts * each if split == "rows" else (), self.c.head_dim if name == "wqkv" else 1
+        self.matrices.append(Matrix(name, inputs, rows, bias, split, stack, tied, runs, unit))
 
     def rows(self, name: str, counts: tuple[int, ...], expert: int) -> Iterator[Rows]:
         """The tensors of a matrix: one for each of ``counts``, or a single one where the family stores them as one."""

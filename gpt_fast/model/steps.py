@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ from torch import Tensor
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels import gpu
 from gpt_fast.kernels.cache import PagedLayer, StepLayout
+from gpt_fast.kernels.cpu import program
+from gpt_fast.model import shares
 from gpt_fast.model.compile_cache import keep_private
 from gpt_fast.model.cpu_model import CpuModel, pack_model
-from gpt_fast.model.experts import run_experts
 from gpt_fast.model.transformer import KVCache, Transformer
 
 if TYPE_CHECKING:
@@ -31,25 +32,39 @@ log = logging.getLogger(__name__)
 _BLOCK_VARIANTS = 128
 
 
-def serve(model: Transformer | Served, *, kernels: bool = True, compile: bool = True) -> Served:
+class Ranks(program.Ranks, shares.Collectives, Protocol):
+    """The processes that share a model with this one, whatever runs it (parallel/ranks.py)."""
+
+
+def serve(
+    model: Transformer | Served, *, kernels: bool = True, compile: bool = True, ranks: Ranks | None = None
+) -> Served:
     """``model`` for the engine, or as it is if it is that already.
 
     ``kernels``: own kernels run its steps where they can, and take its weights away on a CPU. ``compile``: else
-    torch.compile's code does.
+    torch.compile's code does. ``ranks``: ``model`` is the share of one of them, who all serve theirs.
     """
     if not isinstance(model, Transformer):
         return model
-    packed = pack_model(model.eval()) if kernels else None
-    return packed or TorchModel(model, kernels=kernels, compile=compile)
+    packed = pack_model(model.eval(), ranks) if kernels else None
+    return packed or TorchModel(model, kernels=kernels, compile=compile, ranks=ranks)
 
 
 class TorchModel:
-    """``model`` in plain torch, compiled or not, and on a GPU by Triton's kernels where ``kernels`` allows."""
+    """``model`` in plain torch, compiled or not, and on a GPU by Triton's kernels where ``kernels`` allows.
 
-    def __init__(self, model: Transformer, *, kernels: bool, compile: bool) -> None:
+    ``ranks``: ``model`` is the share of one of them, and is joined with the others'."""
+
+    def __init__(self, model: Transformer, *, kernels: bool, compile: bool, ranks: Ranks | None = None) -> None:
         self.transformer, self.config = model, model.config
         self._kernels, self._compile = kernels, compile
         self.device, self.dtype, self.vocab_size = model.device, model.dtype, model.config.vocab_size
+        if ranks is not None:
+            shares.join(model, ranks)
+            self.vocab_size *= ranks.count
+            if kernels and self.device.type == "cuda":
+                log.warning("the GPU kernels have no sums of ranks: plain torch runs this model, and slower")
+            self._kernels = False
         self.cache_layers = [PagedLayer(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
         self.bytes_per_token, self.forward = model.bytes_per_token, model.forward
 
@@ -73,7 +88,7 @@ class TorchStep:
             keep_private()
             for layer in model.layers:
                 if not layer.compiles_whole:
-                    layer.run_experts = torch.compiler.disable(run_experts)
+                    layer.run_experts = torch.compiler.disable(layer.run_experts)
                 layer.compile(fullgraph=layer.compiles_whole, dynamic=True)
 
     @property

@@ -38,13 +38,17 @@ class Context(NamedTuple):
 
 
 class Block(nn.Module):
-    """One block of a description: its weights as modules and parameters by their names, and its operations."""
+    """One block of a description: its weights as modules and parameters by their names, and its operations.
 
-    run_experts = staticmethod(run_experts)  # not to be compiled: who compiles the block puts it out of reach
+    ``run_experts``, which cannot be compiled, and ``mean_of_row`` may be exchanged from outside.
+    """
+
+    run_experts: Callable[..., Tensor]
+    mean_of_row: Callable[[Tensor], Tensor]
 
     def __init__(self, block: d.Block) -> None:
         super().__init__()
-        self.block = block
+        self.block, self.run_experts, self.mean_of_row = block, run_experts, mean_of_row
         for table in block.tables:
             self.add_module(table.name, nn.Embedding(table.num_rows, table.dim))
         for vector in block.vectors:
@@ -107,10 +111,17 @@ def _norm(block: Block, op: d.Norm, values: Values, context: Context) -> None:
     values[op.out] = values[op.add] + out if op.add else out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+def mean_of_row(x: Tensor) -> Tensor:
+    """[..., n] -> [..., 1]."""
+    return x.mean(-1, keepdim=True)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, mean: Callable[[Tensor], Tensor] = mean_of_row
+) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019, arXiv 1910.07467), in float32."""
     x32 = x.float()
-    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    normed = x32 * torch.rsqrt(mean(x32.pow(2)) + eps)
     if offset:  # as the families do that have one: rounded once
         return (normed * (weight.float() + offset)).to(x.dtype)
     return normed.to(x.dtype) * weight
@@ -127,14 +138,14 @@ def _heads(block: Block, op: d.Heads, values: Values, context: Context) -> None:
     sizes = (op.num_heads * op.head_dim, op.num_kv_heads * op.head_dim, op.num_kv_heads * op.head_dim)
     q, k, v = values[op.x].split(sizes, dim=-1)
 
-    def normed(x: Tensor, name: str) -> Tensor:
-        return rms_norm(x, block.vector(name).weight, op.norm_eps, op.norm_offset)
+    def normed(x: Tensor, name: str, mean: Callable[[Tensor], Tensor]) -> Tensor:
+        return rms_norm(x, block.vector(name).weight, op.norm_eps, op.norm_offset, mean)
 
     if op.norm == "row":
-        q, k = normed(q, "q_norm"), normed(k, "k_norm")
+        q, k = normed(q, "q_norm", block.mean_of_row), normed(k, "k_norm", block.mean_of_row)
     q, k, v = (x.unflatten(-1, (-1, op.head_dim)) for x in (q, k, v))  # [..., H or K, D]
     if op.norm == "head":
-        q, k = normed(q, "q_norm"), normed(k, "k_norm")
+        q, k = normed(q, "q_norm", mean_of_row), normed(k, "k_norm", mean_of_row)
     if op.rotary:
         q, k = rotate(q, *context.angles[op.rope]), rotate(k, *context.angles[op.rope])
     values[op.q], values[op.k], values[op.v] = q, k, v

@@ -53,7 +53,6 @@ class Format:
     """Weights as they are. ``quant``: of the formats that are made here."""
 
     method: str | None = None  # quant_method of the checkpoint's config.json
-    can_be_divided = True  # between tensor-parallel ranks
 
     def __init__(self, quant: QuantConfig | None = None) -> None:
         self.quant = quant

@@ -12,7 +12,7 @@ AWQ      qweight int32 [K, N / 8]: outputs 8i .. 8i + 7  qzeros int32 [groups, N
 =======  =============================================  ===================================================
 
 GPTQ's first format stores ``zero - 1``. With ``desc_act`` the inputs of a group are scattered: columns are then sorted
-by group, and the layer gathers its inputs in that order (``QuantizedLinear.order``).
+by group, and the layer gathers its inputs in that order (``QuantizedLinear.order``). Ranks cannot divide such inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from gpt_fast.checkpoint.shard import Cut
 from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.config import ModelConfig
-from gpt_fast.errors import CheckpointError
+from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.kernels.cpu.packing import GROUP_SIZES, nibbles
 from gpt_fast.model.description import Part
 from gpt_fast.quantize.formats import Format, Specs, Tensors, beside
@@ -75,8 +75,6 @@ def parse_header(raw: Mapping[str, Any], where: str) -> Header:
 class HubFormat(Format):
     """The tensors of a GPTQ or AWQ checkpoint, each layer's as its ``quantization_config`` says."""
 
-    can_be_divided = False  # the groups of an input may lie anywhere, and the codes of several outputs in one number
-
     def __init__(self, header: Header, wanted: Sequence[Part], tensors: Tensors, where: str) -> None:
         """``tensors``: all of the checkpoint's. Raises CheckpointError for a fused layer that is quantized in part."""
         super().__init__()
@@ -111,23 +109,27 @@ class HubFormat(Format):
         return {beside(part, name): spec for name, spec in out.items()}
 
     def fill(self, layer: QuantizedLinear, part: Part, tensors: Tensors, cut: Cut, report: Report) -> None:
-        """Raises CheckpointError for scales and groups of inputs that ``layer`` cannot have."""
+        """Raises CheckpointError for scales and groups of inputs that ``layer`` cannot have, ConfigError for inputs
+        that ranks cannot divide."""
         k, size, where = part.shape[1], layer.scheme.group_size, f"{self._where}: {beside(part, '')}"
-        codes, zeros, scales, group_of = self._unpacked(part, tensors)
+        codes, zeros, scales, group_of = self._unpacked(part, tensors, cut)
+        every = torch.arange(len(group_of))
         order = group_of.argsort(stable=True)
         groups = group_of[order]
         # A single group over all inputs is repeated; the inputs of every other must fill one of ours.
-        if scales.shape[0] > 1 and not torch.equal(groups, torch.arange(k) // size):
+        if scales.shape[0] > 1 and not torch.equal(groups, every // size):
             raise CheckpointError(f"{where}g_idx has groups of other sizes than {size}")
-        codes = F.pad(codes[:, order].to(torch.uint8), (0, -k % size)).contiguous()
-        first = groups[torch.arange(0, k, size)]
-        scale, zero = scales[first].t().float(), ZERO_STEPS * zeros[first].t()
-        if scale.amin() < 0:
+        new = None if torch.equal(order, every) else order.to(layer.weight.device)
+        if new is not None and cut.num_columns > 1:
+            raise ConfigError(f"shard: {where}g_idx scatters each group over the inputs of all ranks (desc_act)")
+        codes = codes if new is None else codes[:, order]
+        codes = F.pad(codes.to(torch.uint8), (0, -k % size)).contiguous()
+        if scales.amin() < 0:
             raise CheckpointError(f"{where}scales has negative values")
-        row_scale = (scale.amax(1) / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
-        scale = (scale / row_scale[:, None]).round_()
+        row_scale = (scales.amax(0).float() / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)  # of whole rows
+        first = groups[torch.arange(cut.column * k, cut.column * k + k, size)]
+        scale, zero = (scales[first].t().float() / row_scale[:, None]).round_(), ZERO_STEPS * zeros[first].t()
         layer.store(part.start, {"weight": nibbles(codes), "scale": scale, "zero": zero, "row_scale": row_scale})
-        new = None if torch.equal(order, torch.arange(k)) else order.to(layer.weight.device)
         before = layer.order
         if part.start and not (new is before or (new is not None and before is not None and torch.equal(before, new))):
             raise CheckpointError(f"{where}g_idx differs from that of the layers it is fused with")
@@ -135,18 +137,22 @@ class HubFormat(Format):
         for name in self.tensors(part, layer.scheme):
             tensors[name].release(0, tensors[name].num_rows)
             if report:
-                report(tensors[name].num_bytes)
+                report(tensors[name].num_bytes // cut.num_columns)
 
-    def _unpacked(self, part: Part, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes int32 [N, K], zeros int32 [groups, N], scales [groups, N], and the group of each input, int64 [K]."""
-        qweight, qzeros, scales = (_whole(tensors[beside(part, name)]) for name in ("qweight", "qzeros", "scales"))
-        group_of = torch.arange(part.shape[1]) // self._header.inputs_of_group(part.shape[1])
+    def _unpacked(self, part: Part, tensors: Tensors, cut: Cut) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes int32 [N, K] of the outputs and inputs that are ``part``; zeros int32 [groups, N] and scales
+        [groups, N] of these outputs and of all inputs; the group of each input, int64 [all of them]."""
+        qweight, qzeros, scales = (tensors[beside(part, name)] for name in ("qweight", "qzeros", "scales"))
+        k = part.shape[1]
+        group_of = torch.arange(k * cut.num_columns) // self._header.inputs_of_group(k * cut.num_columns)
         if self.method == "awq":
-            return _unpack(qweight, _AWQ_ORDER).t(), _unpack(qzeros, _AWQ_ORDER), scales, group_of
+            codes = _outputs(qweight.part(cut.column * k, k), cut, _AWQ_ORDER).t()
+            return codes, _outputs(qzeros, cut, _AWQ_ORDER), _outputs(scales, cut), group_of
         g_idx = tensors.get(beside(part, "g_idx"))
         group_of = group_of if g_idx is None else _whole(g_idx).long()
-        codes, zeros = _unpack(qweight.t().contiguous(), range(8)), _unpack(qzeros, range(8))
-        return codes, zeros + self._header.zero_offset, scales, group_of
+        packed = _outputs(qweight.part(cut.column * k // 8, k // 8), cut)
+        zeros = _outputs(qzeros, cut, range(8)) + self._header.zero_offset
+        return _unpack(packed.t().contiguous(), range(8)), zeros, _outputs(scales, cut), group_of
 
 
 def without_empty_biases(wanted: Sequence[Part], tensors: Tensors) -> dict[str, StoredTensor]:
@@ -154,6 +160,18 @@ def without_empty_biases(wanted: Sequence[Part], tensors: Tensors) -> dict[str, 
     known = {part.source for part in wanted}
     empty = {beside(part, "bias") for part in wanted if beside(part, "qweight") in tensors} - known
     return {name: t for name, t in tensors.items() if name not in empty or bool(_whole(t).any())}
+
+
+def _outputs(stored: StoredTensor, cut: Cut, order: Sequence[int] = ()) -> Tensor:
+    """The columns of ``stored`` that are outputs of ``cut``; with an ``order`` eight of them stand in each number."""
+    each = len(order) or 1
+    found = []
+    for start, num in cut.rows or ((0, stored.shape[1] * each),):
+        first, end = start // each, -(-(start + num) // each)
+        read = _whole(stored.columns(first, end - first))
+        read = _unpack(read, order) if order else read
+        found.append(read[:, start - first * each :][:, :num])
+    return torch.cat(found, dim=1)
 
 
 def _unpack(packed: Tensor, order: Sequence[int]) -> Tensor:

@@ -169,6 +169,8 @@ def library() -> ctypes.CDLL:
     lib.gpt_fast_draw.argtypes = [_P, _P, _P, _I, _I, ctypes.c_int]
     for function in (lib.gpt_fast_run, lib.gpt_fast_chain, lib.gpt_fast_pack, lib.gpt_fast_draw):
         function.restype = None
+    lib.gpt_fast_tell.argtypes, lib.gpt_fast_tell.restype = [_P, _P, _I], None
+    lib.gpt_fast_hear.argtypes, lib.gpt_fast_hear.restype = [_P], ctypes.POINTER(_I)
     _declare_automaton(lib)
     lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I

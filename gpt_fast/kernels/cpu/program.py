@@ -11,7 +11,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from gpt_fast.model.rope import Angles
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped_swiglu": 4}
 
+_PART = "part"  # what a rank makes of outputs that all ranks make together
 _READ = ("x", "add", "routes", "by", "q", "k", "v")  # fields that name buffers which an operation reads
 _MAX_BUFFERS = 64  # program.h
 
@@ -41,19 +42,37 @@ class PackedWeights(NamedTuple):
     scale: Tensor | None = None  # int8, and int4's row_scale: [N] float32
     group_size: int = 0  # int4
     bias: Tensor | None = None  # [N]
+    parts: int = 1  # of the inputs, each summed by itself (linear.h)
 
 
 class Weights(NamedTuple):
     """What the operations of one block name.
 
     matrices: of one matrix several packed ones where parts of it are stored otherwise, or one for each expert.
-    vectors: weight, and bias or None. tables: float32 or bfloat16, [V, E] or, if the head shares it, packed.
+    vectors: weight, and bias or None. tables: float32 or bfloat16, [V, E] or, if the head shares it, packed; num_rows:
+    their V. splits: what ranks divide of each matrix and table.
     """
 
     matrices: Mapping[str, Sequence[PackedWeights]]
     vectors: Mapping[str, tuple[Tensor, Tensor | None]] = {}
     tables: Mapping[str, Tensor] = {}
     cache: LayerCache | None = None
+    num_rows: Mapping[str, int] = {}
+    splits: Mapping[str, d.Split] = {}
+
+
+class Ranks(Protocol):
+    """The processes that share a model with this one (parallel/ranks.py)."""
+
+    rank: int
+    count: int
+
+    @property
+    def struct(self) -> Structure:
+        """``Ranks`` of ranks.h, which stays where it is."""
+
+    def check(self) -> None:
+        """Raises RankError where another rank has not taken part in the last step."""
 
 
 def check(ops: Sequence[d.Op]) -> None:
@@ -76,8 +95,9 @@ class Program:
 
     ``output``: the buffer that :meth:`run` returns. ``rows_before``: index of the block before which only the wanted
     tokens' rows are kept (the head's); None: all are. ``input``: name and width of a buffer that the caller fills.
-    Caches are read and written in place, [pages, page_size, K, padded(D)] of one dtype, float32, bfloat16 or int8 with
-    scales. The program keeps all tensors alive that it reads. Raises UnsupportedError.
+    ``ranks``: the weights are this rank's share; all ranks run the same steps, and each has the whole output. Caches
+    are read and written in place, [pages, page_size, K, padded(D)] of one dtype, float32, bfloat16 or int8 with scales.
+    The program keeps all tensors alive that it reads. Raises UnsupportedError.
     """
 
     def __init__(
@@ -87,9 +107,10 @@ class Program:
         *,
         rows_before: int | None = None,
         input: tuple[str, int] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self._library = library()
-        self._kept: list[object] = []
+        self._library, self._ranks = library(), ranks
+        self._kept: list[object] = [] if ranks is None else [ranks]
         self._ops: list[Structure] = []
         self._buffers = b = _Buffers(output, input)
         self._widest = 1
@@ -113,6 +134,7 @@ class Program:
             input=-1 if input is None else 0, output=b.output,
             cache_format=0 if k_cache is None else CACHE_FORMATS[k_cache.dtype],
             page_size=1 if k_cache is None else k_cache.shape[1],
+            ranks=None if ranks is None else ctypes.addressof(ranks.struct),
         )  # fmt: skip
 
     def run(
@@ -132,6 +154,8 @@ class Program:
         step, out, kept = self._step(tokens, positions, angles, layout, rows, by_position, input)
         self._library.gpt_fast_run(ctypes.addressof(self._program), ctypes.addressof(step), torch.get_num_threads())
         del kept
+        if self._ranks is not None:
+            self._ranks.check()
         return out
 
     def chain(
@@ -225,7 +249,10 @@ class Program:
 
     def _embed(self, op: d.Embed, done: Structure, w: Weights) -> None:
         self._read_table(done, w.tables[op.table])
-        done.out = self._make(op.out, done.width)
+        done.out = done.part = self._make(op.out, done.width)
+        if self._ranks is not None and w.splits.get(op.table) == "rows":
+            done.shared, done.num_rows = 1, w.num_rows[op.table]
+            done.first_row = self._ranks.rank * done.num_rows
 
     def _add_positions(self, op: d.AddPositions, done: Structure, w: Weights) -> None:
         self._read_table(done, w.tables[op.table])
@@ -246,10 +273,20 @@ class Program:
     def _product(self, op: d.Product, done: Structure, w: Weights) -> None:
         pieces = w.matrices[op.matrix]
         total = sum(piece.out_features for piece in pieces)
-        done.pieces, done.num_pieces = self._linears(pieces, total, op.scale), len(pieces)
+        split = "whole" if self._ranks is None else w.splits[op.matrix]
+        if split == "columns" and len(pieces) > 1:
+            raise UnsupportedError(f"{op.matrix} in several pieces, whose sums ranks share")
+        done.pieces = self._linears(pieces, total, op.scale, raw=split == "columns")
+        done.num_pieces = len(pieces)
         if any(piece.kind.startswith("int") for piece in pieces):
             self._widest = max(self._widest, done.width)
             self._rounded.needed(done)
+        if split == "columns":
+            done.shared, done.part = 1, self._buffers.new(_PART, total)
+        elif split == "rows" and op.out == self._buffers.output_name:
+            assert self._ranks is not None
+            done.shared, done.part = 2, self._buffers.new(_PART, total)
+            total *= self._ranks.count
         done.out = self._make(op.out, total, apart=done.x)
 
     def _attention_heads(self, op: d.Heads, done: Structure, w: Weights) -> None:
@@ -283,9 +320,15 @@ class Program:
         for name in ("num_heads", "num_kv_heads", "head_dim", "padded_dim", "k_cache", "v_cache", "k_scale", "v_scale"):
             setattr(done, name, getattr(heads, name))
         done.x = self._buffers[op.q]
-        done.slopes = self._floats(alibi_slopes(heads.num_heads)) if op.alibi else None
+        done.slopes = self._floats(self._slopes(heads.num_heads)) if op.alibi else None
         done.sinks = self._floats(w.vectors[op.sinks][0]) if op.sinks else None
         done.out = self._make(op.out, heads.num_heads * heads.head_dim, apart=done.x)
+
+    def _slopes(self, num_heads: int) -> Tensor:
+        """ALiBi's of ``num_heads``, or where ranks have so many each those of this one."""
+        if self._ranks is None:
+            return alibi_slopes(num_heads)
+        return alibi_slopes(num_heads * self._ranks.count)[self._ranks.rank * num_heads :][:num_heads]
 
     def _activation(self, op: d.Activation, done: Structure, w: Weights) -> None:
         done.kind, done.width = _kind(op), done.width // (1 + op.gated)
@@ -296,9 +339,11 @@ class Program:
         done.out = self._make(op.out, 2 * op.top_k, apart=done.x)
 
     def _experts(self, op: d.Experts, done: Structure, w: Weights) -> None:
+        shared = self._ranks is not None and w.splits[op.down] == "columns"
         up, down = w.matrices[op.up], w.matrices[op.down]
         done.kind, done.num_experts, done.top_k = _kind(op), len(up), self._buffers.width(op.routes) // 2
-        done.up, done.down = (self._linears(m, m[0].out_features) for m in (up, down))
+        done.up = self._linears(up, up[0].out_features)
+        done.down, done.shared = self._linears(down, down[0].out_features, raw=shared), int(shared)
         done.out = self._make(op.out, down[0].out_features, apart=done.routes)
 
     def _gate(self, op: d.Gate, done: Structure, w: Weights) -> None:
@@ -321,12 +366,13 @@ class Program:
         self._rounded.made(made, rounds)
         return made
 
-    def _linears(self, ws: Sequence[PackedWeights], stride: int, factor: float = 1.0) -> int:
-        """The address of the structs of ``ws``. ``stride``: columns of the output buffer."""
+    def _linears(self, ws: Sequence[PackedWeights], stride: int, factor: float = 1.0, raw: bool = False) -> int:
+        """The address of the structs of ``ws``. ``stride``: columns of the output buffer. ``raw``: bare sums."""
         made = [
             structs.Linear(
                 format=FORMATS[w.kind], n=w.out_features, k=w.in_features, group_size=w.group_size, out_stride=stride,
                 data=self._pointer(w.data), scale=self._floats(w.scale), bias=self._floats(w.bias), factor=factor,
+                parts=w.parts, raw=raw,
             )
             for w in ws
         ]  # fmt: skip
@@ -390,7 +436,7 @@ class _Buffers:
         self.widths: list[int] = []
         self.slots: list[int] = []
         self.names: dict[str, int] = {}
-        self._output = output
+        self.output_name = output
         if input is not None:
             self.new(*input)
 
@@ -402,7 +448,7 @@ class _Buffers:
 
     @property
     def output(self) -> int:
-        return self.names[self._output]
+        return self.names[self.output_name]
 
     @property
     def slot_widths(self) -> list[int]:
@@ -418,7 +464,7 @@ class _Buffers:
     def new(self, name: str, width: int) -> int:
         used = {self.slots[b] for b in self.names.values()}
         same = [b for b, w in enumerate(self.widths) if w == width and self.slots[b] not in used]
-        if not same or name == self._output:
+        if not same or name == self.output_name:
             same = [len(self.widths)]
             self.widths.append(width)
             self.slots.append(next(slot for slot in itertools.count() if slot not in used))
@@ -427,4 +473,4 @@ class _Buffers:
 
     def free(self, needed: set[str]) -> None:
         """Forget buffers that no name in ``needed`` means; their memory may be taken."""
-        self.names = {n: b for n, b in self.names.items() if n in needed or n == self._output}
+        self.names = {n: b for n, b in self.names.items() if n in needed or n == self.output_name}

@@ -24,7 +24,7 @@ def _struct(name: str) -> Any:
     return _KINDS[name]
 
 
-Linear, Embedding, Op, Program = map(_struct, ("Linear", "Embedding", "Op", "Program"))
+Linear, Embedding, Op, Ranks, Program = map(_struct, ("Linear", "Embedding", "Op", "Ranks", "Program"))
 Step, Draw, Chain = map(_struct, ("Step", "Draw", "Chain"))
 
 
@@ -33,4 +33,4 @@ def address(numbers: array[int]) -> int:
     return numbers.buffer_info()[0]
 
 
-CHECKED = (Linear, Op, Program, Step, Draw, Chain)  # in the order of gpt_fast_struct_bytes
+CHECKED = (Linear, Op, Program, Step, Draw, Chain, Ranks)  # in the order of gpt_fast_struct_bytes

@@ -18,7 +18,6 @@ template <class Weight>  // float or uint16_t (bfloat16)
 struct Dense {
     using Rows = DenseRows;
     static constexpr int64_t kManyRowsTiles = 8;
-    static constexpr bool kOutputScale = false;
     // A sum waits 4 cycles for the one before, so few rows need several tiles to keep the multipliers busy.
     static constexpr int tiles_at_once(int rows) {
         return kRegisters < 32 ? (rows == 1 ? kStreams : rows == 2 ? 2 : 1) : rows <= 2 ? kStreams : 2;

@@ -7,6 +7,7 @@
 
 #include "elementwise.h"
 #include "product.h"
+#include "ranks.h"
 
 namespace gpt_fast {
 
@@ -38,6 +39,7 @@ struct ExpertsJob {
     int64_t dim;  // columns of the inputs
     int64_t num_experts, top_k, kind, gated;
     float scale;
+    Ranks* ranks;  // null; or they share the inner width, and `down` gives bare sums
 
     int64_t hidden() const { return gated ? up[0].n / 2 : up[0].n; }
 
@@ -47,9 +49,9 @@ struct ExpertsJob {
     // Of the places below, for n tokens.
     int64_t num_bytes(int64_t n) const {
         const int64_t pairs = n * top_k;
-        return 8 * (pairs + 2 * num_experts + 2) + 4 * pairs * (std::max(dim, down[0].n) + up[0].n) +
+        return 8 * (2 * pairs + 2 * num_experts + 2) + 4 * pairs * (std::max(dim, down[0].n) + up[0].n) +
                (rounds_hidden() ? 0 : 4 * pairs * hidden()) + (rounds_x() ? QuantizedRows::num_bytes(pairs, dim) : 0) +
-               (rounds_hidden() ? QuantizedRows::num_bytes(pairs, hidden()) : 0) + 8 * 64;
+               (rounds_hidden() ? QuantizedRows::num_bytes(pairs, hidden()) : 0) + 9 * 64;
     }
 };
 
@@ -62,6 +64,7 @@ public:
             return at;
         };
         place = reinterpret_cast<int64_t*>(take(8 * pairs));
+        expert_at = reinterpret_cast<int64_t*>(take(8 * pairs));
         start = reinterpret_cast<int64_t*>(take(8 * (j.num_experts + 1)));
         active = reinterpret_cast<int64_t*>(take(8 * (j.num_experts + 1)));
         parts = reinterpret_cast<float*>(take(4 * pairs * std::max(j.dim, j.down[0].n)));
@@ -86,7 +89,10 @@ public:
             if (start[e + 1]) active[++active[0]] = e;
             start[e + 1] += start[e];
         }
-        for (int64_t pair = 0; pair < pairs; ++pair) place[pair] = start[expert(pair)]++;
+        for (int64_t pair = 0; pair < pairs; ++pair) {
+            place[pair] = start[expert(pair)]++;
+            expert_at[place[pair]] = expert(pair);
+        }
         for (int64_t e = j.num_experts; e > 0; --e) start[e] = start[e - 1];
         start[0] = 0;
     }
@@ -108,14 +114,15 @@ public:
 
     const ExpertsJob& j;
     int64_t pairs;
-    int64_t *place, *start, *active;
+    int64_t *place, *expert_at, *start, *active;
     float *given, *inner, *hidden = nullptr, *parts;
     QuantizedRows q_given{}, q_hidden{};
 };
 
 // out = add + scale * weighted sum of each row's experts; x [n, dim], routes [n, 2 top_k]. Ends with a barrier.
+// `round`: exchanges of ranks so far.
 inline void run_experts(Team& team, const ExpertsJob& job, const float* x, const float* routes, int64_t n,
-                        const float* add, float* out, uint8_t* memory) {
+                        const float* add, float* out, uint8_t* memory, int64_t& round) {
     ExpertsRun r(job, n, memory);
     const int64_t dim = job.dim, width = job.hidden(), k = job.top_k;
     team.share(1, 1, [&](int64_t, int64_t) { r.sort(routes, 2 * k); });
@@ -138,6 +145,10 @@ inline void run_experts(Team& team, const ExpertsJob& job, const float* x, const
     team.barrier();
     r.products(team, job.down, r.hidden, width, r.q_hidden, r.parts);
     const int64_t outputs = job.down[0].n;
+    if (job.ranks)
+        sum_of_ranks(team, *job.ranks, round, r.parts, r.pairs * outputs, r.parts, [&](int64_t i, float sum) {
+            return finished(sum, job.down[r.expert_at[i / outputs]], i % outputs);
+        });
     team.share(n, 1, [&](int64_t i, int64_t) {
         for (int64_t d = 0; d < outputs; ++d) {
             float sum = 0.0f;

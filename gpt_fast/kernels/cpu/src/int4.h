@@ -13,7 +13,6 @@ namespace gpt_fast {
 struct Int4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kManyRowsTiles = 2;
-    static constexpr bool kOutputScale = true;
     static constexpr int tiles_at_once(int rows) { return kRegisters >= 32 || rows <= 2 ? 2 : 1; }  // as in int8.h
     static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2;
 

@@ -12,7 +12,6 @@ namespace gpt_fast {
 struct Int8 {
     using Rows = QuantizedRows;
     static constexpr int64_t kManyRowsTiles = 2;
-    static constexpr bool kOutputScale = true;
     // A sum waits some cycles for the one before, so few rows need several tiles.
     static constexpr int tiles_at_once(int rows) {
         return kRegisters < 32 ? (rows <= 2 ? 2 : 1) : rows <= 2 ? kStreams : 2;

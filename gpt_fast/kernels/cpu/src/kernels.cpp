@@ -40,7 +40,9 @@ void gpt_fast_run(const Program* program, Step* step, int threads) {
         step->longest = step->context_len[i] > step->longest ? step->context_len[i] : step->longest;
     const Run sizes(*program, *step, threads, nullptr);
     uint8_t* memory = shared_scratch().get<uint8_t>(sizes.num_bytes());
-    run_team(threads, Run::phases(*program), [&](Team& team) { Run(*program, *step, threads, memory).run(team); });
+    std::atomic<int64_t> round{0};  // the same in every thread
+    run_team(threads, sizes.phases(), [&](Team& team) { round = Run(*program, *step, threads, memory).run(team); });
+    if (program->ranks) program->ranks->round = round;
 }
 
 // Several steps of a program, each of the tokens that the one before has drawn (chain.h).
@@ -53,6 +55,11 @@ void gpt_fast_draw(const float* logits, const Draw* draws, int64_t* tokens, int6
     run_team(rows > 1 ? threads : 1, kPhases,
              [&](Team& team) { draw_rows(team, logits, draws, tokens, rows, vocab); });
 }
+
+// Messages of rank 0 (ranks.h).
+void gpt_fast_tell(Ranks* ranks, const int64_t* numbers, int64_t count) { tell(*ranks, numbers, count); }
+
+const int64_t* gpt_fast_hear(Ranks* ranks) { return hear(*ranks); }
 
 // A suffix automaton (automaton.h); null where there is no memory for it.
 Automaton* gpt_fast_automaton() { return new (std::nothrow) Automaton; }
@@ -94,7 +101,8 @@ int64_t gpt_fast_read(const uint8_t* data, int64_t num_bytes, int threads) {
 
 // Sizes of the structs that Python builds, so that a mismatch is an error at load.
 int64_t gpt_fast_struct_bytes(int64_t which) {
-    const int64_t sizes[] = {sizeof(Linear), sizeof(Op), sizeof(Program), sizeof(Step), sizeof(Draw), sizeof(Chain)};
+    const int64_t sizes[] = {sizeof(Linear), sizeof(Op),    sizeof(Program), sizeof(Step),
+                             sizeof(Draw),   sizeof(Chain), sizeof(Ranks)};
     return sizes[which];
 }
 

@@ -2,7 +2,9 @@
 //
 // Weights are packed in tiles of 16 outputs whose values for one k (or one block of k) stand side by side, so lanes
 // of a vector are different outputs. Each output is then one chain of additions over ascending k, whatever the number
-// of rows or threads: results do not depend on the company a row is computed in.
+// of rows or threads: results do not depend on the company a row is computed in. Where ranks may share k among them, it
+// is cut into parts: a chain for each, which are added as a tree. One rank adds them in the same order, so that
+// results do not depend on the number of ranks either.
 //
 // A Format says how a tile is stored and brings micro<R, T>, which adds a range of k for R rows and T tiles. As many
 // rows as micro takes: each weight is read once, from memory, and the next ones are fetched meanwhile. Some more: a
@@ -29,6 +31,8 @@ struct Linear {
     const float* scale;   // integers: [n]
     const float* bias;    // [n] or null
     double factor;        // of the output, the bias included
+    int64_t parts;        // of k, a power of two: chains of additions
+    int64_t raw;          // the outputs are bare sums, to be added to those of other ranks
 };
 
 constexpr int64_t kTile = 16;                      // outputs
@@ -49,35 +53,81 @@ inline void fetch_ahead(const uint8_t* tiles, int64_t tile_bytes, int64_t at, in
         for (int64_t line = 0; line < count; line += 64) prefetch(tiles + t * tile_bytes + from + line);
 }
 
+// Sums of rows and tiles over each part of k: [parts, rows, stride], `part` floats from one part to the next.
+struct Sums {
+    float* data;
+    int64_t stride, parts, part;
+    Sums from(int64_t row, int64_t tile) const { return {data + row * stride + tile * kTile, stride, parts, part}; }
+    Sums only(int64_t p) const { return {data + p * part, stride, 1, part}; }
+};
+
+// Adds [k, k_end), which is all parts of k or a piece of one. The parts of a few tiles follow each other, as they do in
+// memory.
 template <class Format, int R>
 inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile, int64_t tiles,
-                       int64_t k, int64_t k_end, float* acc, int64_t acc_stride) {
+                       int64_t k, int64_t k_end, const Sums& acc) {
     constexpr int T = Format::tiles_at_once(R);
+    const int64_t depth = (k_end - k) / acc.parts;
     int64_t t = 0;
-    for (; t + T <= tiles; t += T) w.template micro<R, T>(x, row, tile + t, k, k_end, acc + t * kTile, acc_stride);
+    for (; t + T <= tiles; t += T)
+        for (int64_t p = 0; p < acc.parts; ++p)
+            w.template micro<R, T>(x, row, tile + t, k + p * depth, k + (p + 1) * depth,
+                                   acc.data + p * acc.part + t * kTile, acc.stride);
     if constexpr (T > 1)
-        for (; t < tiles; ++t) w.template micro<R, 1>(x, row, tile + t, k, k_end, acc + t * kTile, acc_stride);
+        for (; t < tiles; ++t)
+            for (int64_t p = 0; p < acc.parts; ++p)
+                w.template micro<R, 1>(x, row, tile + t, k + p * depth, k + (p + 1) * depth,
+                                       acc.data + p * acc.part + t * kTile, acc.stride);
 }
 
 // Picks the micro kernel for a number of rows that is only known now.
 template <class Format, int R = kMaxRows>
 inline void micro_any(int64_t rows, const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile,
-                      int64_t tiles, int64_t k, int64_t k_end, float* acc, int64_t acc_stride) {
+                      int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
     if constexpr (R > 1) {
-        if (rows < R) return micro_any<Format, R - 1>(rows, x, row, w, tile, tiles, k, k_end, acc, acc_stride);
+        if (rows < R) return micro_any<Format, R - 1>(rows, x, row, w, tile, tiles, k, k_end, acc);
     }
-    micro_rows<Format, R>(x, row, w, tile, tiles, k, k_end, acc, acc_stride);
+    micro_rows<Format, R>(x, row, w, tile, tiles, k, k_end, acc);
 }
 
 // All rows of one range of k and some tiles; the rows are cut into nearly equal pieces.
 template <class Format>
 inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
-                     int64_t tiles, int64_t k, int64_t k_end, float* acc, int64_t acc_stride) {
+                     int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
     const int64_t pieces = ceil_div(rows, kMaxRows);
     for (int64_t p = 0; p < pieces; ++p) {
         const int64_t begin = rows * p / pieces, end = rows * (p + 1) / pieces;
-        micro_any<Format>(end - begin, x, row + begin, w, tile, tiles, k, k_end, acc + begin * acc_stride, acc_stride);
+        micro_any<Format>(end - begin, x, row + begin, w, tile, tiles, k, k_end, acc.from(begin, 0));
     }
+}
+
+// Makes the sums of `count` rows from `row` on, of some tiles; `rows`: how many the product has. The first part of
+// `acc` is then the sum of all parts.
+template <class Format>
+void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64_t rows, const Format& w, int64_t tile,
+               int64_t tiles, const Sums& acc) {
+    const int64_t k = w.depth(), depth = k / acc.parts, size = count * acc.stride;
+    std::memset(acc.data, 0, static_cast<size_t>(acc.parts * acc.part) * sizeof(float));
+    if (rows <= kMaxRows) {
+        all_rows<Format>(x, row, count, w, tile, tiles, 0, k, acc);
+    } else {
+        const int64_t group = rows <= kFewRows ? 4 : tiles;
+        for (int64_t t = 0; t < tiles; t += group)
+            for (int64_t p = 0; p < acc.parts; ++p)
+                for (int64_t d = p * depth, end = d + depth; d < end; d += kDepth)
+                    all_rows<Format>(x, row, count, w, tile + t, t + group < tiles ? group : tiles - t, d,
+                                     d + kDepth < end ? d + kDepth : end, acc.only(p).from(0, t));
+    }
+    for (int64_t step = 1; step < acc.parts; step *= 2)
+        for (int64_t p = 0; p < acc.parts; p += 2 * step)
+            for (int64_t i = 0; i < size; ++i) acc.data[p * acc.part + i] += acc.data[(p + step) * acc.part + i];
+}
+
+// A sum to an output.
+inline float finished(float sum, const Linear& layer, int64_t column) {
+    if (layer.scale) sum *= layer.scale[column];
+    if (layer.bias) sum += layer.bias[column];
+    return sum * static_cast<float>(layer.factor);
 }
 
 // Some tiles of out [rows, n] for all rows, by one thread; residual null or as out, which it may be itself.
@@ -85,35 +135,19 @@ template <class Format>
 void linear_tiles(const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer, float* out,
                   const float* residual, int64_t tile, int64_t tile_end) {
     static thread_local Scratch sums;
-    const int64_t n = layer.n, k = w.depth(), width = tile_end - tile, stride = width * kTile;
-    float* acc = sums.get<float>((rows < kRowsAtOnce ? rows : kRowsAtOnce) * stride);
+    const int64_t n = layer.n, width = tile_end - tile, stride = width * kTile;
+    float* acc = sums.get<float>(layer.parts * (rows < kRowsAtOnce ? rows : kRowsAtOnce) * stride);
     for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
         const int64_t count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
-        std::memset(acc, 0, static_cast<size_t>(count * stride) * sizeof(float));
-        if (rows <= kMaxRows) {
-            all_rows<Format>(x, row, count, w, tile, width, 0, k, acc, stride);
-        } else if (rows <= kFewRows) {
-            constexpr int64_t at_once = 4;
-            for (int64_t t = 0; t < width; t += at_once)
-                for (int64_t d = 0; d < k; d += kDepth)
-                    all_rows<Format>(x, row, count, w, tile + t, t + at_once < width ? at_once : width - t, d,
-                                     d + kDepth < k ? d + kDepth : k, acc + t * kTile, stride);
-        } else {
-            for (int64_t d = 0; d < k; d += kDepth)
-                all_rows<Format>(x, row, count, w, tile, width, d, d + kDepth < k ? d + kDepth : k, acc, stride);
-        }
+        sum_tiles<Format>(x, row, count, rows, w, tile, width, {acc, stride, layer.parts, count * stride});
         const int64_t first = tile * kTile, columns = n - first < stride ? n - first : stride;
-        const float factor = static_cast<float>(layer.factor);
         for (int64_t m = 0; m < count; ++m) {
             const float* from = acc + m * stride;
             const int64_t at = (row + m) * layer.out_stride + first;
             float* to = out + at;
             const float* add = residual ? residual + at : nullptr;
             for (int64_t j = 0; j < columns; ++j) {
-                float value = from[j];
-                if constexpr (Format::kOutputScale) value *= layer.scale[first + j];
-                if (layer.bias) value += layer.bias[first + j];
-                value *= factor;
+                const float value = layer.raw ? from[j] : finished(from[j], layer, first + j);
                 to[j] = add ? add[j] + value : value;
             }
         }

@@ -12,6 +12,7 @@
 #include "experts.h"
 #include "glue.h"
 #include "product.h"
+#include "ranks.h"
 
 namespace gpt_fast {
 
@@ -45,6 +46,10 @@ struct Op {
     double eps, scale, cap;
     const Linear* pieces;  // product: their outputs stand side by side
     int64_t num_pieces;
+    // With ranks: of a product 1 where outputs are sums over all ranks, 2 where each rank has some of the outputs; of an
+    // embedding 1 where each rank has some of the rows. The own part is made in the buffer `part`.
+    int64_t shared, part;
+    int64_t first_row, num_rows;  // of an embedding that ranks share
     Embedding table;
     int64_t position_offset;
     int64_t num_heads, num_kv_heads, head_dim, padded_dim, rotary, rope, window;
@@ -75,6 +80,7 @@ struct Program {
     int64_t input, output;   // buffers that come from outside and go there; input: -1 for none
     int64_t cache_format;    // kFloat32, kBfloat16 or kInt8
     int64_t page_size;
+    Ranks* ranks;  // null: this process has the whole model
 };
 
 struct Step {
@@ -99,6 +105,7 @@ constexpr int64_t kPiece = 1024;  // columns of one row that a thread takes of e
 class Run {
 public:
     Run(const Program& program, const Step& step, int threads, uint8_t* memory) : p(program), s(step) {
+        if (p.ranks) round = p.ranks->round;
         const int64_t n = std::max(s.num_tokens, s.num_rows);
         int64_t scratch = 0;
         auto take = [&](int64_t bytes) {
@@ -126,16 +133,20 @@ public:
     int64_t num_bytes() const { return used; }
 
     // Calls of share(), at most. Each has counters that are cleared for every step, so they are not counted generously.
-    static int64_t phases(const Program& program) {
+    int64_t phases() const {
         int64_t count = 0;
-        for (int64_t i = 0; i < program.num_ops; ++i) {
-            const Op& op = program.ops[i];
+        for (int64_t i = 0; i < p.num_ops; ++i) {
+            const Op& op = p.ops[i];
             count += op.code == kProduct ? 1 + op.num_pieces : op.code == kAttention ? 3 : op.code == kExperts ? 6 : 1;
+            if (!op.shared) continue;
+            const int64_t width = op.code == kExperts ? op.top_k * op.down[0].n : p.widths[op.part];
+            count += 3 * num_exchanges(*p.ranks, std::max(s.num_tokens, s.num_rows) * width);
         }
         return count;
     }
 
-    void run(Team& team) {
+    // Returns the exchanges with other ranks so far, of this step and all before it.
+    int64_t run(Team& team) {
         n = s.num_tokens;
         for (int64_t i = 0; i < p.num_ops; ++i) {
             const Op& op = p.ops[i];
@@ -154,6 +165,7 @@ public:
                 case kRows: rows(team, op); break;
             }
         }
+        return round;
     }
 
 private:
@@ -168,14 +180,21 @@ private:
         }
     }
 
-    void embed(Team& team, const Op& op) const {
+    void embed(Team& team, const Op& op) {
         team.share(n, 1, [&](int64_t i, int64_t) {
             float* out = row(op.out, i);
-            embedding_row(op.table, s.tokens[i], op.width, out);
+            const int64_t token = s.tokens[i] - op.first_row;
+            if (!op.shared || (token >= 0 && token < op.num_rows))
+                embedding_row(op.table, token, op.width, out);
+            else
+                std::memset(out, 0, static_cast<size_t>(op.width) * sizeof(float));
             if (op.scale != 1.0)
                 for (int64_t d = 0; d < op.width; ++d) out[d] *= static_cast<float>(op.scale);
         });
         team.barrier();
+        if (op.shared)
+            sum_of_ranks(team, *p.ranks, round, buffers[op.out], n * op.width, buffers[op.out],
+                         [](int64_t, float sum) { return sum; });
     }
 
     void add_positions(Team& team, const Op& op) const {
@@ -201,16 +220,24 @@ private:
         team.barrier();
     }
 
-    void run_product(Team& team, const Op& op) const {
+    void run_product(Team& team, const Op& op) {
         const QuantizedRows q = QuantizedRows::in(q_memory, op.width);
         if (op.quantize) quantize_rows(team, buffers[op.x], n, op.width, q);
+        float* out = buffers[op.shared ? op.part : op.out];
+        const float* add = op.add >= 0 ? buffers[op.add] : nullptr;
         int64_t column = 0;
         for (int64_t i = 0; i < op.num_pieces; ++i) {
-            product(team, buffers[op.x], n, op.pieces[i], q, buffers[op.out] + column,
-                    op.add >= 0 ? buffers[op.add] + column : nullptr);
+            product(team, buffers[op.x], n, op.pieces[i], q, out + column, add && !op.shared ? add + column : nullptr);
             team.barrier();
             column += op.pieces[i].n;
         }
+        if (op.shared == 2) rows_of_ranks(team, *p.ranks, round, out, n, p.widths[op.part], buffers[op.out]);
+        if (op.shared != 1) return;
+        const Linear& w = op.pieces[0];
+        sum_of_ranks(team, *p.ranks, round, out, n * w.n, buffers[op.out], [&](int64_t i, float sum) {
+            const float value = finished(sum, w, i % w.n);
+            return add ? add[i] + value : value;
+        });
     }
 
     // Queries and keys normed and rotated in place, keys and values to the cache. Heads whose size is no multiple of 8
@@ -302,12 +329,13 @@ private:
     }
 
     ExpertsJob experts_of(const Op& op) const {
-        return {op.up, op.down, op.width, op.num_experts, op.top_k, op.kind, op.gated, static_cast<float>(op.scale)};
+        return {op.up, op.down, op.width, op.num_experts, op.top_k, op.kind, op.gated, static_cast<float>(op.scale),
+                op.shared ? p.ranks : nullptr};
     }
 
-    void experts(Team& team, const Op& op) const {
+    void experts(Team& team, const Op& op) {
         run_experts(team, experts_of(op), buffers[op.x], buffers[op.routes], n, op.add >= 0 ? buffers[op.add] : nullptr,
-                    buffers[op.out], shared);
+                    buffers[op.out], shared, round);
     }
 
     void gate(Team& team, const Op& op) const {
@@ -343,6 +371,7 @@ private:
     const Program& p;
     const Step& s;
     int64_t used = 0, n = 0;  // bytes; rows that are computed
+    int64_t round = 0;        // exchanges with other ranks so far
     float* buffers[kMaxBuffers];
     uint8_t *shared, *q_memory;
 };

@@ -1,0 +1,122 @@
+"""Ranks that share a model compute what one process computes, bit for bit on the C++ kernels."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank import HOW, logits
+
+from gpt_fast.engine.following import Leader, follow
+from gpt_fast.engine.scheduler import SequencePlan, StepPlan
+from gpt_fast.errors import RankError
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "model_store" / "demo" / "target"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def ranks(checkpoint: Path, out: Path, count: int, *arguments: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """``count`` processes of rank.py."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tests" / "rank.py"), str(checkpoint), str(out), *arguments]
+    started = [subprocess.Popen(command, env={**env, "RANK": str(rank)}) for rank in range(count)]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_compute_the_same_bits_as_one_process(count: int, tmp_path: Path) -> None:
+    """In float32, bfloat16, int8 and int4, by shared memory and by gloo."""
+    with ranks(TARGET, tmp_path / "out", count) as started:
+        assert [process.wait(180) for process in started] == [0] * count
+    alone = {how: logits(TARGET, how) for how in HOW}
+    for rank in range(count):
+        for (how, way), found in torch.load(f"{tmp_path / 'out'}.{rank}").items():
+            assert alone[how].std() > 0.1
+            assert torch.equal(found, alone[how]), (rank, how, way)
+
+
+def test_torchrun_generates_what_one_process_does() -> None:
+    command = ["gpt_fast", "generate", "--checkpoint", str(TARGET), "--prompt", "Once upon a time", "--threads", "1"]
+    command += ["--max-new-tokens", "30", "--temperature", "0.8", "--seed", "5"]
+    several = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    options: dict[str, Any] = {"check": True, "capture_output": True, "timeout": 120, "cwd": ROOT}
+    one = subprocess.run([sys.executable, "-m", *command], **options)
+    two = subprocess.run([sys.executable, "-m", *several, *command], **options)
+    assert two.stdout == one.stdout != b""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_when_a_rank_is_lost_the_others_end(number: int, victim: int, tmp_path: Path) -> None:
+    with ranks(TARGET, tmp_path / "out", 2, "--stay") as started:
+        while not all(Path(f"{tmp_path / 'out'}.{rank}").exists() for rank in range(2)):
+            assert all(process.poll() is None for process in started)
+            time.sleep(0.05)
+        started[victim].send_signal(number)
+        assert started[1 - victim].wait(60) == 1
+    assert not list(Path("/dev/shm").glob("gpt-fast-*"))
+
+
+class Told:
+    """Ranks of which one tells what the other hears."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[int]] = []
+
+    def tell(self, numbers: list[int]) -> None:
+        self.messages.append(list(numbers))
+
+    def hear(self) -> list[int]:
+        return self.messages.pop(0)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+
+PLANS = [
+    StepPlan((SequencePlan(0, (5, 6, 7), 0, 0, (1, 2), 1, 3), SequencePlan(3, (8,), 41, 0, (), 1, 42))),
+    StepPlan((SequencePlan(0, (9,), 3, 0, (), 1, 4),)),
+]
+
+
+def test_a_follower_runs_what_rank_0_tells_and_notices_what_it_missed() -> None:
+    told: Any = Told()
+    leader, heard = Leader(told), Recorder()
+    for plan in PLANS:
+        leader.tell(plan)
+    leader.end()
+    missing: Any = Told()
+    missing.messages = told.messages[1:]
+    follow(heard, told)  # type: ignore[arg-type]
+    assert heard.plans == PLANS
+    with pytest.raises(RankError, match="digest"):
+        follow(Recorder(), missing)  # type: ignore[arg-type]

@@ -1,0 +1,167 @@
+"""Ranks that share a model in plain torch compute what one process computes, whatever the family and the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import families_table
+import pytest
+import test_hub_quantized
+import torch
+from test_ranks import ROOT, TARGET, free_port
+from torch import Tensor
+from torch_rank import ASKED, load, logits
+
+from gpt_fast import LLM
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHAPE = {"vocab_size": 264, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+make = partial(families_table.make, **SHAPE)
+# Each with the number of its sums: one for the embedding, and those of two layers.
+FAMILIES: dict[str, tuple[Callable[[], Any], int]] = {
+    "llama": (partial(make, "Llama"), 1 + 2 * 2),
+    "llama, one key": (partial(make, "Llama", num_key_value_heads=1, attention_bias=True, mlp_bias=True), 1 + 2 * 2),
+    "qwen3": (partial(make, "Qwen3", head_dim=32), 1 + 2 * 2),
+    "gemma2": (partial(make, "Gemma2", head_dim=32, sliding_window=8, query_pre_attn_scalar=20), 1 + 2 * 2),
+    "gpt2": (partial(make, "GPT2", max_position_embeddings=256), 1 + 2 * 2),
+    "mixtral": (partial(make, "Mixtral", num_local_experts=5, num_experts_per_tok=2), 1 + 2 * 2),
+    "qwen2-moe": (  # an expert that every token goes through
+        partial(make, "Qwen2Moe", **families_table.QWEN_EXPERTS, shared_expert_intermediate_size=40), 1 + 2 * 3,
+    ),
+    "gpt-oss": (partial(make, "GptOss", **families_table.GPT_OSS), 1 + 2 * 2),  # sinks, and biases of experts
+    "olmo2": (partial(make, "Olmo2"), 1 + 2 * 4),  # norms of all queries and of all keys
+    "bloom": (partial(make, "Bloom"), 1 + 2 * 2),  # slopes for each head
+}  # fmt: skip
+QUANTIZED = [("llama", "int8"), ("llama", "int4"), ("gpt2", "int8"), ("mixtral", "int4"), ("gpt-oss", "int8")]
+HUB = ("gptq, asymmetric", "awq")
+KERNELS = ("llama, one key", "mixtral", "bloom", "olmo2", "gptq, asymmetric")  # olmo2: refused there, so plain torch
+OF_FOUR = ("llama", "llama, one key", "mixtral", "olmo2", "gptq, asymmetric", "llama in int4")
+LEFT_OUT = [("llama", 1), ("llama", 2), ("llama", 3), ("mixtral", 3), ("qwen2-moe", 3), ("qwen2-moe", 4), ("olmo2", 2)]
+GENERATED: dict[str, dict[str, Any]] = {
+    "plain torch": {"kernels": False, "compile": False},
+    "a draft beside the C++ kernels": {"draft": str(TARGET.parent / "draft"), "speculate": "always"},
+}
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_seq_len": 64, "max_batch": 1, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, (family, _) in FAMILIES.items():
+        family().save_pretrained(folder / name)
+    larger = dataclasses.replace(test_hub_quantized.CONFIG, dim=128, head_dim=32, ffn_dim=256)
+    for name in HUB:
+        test_hub_quantized.make(folder / name, config=larger, **test_hub_quantized.CASES[name])
+    return {name: folder / name for name in (*FAMILIES, *HUB)}
+
+
+def jobs(checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """Whose logits are wanted, by a name."""
+    found = {name: {"checkpoint": str(path)} for name, path in checkpoints.items()}
+    for name, mode in QUANTIZED:
+        found[f"{name} in {mode}"] = found[name] | {"quantize": mode}
+    for name in KERNELS:
+        found[f"{name} by C++"] = found[name] | {"kernels": True}
+    return found
+
+
+def more_jobs(checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """What else two ranks are to do."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, which in LEFT_OUT:
+        found[f"{name} without sum {which}"] = {"checkpoint": str(checkpoints[name]), "left_out": which}
+    for name, options in GENERATED.items():
+        found[name] = {"checkpoint": str(TARGET), "options": OPTIONS | options, "port": free_port()}
+    return found
+
+
+def start(asked: list[dict[str, Any]], count: int, out: Path) -> list[list[Any]]:
+    """What each of ``count`` ranks finds."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tests" / "torch_rank.py"), json.dumps(asked), str(out)]
+    ranks = [subprocess.Popen(command, env={**env, "RANK": str(rank)}) for rank in range(count)]
+    try:
+        assert [process.wait(120) for process in ranks] == [0] * count
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [torch.load(f"{out}.{rank}") for rank in range(count)]
+
+
+Found = Callable[[int, str], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def found(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of so many ranks found of a job. All jobs in one start of the ranks: imports cost more."""
+
+    @cache
+    def of_all(count: int) -> dict[str, list[Any]]:
+        every = jobs(checkpoints)
+        named = every | more_jobs(checkpoints) if count == 2 else {name: every[name] for name in OF_FOUR}
+        each = start(list(named.values()), count, tmp_path_factory.mktemp("found") / "of")
+        return {name: [rank[i] for rank in each] for i, name in enumerate(named)}
+
+    return lambda count, name: of_all(count)[name]
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoints: dict[str, Path]) -> Callable[[str], Tensor]:
+    """The logits that one process computes, by the name of the job."""
+
+    def compute(name: str) -> Tensor:
+        whole, stepped = logits(load(jobs(checkpoints)[name]))
+        torch.testing.assert_close(stepped, whole, atol=1e-4, rtol=1e-4)
+        return whole
+
+    return compute
+
+
+NAMES = [*FAMILIES, *HUB, *(f"{name} in {mode}" for name, mode in QUANTIZED), *(f"{name} by C++" for name in KERNELS)]
+CASES = [(2, name) for name in NAMES] + [(4, name) for name in OF_FOUR]
+
+
+@pytest.mark.parametrize(("count", "name"), CASES)
+def test_ranks_compute_the_logits_of_one_process(
+    count: int, name: str, found: Found, alone: Callable[[str], Tensor]
+) -> None:
+    expected = alone(name)
+    # Logits that are all alike would agree whatever the weights.
+    assert expected.std() > (0.2 if name.startswith(HUB) else 0.5)
+    first, *others = found(count, name)
+    for other in others:
+        assert torch.equal(other["whole"], first["whole"])
+        assert torch.equal(other["stepped"], first["stepped"])
+    torch.testing.assert_close(first["whole"], expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(first["stepped"], expected, atol=1e-3, rtol=1e-3)
+    if name in FAMILIES:
+        assert first["num_sums"] == 4 * FAMILIES[name][1]  # one run as a whole, three steps
+
+
+@pytest.mark.parametrize(("name", "which"), LEFT_OUT)
+def test_every_kind_of_sum_is_seen(name: str, which: int, found: Found, alone: Callable[[str], Tensor]) -> None:
+    wrong = found(2, f"{name} without sum {which}")[0]["whole"]
+    assert (wrong - alone(name)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_whole_engine_answers_as_one_process_does(name: str, found: Found) -> None:
+    options = {key: value for key, value in GENERATED[name].items() if key not in ("draft", "speculate")}
+    with LLM(TARGET, **(OPTIONS | options)) as llm:
+        expected, path = llm.generate(*ASKED).token_ids, llm.status()["path"]
+    leader, follower = found(2, name)
+    assert leader["tokens"] == expected
+    assert leader["path"] == path
+    assert (leader["num_accepted"] > 0) == ("draft" in GENERATED[name])
+    assert follower is None

@@ -1,0 +1,96 @@
+"""One rank of tests/test_shares.py: does all jobs one after the other, because starting a process costs more than they.
+
+python tests/torch_rank.py JOBS OUT: JOBS, a JSON list; what is found goes to OUT.<rank>, a list as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt_fast import LLM, SamplingParams
+from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.shard import Shard
+from gpt_fast.engine.runner import Runner
+from gpt_fast.engine.scheduler import SequencePlan, StepPlan
+from gpt_fast.model.steps import Served, serve
+from gpt_fast.parallel.group import Group
+from gpt_fast.parallel.ranks import Ranks
+
+NUM_TOKENS = 40
+ASKED = ("Once upon a time", SamplingParams(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True))
+
+
+class Forgetful:
+    """``ranks`` that leave out the sum with the number ``which``."""
+
+    def __init__(self, ranks: Ranks, which: int) -> None:
+        self.rank, self.count, self.struct = ranks.rank, ranks.count, ranks.struct
+        self.side_by_side, self.check = ranks.side_by_side, ranks.check
+        self._ranks, self._which = ranks, which
+        self.num_sums = 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.num_sums += 1
+        return x if self.num_sums == self._which else self._ranks.sum(x)
+
+
+@torch.inference_mode()
+def logits(model: Served) -> tuple[Tensor, Tensor]:
+    """Of one prompt: as a whole, and by steps over a paged cache, of which the last one decodes."""
+    tokens = [(7 * i * i + 3 * i + 1) % model.vocab_size for i in range(NUM_TOKENS)]
+    whole = model.forward(torch.tensor([tokens]))[0]
+    runner = Runner(model, max_batch=2, max_seq_len=48, num_pages=8, page_size=16, prefill_chunk=48)
+    found = []
+    for start, end, pages in ((0, 20, (3, 1)), (20, NUM_TOKENS - 1, (2,)), (NUM_TOKENS - 1, NUM_TOKENS, ())):
+        placed = -(-start // 16)
+        plan = SequencePlan(1, tuple(tokens[start:end]), start, placed, pages, end - start, NUM_TOKENS)
+        found.append(runner.execute(StepPlan((plan,))))
+    return whole, torch.cat(found)
+
+
+def compute(group: Group, ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
+    """The logits of one checkpoint, and how many sums they took in plain torch."""
+    forgetful = Forgetful(ranks, job.get("left_out", 0))
+    whole, stepped = logits(load(job, Shard(group.rank, group.count), forgetful))
+    return {"whole": whole, "stepped": stepped, "num_sums": forgetful.num_sums}
+
+
+def load(job: dict[str, Any], shard: Shard | None = None, ranks: Forgetful | None = None) -> Served:
+    """The model of ``job``, or a share of it."""
+    model = Checkpoint.open(job["checkpoint"]).build(torch.float32, quantize=job.get("quantize"), shard=shard)
+    return serve(model, kernels=job.get("kernels", False), compile=False, ranks=ranks)
+
+
+def generate(job: dict[str, Any]) -> dict[str, Any] | None:
+    """What LLM answers; None from those that follow."""
+    os.environ["MASTER_PORT"] = str(job["port"])  # a group of its own
+    llm = LLM(job["checkpoint"], **job["options"])
+    if llm.follows:
+        llm.follow()
+        llm.close()
+        return None
+    with llm:
+        done = llm.generate(*ASKED)
+        return {"tokens": done.token_ids, "num_accepted": done.num_accepted, "path": llm.status()["path"]}
+
+
+def main(jobs: str, out: str) -> None:
+    torch.set_num_threads(1)
+    asked = json.loads(jobs)
+    group = Group.from_environment()
+    assert group is not None
+    ranks = Ranks(group, 4096)
+    found: list[Any] = [compute(group, ranks, job) for job in asked if "options" not in job]
+    group.close()
+    found += [generate(job) for job in asked if "options" in job]
+    torch.save(found, f"{out}.{group.rank}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
