@@ -289,5 +289,44 @@ def test_damaged_int4_is_refused(change: dict[str, Tensor | None], says: str, tm
         Checkpoint.open(path)
 
 
+# ---- damaged files of every kind ------------------------------------------------------------------------------------
+
+DAMAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a number": lambda t: t.flatten()[0].clone(),
+    "flat": lambda t: t.flatten().clone(),
+    "one row less": lambda t: t[1:].clone(),
+    "empty": lambda t: t[:0].clone(),
+    "one dimension more": lambda t: t[None].clone(),
+    "float64": lambda t: t.double(),
+    "bool": lambda t: t.bool(),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8", "int4", "experts", "experts int8"])
+def test_a_tensor_of_another_shape_or_dtype_is_refused_by_name_or_served(kind: str, tmp_path: Path) -> None:
+    config = MIXTRAL if "experts" in kind else LLAMA
+    state = meta_state(model_of(config))
+    if "int8" in kind:
+        state = int8_state(state)
+    elif kind == "int4":
+        state = int4_state(state, pack_gpu)
+    refused = 0
+    for name in [name for name in state if "layers.1." not in name]:
+        for damage in DAMAGES.values():
+            path = write(tmp_path, config, state | {name: damage(state[name])})
+            try:
+                Checkpoint.open(path)
+            except CheckpointError as error:
+                assert str(path) in str(error), name  # noqa: PT017
+                refused += 1
+        path = write(tmp_path, config, {other: tensor for other, tensor in state.items() if other != name})
+        if name == "output.weight" and kind in ("plain", "experts"):
+            assert Checkpoint.open(path).config.tie_embeddings, "as in Hugging Face's files"
+        else:
+            with pytest.raises(CheckpointError):
+                Checkpoint.open(path)
+    assert refused > 4 * len(state) // 2
+
+
 def test_orders_have_names_of_their_own() -> None:
     assert len({order.name for order in ORDERS}) == len(ORDERS)

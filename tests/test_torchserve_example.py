@@ -122,7 +122,7 @@ class Context(SimpleNamespace):
 
 def check_trace(folder: Path, wanted: bool) -> None:
     """With ``profile: true`` the first request leaves one trace of the engine's steps, else none."""
-    found = list(folder.glob("gpt-fast-*.trace.json"))
+    found = list(folder.glob("gpt-fast-rank0-*.trace.json"))
     assert len(found) == wanted
     for trace in found:
         names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}

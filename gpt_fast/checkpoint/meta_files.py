@@ -138,6 +138,8 @@ def _raw_from_facts(facts: Mapping[str, Any], state: State, where: str) -> dict[
     num_heads = facts.get("n_heads")
     if not isinstance(num_heads, int) or num_heads < 1:
         raise CheckpointError(f"{where} must give n_heads, the number of query heads, not {num_heads!r}")
+    if len(state["tok_embeddings.weight"].shape) != 2:
+        raise CheckpointError(f"{where}: tok_embeddings.weight is no matrix")
     vocab_size, dim = state["tok_embeddings.weight"].shape
     if facts.get("dim", dim) != dim or dim % num_heads:
         raise CheckpointError(
@@ -150,7 +152,7 @@ def _raw_from_facts(facts: Mapping[str, Any], state: State, where: str) -> dict[
         "vocab_size": vocab_size,
         "hidden_size": dim,
         "intermediate_size": state["layers.0.feed_forward.w1.weight"].shape[0],
-        "num_hidden_layers": 1 + max(int(n.split(".")[1]) for n in state if n.startswith("layers.")),
+        "num_hidden_layers": len({name.split(".")[1] for name in state if name.startswith("layers.")}),
         "num_attention_heads": num_heads,
         "num_key_value_heads": facts.get("n_kv_heads") or kv_rows // (dim // num_heads),
         "max_position_embeddings": facts.get("max_seq_len", 2048),  # Meta's files leave it out; Llama 1 had this

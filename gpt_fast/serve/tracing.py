@@ -58,7 +58,8 @@ class FirstRequest:
     def _write(self) -> None:
         try:
             self._profiler.stop()
-            file, path = tempfile.mkstemp(prefix=f"gpt-fast-{os.getpid()}-", suffix=".trace.json")
+            rank = os.environ.get("RANK", "0")  # torchrun's: each process of a worker writes its own
+            file, path = tempfile.mkstemp(prefix=f"gpt-fast-rank{rank}-", suffix=".trace.json")
             os.close(file)
             self._profiler.export_chrome_trace(path)
             log.info("profile: a trace of %d steps is in %s (chrome://tracing, Perfetto)", self._steps, path)

@@ -50,14 +50,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store.mkdir()
     block = yaml.safe_load((CONFIGS / "gpt_fast.yaml").read_text())["handler"]
     put("target", archive("gpt_fast", CONFIGS / "gpt_fast.yaml", store) / block["converted_ckpt_dir"])
-    config = yaml.safe_load((CONFIGS / "gpt_fast_speculative.yaml").read_text())
-    for key in ("parallelType", "torchrun"):  # one process is enough here
-        del config[key]
-    one = store.parent / "speculative.yaml"
-    one.write_text(yaml.safe_dump(config))
-    made = archive("speculative", one, store)
-    put("target", made / config["handler"]["converted_ckpt_dir"])
-    put("draft", made / config["handler"]["draft_checkpoint_path"])
+    block = yaml.safe_load((CONFIGS / "gpt_fast_speculative.yaml").read_text())["handler"]
+    made = archive("speculative", CONFIGS / "gpt_fast_speculative.yaml", store)
+    put("target", made / block["converted_ckpt_dir"])
+    put("draft", made / block["draft_checkpoint_path"])
     return store
 
 
@@ -77,13 +73,13 @@ def test_the_base_configuration_streams_the_models_text(server: Server) -> None:
     assert "deviceType is gpu, but there is no GPU" in server.log or torch.cuda.is_available()
 
 
-def test_the_speculative_configuration_drafts_and_leaves_a_trace(server: Server, store: Path) -> None:
+def test_the_speculative_configuration_of_four_ranks_drafts_and_leaves_a_trace(server: Server, store: Path) -> None:
     reply = server.predict({"prompt": PROMPT, "draft_counts": True}, "speculative")
     answer = reply.json()
     with LLM(next(store.glob("speculative/checkpoints/*/*13b*/model_int8.pth"))) as llm:
         assert answer["text"] == llm.generate(PROMPT, SamplingParams(max_tokens=50)).text
     assert answer["usage"]["completion_tokens"] == 50
     assert "draft_n" in answer["usage"]
-    wait_for(lambda: "profile: a trace of" in server.log)
-    (trace,) = (server.home / "tmp").glob("gpt-fast-*.trace.json")
+    wait_for(lambda: "gpt-fast-rank0-" in server.log)
+    (trace,) = (server.home / "tmp").glob("gpt-fast-rank0-*.trace.json")
     assert json.loads(trace.read_text())["traceEvents"]
