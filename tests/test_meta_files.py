@@ -37,7 +37,7 @@ from gpt_fast.model.building import random_model
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.rtn import quantize_rows
-from gpt_fast.quantize.tinygemm import ORDERS, PackedCodes, dequantized, find_order, unpacked
+from gpt_fast.quantize.tinygemm import PackedCodes, dequantized, find_order, unpacked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -326,7 +326,3 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused_by_name_or_served(kind: s
             with pytest.raises(CheckpointError):
                 Checkpoint.open(path)
     assert refused > 4 * len(state) // 2
-
-
-def test_orders_have_names_of_their_own() -> None:
-    assert len({order.name for order in ORDERS}) == len(ORDERS)
