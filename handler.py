@@ -60,6 +60,7 @@ from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, error_body  # noqa
 from gpt_fast.serve.routes import Routes  # noqa: E402
 from gpt_fast.serve.session import TOO_MANY_LARGE, Session, wait_for_news  # noqa: E402
 from gpt_fast.serve.settings import HandlerSettings, read_settings  # noqa: E402
+from gpt_fast.serve.tracing import FirstRequest  # noqa: E402
 
 EXIT_AFTER_S = 1.0  # a worker that cannot go on: long enough for its last answer to leave
 LAST_WORDS_S = 1.0
@@ -78,6 +79,7 @@ class GPTFastHandler:
         self.llm: Any = None  # an LLM, or what tests put in its place
         self.metrics: Metrics
         self.routes: Routes
+        self.trace: FirstRequest  # with ``profile: true``
         self.continuous = False
         self.lanes = Lanes.start()
         self.sessions: dict[str, Session] = {}  # by TorchServe's request id; continuous batching alone
@@ -111,7 +113,10 @@ class GPTFastHandler:
         for warning in self.settings.warnings:
             log.warning("warning: %s", warning)  # TorchServe's log shows every line of a worker as INFO
         options = dict(self.settings.engine)
-        options["device"] = pick_device(options.get("device", "auto"), ctx.system_properties.get("gpu_id"))
+        asked = options.get("device", "auto")
+        options["device"] = pick_device(asked, ctx.system_properties.get("gpu_id"))
+        if asked == "auto" and options["device"] == "cpu" and str(config.get("deviceType")).lower() == "gpu":
+            log.warning("warning: deviceType is gpu, but there is no GPU that torch can use: the CPU is used")
         log.info("loading %s with %s", self.settings.checkpoint, options)
         self.llm = self.build(self.settings.checkpoint, options)
         if self.llm.follows:
@@ -120,6 +125,8 @@ class GPTFastHandler:
         self.metrics = Metrics(self.llm.engine, ctx.model_name, worker_id(sys.argv))
         if os.environ.get("LOCAL_RANK", "0") == "0":  # TorchServe would add up the lines of every rank
             self.metrics.start(write_torchserve)
+        if self.settings.profile:
+            self.trace = FirstRequest(self.llm.engine, self.llm.device.type)
         names = served_names(ctx.model_name, self.settings.checkpoint)
         self.routes = Routes(self.llm, self.settings, names, self.metrics)
 
@@ -266,7 +273,8 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
 
 def served_names(model_name: str, checkpoint: Path) -> tuple[str, ...]:
     """What clients may call the model: TorchServe's name for it first, and the folder's of its checkpoint."""
-    return tuple(dict.fromkeys((model_name, checkpoint.name)))
+    folder = checkpoint.parent if checkpoint.is_file() else checkpoint
+    return tuple(dict.fromkeys((model_name, folder.name)))
 
 
 def content_length(headers: Mapping[str, Any]) -> int | None:

@@ -62,8 +62,8 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """Loads ``checkpoint`` (a Hugging Face directory, opened or not), compiles, warms up; then generates. Any number of
-    threads may call its methods: all requests share one batch.
+    """Loads ``checkpoint`` (what ``Checkpoint.open`` takes, opened or not), compiles, warms up; then generates. Any
+    number of threads may call its methods: all requests share one batch.
 
     Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`. ``progress`` shows bars on a terminal.
     Raises ConfigError, CheckpointError or TokenizerError (all ValueError)."""

@@ -202,6 +202,16 @@ def test_a_file_stands_for_its_folder(checkpoint: Path, tmp_path: Path) -> None:
     assert (path / "checkpoint" / "config.json").is_file()
 
 
+@needs_archiver
+def test_a_file_of_gpt_fast_comes_without_the_other_weights(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("model.pth", "model_int8.pth", "tokenizer.model"):
+        (checkpoint / name).touch()
+    path = build_archive(checkpoint / "model_int8.pth", name="m", output=tmp_path / "store")
+    assert handler_of(path)["checkpoint"] == "checkpoint/model_int8.pth"
+    inside = {file.name for file in (path / "checkpoint").iterdir()}
+    assert inside == {"config.json", "model_int8.pth", "tokenizer.model"}
+
+
 # ---- which files ----------------------------------------------------------------------------------------------------
 
 

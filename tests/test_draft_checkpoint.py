@@ -85,7 +85,7 @@ def test_the_handler_loads_it_by_the_key_of_torchserves_example(
     handler: Any = importlib.import_module("handler").GPTFastHandler()
     handler.initialize(SimpleNamespace(system_properties=facts, model_yaml_config=config, model_name="m"))
     with handler.llm as llm:
-        assert llm.engine_config.draft == str(draft)
+        assert llm.engine_config.draft == str(draft / "pytorch_model.bin")
         done = llm.generate(*ASKED)
     assert done.text == plain.text
     assert done.num_accepted > 0

@@ -425,10 +425,22 @@ def test_engine_keys_and_device_reach_the_engine(tmp_path: Path, caplog: pytest.
         return FakeLLM()
 
     adapter.build = build
-    config = {"handler": {"compile": False, "max_seq_len": 64, "profile": "x", "max_new_tokens": 5}}
+    config = {"handler": {"compile": False, "max_seq_len": 64, "fx_graph_cache": True, "max_new_tokens": 5}}
     adapter.initialize(context(tmp_path, config))
     assert seen == [tmp_path, {"compile": False, "max_seq_len": 64, "device": "cpu"}]
-    assert "profile" in caplog.text, "an option without effect warns"
+    assert "fx_graph_cache" in caplog.text, "an option without effect warns"
+    assert "deviceType" not in caplog.text
+
+
+@pytest.mark.parametrize("asked", ["gpu", "GPU"])
+def test_a_gpu_that_is_not_there_is_told(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(handler.GPTFastHandler, "build", lambda self, checkpoint, options: FakeLLM())
+    handler.GPTFastHandler().initialize(context(tmp_path, {"deviceType": asked}, gpu_id=0))
+    assert "deviceType is gpu, but there is no GPU that torch can use: the CPU is used" in caplog.text
 
 
 def test_device_is_what_torchserve_assigned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpt_fast_files import meta_state
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.convert import convert
@@ -85,41 +86,6 @@ def test_goldens(source: str, data_dir: Path, goldens: dict[str, Any], tmp_path:
 
 
 # Files written here, as their programs write them
-
-
-def interleave(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Hugging Face's order of the rows of q or k to Meta's: pairs (i, i + D / 2) become neighbours."""
-    halves = rows.view(num_heads, 2, -1, rows.shape[-1])
-    return halves.transpose(1, 2).reshape(rows.shape)
-
-
-def meta_state(model: Transformer, fused: bool = True) -> dict[str, torch.Tensor]:
-    """The weights as gpt-fast (fused wqkv) or Meta name and order them."""
-    c = model.config
-    state = {
-        "tok_embeddings.weight": model.embed.tokens.weight,
-        "norm.weight": model.head.norm.weight,
-        "output.weight": model.head.output.weight,
-    }
-    for i, layer in enumerate(model.layers):
-        q, k, v = layer.wqkv.weight.split((c.q_dim, c.kv_dim, c.kv_dim))
-        q, k = interleave(q, c.num_heads), interleave(k, c.num_kv_heads)
-        w1, w3 = layer.w13.weight.chunk(2)
-        pieces = {
-            "attention.wo": layer.wo.weight,
-            "feed_forward.w1": w1,
-            "feed_forward.w2": layer.w2.weight,
-            "feed_forward.w3": w3,
-            "attention_norm": layer.attention_norm.weight,
-            "ffn_norm": layer.ffn_norm.weight,
-        }
-        pieces |= (
-            {"attention.wqkv": torch.cat((q, k, v))}
-            if fused
-            else {"attention.wq": q, "attention.wk": k, "attention.wv": v}
-        )
-        state |= {f"layers.{i}.{name}.weight": value for name, value in pieces.items()}
-    return {name: value.detach().clone() for name, value in state.items()}
 
 
 @pytest.fixture
@@ -290,8 +256,7 @@ def test_tokenizers_are_told_by_content(
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["layers.0.attention.wqkv.weight", "layers.0.attention.wqkv.scales"], "is quantized"),
-        (["layers.0.block_sparse_moe.gate.weight"], "mixture of experts"),
+        (["layers.0.attention.wqkv.weight", "layers.0.attention.wqkv.qweight"], "is quantized by others"),
         (["model.embed_tokens.weight"], "Hugging Face's tensor names"),
         (["encoder.weight"], "holds no checkpoint of gpt-fast, Meta or llama2.c; it begins with encoder.weight"),
     ],

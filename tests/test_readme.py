@@ -47,6 +47,7 @@ NOT_CHECKED = {
     "pip install": "installs; scripts/lib.sh runs the same",
     "export": "sets a variable",
     "torchserve": "tests/e2e starts it by scripts/server.py",
+    "torch-model-archiver": "tests/e2e/test_example_served.py runs the same",
     "python -m pytest": "pytest's own; its paths are checked",
 }
 

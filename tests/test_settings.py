@@ -12,7 +12,7 @@ import yaml
 
 from gpt_fast.config import EngineConfig
 from gpt_fast.errors import ConfigError
-from gpt_fast.serve.settings import KNOWN, read_settings
+from gpt_fast.serve.settings import KNOWN, check_file, read_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECULATIVE = Path("configs", "model_config_speculative.yaml")
@@ -30,6 +30,7 @@ def read(archive: Path, **keys: Any) -> Any:
     return read_settings({"handler": keys}, archive)
 
 
+EXAMPLE = sorted((ROOT / "tests" / "example_configs").glob("*.yaml"))
 SHIPPED = [ROOT / "model_config.yaml", *sorted((ROOT / "configs").glob("model_config*.yaml"))]
 
 
@@ -129,22 +130,32 @@ def test_our_key_outside_the_block_is_refused(archive: Path) -> None:
         read_settings({"handler": "compile"}, archive)
 
 
-def test_the_file_of_torchserves_example_works(archive: Path) -> None:
+@pytest.mark.parametrize("path", EXAMPLE, ids=lambda path: path.stem)
+def test_the_files_of_torchserves_example_work(path: Path, archive: Path) -> None:
+    config = check_file(path).config
+    block = config["handler"]
+    models = {key: archive / block[key] for key in ("converted_ckpt_dir", "draft_checkpoint_path") if key in block}
+    for file in models.values():
+        file.parent.mkdir(parents=True)
+        file.touch()
+    settings = read_settings(config, archive)
+    assert settings.checkpoint == models["converted_ckpt_dir"]
+    draft = {"draft": str(models["draft_checkpoint_path"])} if "draft_checkpoint_path" in models else {}
+    assert settings.engine == {"compile": True, **draft}
+    assert (settings.max_new_tokens, settings.stream) == (50, block.get("stream", True))
+    assert settings.profile is block.get("profile", False)
+    warned = ["fx_graph_cache in the handler block"] if "fx_graph_cache" in block else []
+    assert [warning.partition(" of ")[0] for warning in settings.warnings] == warned
+
+
+def test_a_file_that_was_never_made_names_the_folder_that_is_there(archive: Path) -> None:
     folder = archive / "checkpoints" / "Llama-2-7b"
     folder.mkdir(parents=True)
-    draft = archive / "checkpoints" / "draft"
-    draft.mkdir()
-    for made in (folder, draft):
-        (made / "model.pth").touch()
-    settings = read(
-        archive, converted_ckpt_dir="checkpoints/Llama-2-7b/model.pth", max_new_tokens=50, compile=True, stream=True,
-        fx_graph_cache=True, draft_checkpoint_path="checkpoints/draft/model.pth", speculate_k=8, profile="x",
-    )  # fmt: skip
-    assert settings.checkpoint == folder
-    assert settings.max_new_tokens == 50
-    assert settings.engine == {"compile": True, "draft": str(draft), "speculate_k": 8}
-    warned = " ".join(settings.warnings)
-    assert all(key in warned for key in ("fx_graph_cache", "profile"))
+    (folder / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"does not exist; tried .*Llama-2-7b exists: name that folder"):
+        read(archive, converted_ckpt_dir="checkpoints/Llama-2-7b/model.pth")
+    with pytest.raises(ConfigError, match=r"profile .* must be true or false"):
+        read(archive, profile="x")
 
 
 def test_an_alias_and_its_key_together_are_refused(archive: Path) -> None:
@@ -164,7 +175,7 @@ def test_where_a_draft_is_looked_for(archive: Path) -> None:
     (archive / "small").mkdir()
     (archive / "small" / "pytorch_model.bin").touch()
     for name in ("small", "small/pytorch_model.bin"):
-        assert read(archive, draft_checkpoint_path=name).engine == {"draft": str(archive / "small")}
+        assert read(archive, draft_checkpoint_path=name).engine == {"draft": str(archive / name)}
 
 
 def test_where_a_checkpoint_is_looked_for(

@@ -1,9 +1,9 @@
-"""A Hugging Face directory, read once, and the models that are made of it.
+"""A checkpoint, read once, and the models that are made of it.
 
 :class:`Checkpoint` knows the configuration, the tensors (mapped, not read), how they are quantized, what the checkpoint
 says about generation, and its tokenizer. It builds the model: every parameter is allocated once, in its final dtype on
 its final device, and filled from the mapped files piece by piece (stored.py), so that a load peaks at the weights it
-leaves behind plus some megabytes. Formats that are not Hugging Face's go through convert.py first.
+leaves behind plus some megabytes. A Hugging Face directory is read here, a file of Meta's line by meta_files.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch import nn
 
 from gpt_fast.checkpoint.families import GenerationDefaults, parse_config, read_generation_defaults, read_json
 from gpt_fast.checkpoint.family_table import FAMILIES
+from gpt_fast.checkpoint.meta_files import read_meta_file
 from gpt_fast.checkpoint.shard import Cut, Shard
 from gpt_fast.checkpoint.stacked import unstacked
 from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
-from gpt_fast.checkpoint.weight_files import open_weights, weight_files
+from gpt_fast.checkpoint.weight_files import open_weights, the_checkpoint, weight_files
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.building import empty_model
@@ -34,41 +35,53 @@ from gpt_fast.quantize.apply import SchemeOf, quantized_part, swap_layers
 from gpt_fast.quantize.formats import Format, OwnFormat, RoundedFormat, Specs
 from gpt_fast.quantize.hub import HubFormat, parse_header, without_empty_biases
 from gpt_fast.quantize.scheme import METHOD, Scheme, Split, parse_quant_config, quant_config
+from gpt_fast.quantize.tinygemm import GRIDS
 from gpt_fast.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
 _SHOWN = 5  # names listed in an error
-_OF_QUANTIZED = (".scale", ".scales", ".row_scale")  # tensors whose dtype says nothing about the others
+_OF_QUANTIZED = (".scale", ".scales", ".row_scale", GRIDS)  # tensors whose dtype says nothing about the others
 
 
 class Checkpoint:
-    """A directory that has been opened: see :meth:`open`.
+    """A directory or a file that has been opened: see :meth:`open`.
 
-    ``raw``: the content of ``config.json``. ``config``: the model; its ``tie_embeddings`` says what the files have.
-    ``files``: those that hold the weights. ``tensors``: all of theirs by name, without a head that is tied.
-    ``format``: how they hold linear weights. ``defaults``: what the checkpoint says about generation.
+    ``path``: what was opened, for messages. ``directory``: where the tokenizer is. ``raw``: the content of
+    ``config.json``. ``config``: the model; its ``tie_embeddings`` says what the files have. ``files``: those that hold
+    the weights. ``tensors``: all of theirs by name, without a head that is tied. ``format``: how they hold linear
+    weights. ``defaults``: what the checkpoint says about generation.
     """
 
-    def __init__(self, directory: Path, raw: dict[str, Any], config: ModelConfig) -> None:
-        self.directory, self.raw = directory, raw
-        self.defaults: GenerationDefaults = read_generation_defaults(directory, raw)
-        self.files = weight_files(directory)
-        self.config, tensors = resolve_tying(config, whole_names(config, open_weights(self.files)))
+    def __init__(
+        self, path: Path, files: list[Path], raw: dict[str, Any], config: ModelConfig,
+        tensors: Mapping[str, StoredTensor], form: Format | None = None,
+    ) -> None:  # fmt: skip
+        """``form``: None where ``raw`` says it."""
+        self.path, self.directory = path, path if path.is_dir() else path.parent
+        self.files, self.raw = files, raw
+        self.defaults: GenerationDefaults = read_generation_defaults(self.directory, raw)
+        self.config, tensors = resolve_tying(config, tensors)
         self.tensors = unstacked(tensors, (part.source for part in parts(self.config)))
-        self.format = self._stored_format()
-        check_tensors(self.format.specs(self.config), self.tensors, str(directory))
+        self.format = form or self._stored_format()
+        check_tensors(self.format.specs(self.config), self.tensors, str(path))
 
     @classmethod
-    def open(cls, directory: str | Path) -> Checkpoint:
-        """Read ``directory``; every file in it is opened once, the tokenizer's when it is asked for.
+    def open(cls, path: str | Path, config: ModelConfig | str | Path | None = None) -> Checkpoint:
+        """Read ``path``, a Hugging Face directory, a file in it, or a file that meta_files.py reads; every file is
+        opened once, the tokenizer's when it is asked for. A directory may also hold one such file and nothing else.
 
-        Raises CheckpointError, naming files, keys and tensors, for whatever is missing, unexpected, not supported,
-        mis-shaped or damaged. Nothing of the size that ``config.json`` claims is built or allocated before that.
+        ``config``: of a file that does not say it all (``read_meta_file``). Raises CheckpointError, naming files, keys
+        and tensors, for whatever is missing, unexpected, not supported, mis-shaped or damaged. Nothing of the size that
+        ``config.json`` claims is built or allocated before that.
         """
-        where = Path(directory) / "config.json"
+        path = the_checkpoint(Path(path))
+        if path.is_file():
+            return cls(path, [path], *read_meta_file(path, config))
+        where = path / "config.json"
         raw = read_json(where)
-        return cls(Path(directory), raw, parse_config(raw, str(where)))
+        parsed, files = parse_config(raw, str(where)), weight_files(path)
+        return cls(path, files, raw, parsed, whole_names(parsed, open_weights(files)))
 
     def _stored_format(self) -> Format:
         found, where = self.raw.get("quantization_config"), str(self.directory / "config.json")
@@ -93,7 +106,7 @@ class Checkpoint:
             if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and not name.endswith(_OF_QUANTIZED):
                 num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.num_bytes
         if not num_bytes:
-            raise CheckpointError(f"{self.directory} holds no floating-point weights")
+            raise CheckpointError(f"{self.path} holds no floating-point weights")
         return max(num_bytes, key=lambda dtype: num_bytes[dtype])
 
     def format_for(self, quantize: str | None) -> Format:
@@ -101,7 +114,7 @@ class Checkpoint:
         if quantize is None:
             return self.format
         if self.format.method is not None:
-            raise ConfigError(f"quantize: {self.directory} is quantized already ({self.format.method}); leave it out")
+            raise ConfigError(f"quantize: {self.path} is quantized already ({self.format.method}); leave it out")
         return RoundedFormat(quant_config(quantize))
 
     def meta_model(self, dtype: torch.dtype, quantize: str | None = None, shard: Shard | None = None) -> Transformer:
@@ -150,7 +163,7 @@ class Checkpoint:
         with progress_bar(total, progress, "loading weights") as report, torch.no_grad():
             for part, cut in plan:
                 form.load(model, part, self.tensors, cut, report)
-        _warn_not_finite(model, str(self.directory))
+        _warn_not_finite(model, str(self.path))
         return model
 
 

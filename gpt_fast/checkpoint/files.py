@@ -16,11 +16,9 @@ COMPANIONS = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.json", "*.jinja", "generation_config.json"),
     *RIGHTS,
 )
+WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.index.json")
 # All that a checkpoint has. Whatever else lies in the folder (notes, code, keys) is nobody's business.
-PATTERNS = (
-    *("*.safetensors", "*.bin", "*.pth", "*.pt", "*.index.json", "*config.json", "params.json"),
-    *("*.model", "readme*", *COMPANIONS),
-)
+PATTERNS = (*WEIGHTS, "*config.json", "params.json", "*.model", "readme*", *COMPANIONS)
 # What a training run leaves beside the weights, under endings of weights.
 TRAINING = ("optimizer*", "scheduler*", "training_args*", "rng_state*")
 
@@ -44,13 +42,16 @@ def choose_files(folder: Path, named: str = "", follow_links: bool = False) -> t
     """Sort what lies in ``folder``, an absolute path without links: the files that belong to a checkpoint, and the
     names of all that does not, folders with a slash.
 
-    ``named``: a file that belongs to the checkpoint whatever its name. Folders are left out: they hold other formats of
-    the same weights. Raises ConfigError for a link that leads nowhere or, without ``follow_links``, out of the folder;
-    the links of the Hugging Face cache (``snapshots/<commit>/file`` to ``blobs/<hash>``) are followed.
+    ``named``: a file that belongs to the checkpoint whatever its name; a ``.pth`` or ``.pt`` is all of its weights.
+    Folders are left out: they hold other formats of the same weights. Raises ConfigError for a link that leads nowhere
+    or, without ``follow_links``, out of the folder; the links of the Hugging Face cache (``snapshots/<commit>/file`` to
+    ``blobs/<hash>``) are followed.
     """
     files, left_out = [], []
+    others = WEIGHTS if is_one(named, ("*.pth", "*.pt")) else ()
     for path in sorted(folder.iterdir()):
-        wanted = not path.is_dir() and (path.name == named or belongs(path.name))
+        known = belongs(path.name) and not is_one(path.name, others)
+        wanted = not path.is_dir() and (path.name == named or known)
         if wanted and path.is_symlink():
             _check_link(path, follow_links)
         if wanted and path.is_file():  # no socket, no pipe

@@ -38,6 +38,20 @@ _MAX_HEADER = 100_000_000  # bytes; the limit of the reference implementation
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor by name
 
 
+def the_checkpoint(path: Path) -> Path:
+    """What ``path`` stands for: the directory around one of Hugging Face's files, the only ``.pth`` of a directory that
+    has none of their weights, else ``path`` itself. Raises CheckpointError for a directory of several ``.pth``."""
+    if path.is_file():
+        of_hub = path.suffix in (".safetensors", ".json") or path.name.startswith("pytorch_model")
+        return path.parent if of_hub else path
+    if not path.is_dir() or any((path / (name + end)).is_file() for name in _SINGLE for end in ("", ".index.json")):
+        return path
+    found = sorted(path.glob("*.pth"))
+    if len(found) > 1:
+        raise CheckpointError(f"{path} holds several checkpoints, name one: {', '.join(file.name for file in found)}")
+    return found[0] if found else path
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights of ``directory``; safetensors come before torch's format."""
     for single in _SINGLE:

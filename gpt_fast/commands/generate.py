@@ -99,7 +99,7 @@ def complete(
     for i in range(arguments.num_samples):
         if i:
             sys.stdout.write("\n")
-        with profiler(arguments.profile, llm.device.type) if arguments.profile else contextlib.nullcontext():
+        with traced(arguments.profile, llm.device.type) if arguments.profile else contextlib.nullcontext():
             completion = print_stream(llm, prompt, params, origins)
         report = measurements(llm, completion)
         end_line(completion.text, own_line=sys.stdout.isatty() or arguments.json or arguments.num_samples > 1)
@@ -203,17 +203,13 @@ def summary(report: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def profiler(directory: str, device_type: str) -> Iterator[None]:
+def traced(directory: str, device_type: str) -> Iterator[None]:
     """Trace what runs inside, on all threads, into ``directory``."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
+    from gpt_fast.serve.tracing import profiler
 
     path = Path(directory, "generate.trace.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
-    # The engine has a thread of its own; without this only the calling one is recorded.
-    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=activities, experimental_config=every_thread) as trace:
+    with profiler(device_type) as trace:
         yield
     trace.export_chrome_trace(str(path))
     print(f"trace: {path}", file=sys.stderr)

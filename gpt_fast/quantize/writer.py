@@ -73,15 +73,13 @@ class CheckpointWriter:
         self._file = open(self.path, "r+b")  # noqa: SIM115 - closed by __exit__
 
     def _check_source(self) -> None:
-        form, directory, wanted = self.source.format, self.source.directory, self.quant.blocks
+        form, path, wanted = self.source.format, self.source.path, self.quant.blocks
         if form.method is not None:
-            raise CheckpointError(
-                f"{directory} is quantized already ({form.method}); start from the unquantized checkpoint"
-            )
+            raise CheckpointError(f"{path} is quantized already ({form.method}); start from the unquantized checkpoint")
         schemes = [self.form.held(part, self.source.config)[1] for part in parts(self.source.config)]
         if wanted is not None and wanted not in schemes:
             raise ConfigError(
-                f"group_size: {wanted.group_size} fits no layer of {directory}; the inputs must fill whole groups"
+                f"group_size: {wanted.group_size} fits no layer of {path}; the inputs must fill whole groups"
             )
 
     def _take_up(self, resume: bool) -> None:

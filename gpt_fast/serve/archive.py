@@ -59,7 +59,7 @@ def build_archive(
 ) -> Path:
     """Write the archive and return its path; an earlier archive of the same name is replaced.
 
-    ``checkpoint``: a folder, or a file that stands for the folder around it. Its files go into the archive's folder
+    ``checkpoint``: a folder, or a file with what belongs to it beside it. The files go into the archive's folder
     ``checkpoint``; with ``by_reference`` the archive names the absolute path instead and stays small. ``draft``: the
     same for a model that guesses tokens ahead; None: the one that ``config`` names by a relative path, if it does.
     ``archive_format``: "no-archive" (a folder, the fastest), "default" (.mar), "zip-store" (.mar, not compressed,

@@ -19,10 +19,7 @@ from gpt_fast.serve.model_yaml import ModelYaml, check_torchserve_keys, read_mod
 BLOCK = "the handler block of model_config.yaml"
 
 ALIASES = {"converted_ckpt_dir": "checkpoint", "draft_checkpoint_path": "draft"}
-_WITHOUT_EFFECT = {
-    "fx_graph_cache": "torch caches compiled graphs by itself",
-    "profile": "nothing is profiled",
-}
+_WITHOUT_EFFECT = {"fx_graph_cache": "torch caches compiled graphs by itself"}
 _WEIGHTS = ("*.safetensors", "*.pth", "*.pt", "*.bin")
 
 
@@ -40,6 +37,7 @@ class HandlerSettings:
     stream: bool = True  # for requests that do not say
     max_body_bytes: Annotated[int, Whole(1, 2**28)] = 2**20
     one_piece_timeout_s: Annotated[int, Whole(1, 86_400)] = 600  # for requests that are not streamed and do not say
+    profile: bool = False  # write a trace of the first request
     engine: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -117,13 +115,15 @@ def find_checkpoint(named: Path, model_dir: Path) -> Path:
 
 
 def find_named(named: Path, start: Path, key: str) -> Path:
-    """The folder that ``key`` calls ``named``; a file in it, as TorchServe's example has it, stands for it. A relative
-    path starts at ``start``, the archive. That is also the worker's working directory; only the shell's $PWD, which is
-    tried last, knows where ``torchserve --start`` was typed. Raises ConfigError with every place that was tried."""
+    """The folder or file that ``key`` calls ``named``. A relative path starts at ``start``, the archive. That is also
+    the worker's working directory; only the shell's $PWD, which is tried last, knows where ``torchserve --start`` was
+    typed. Raises ConfigError with every place that was tried."""
     here = Path.cwd()
     places = [Path(folder) / named.expanduser() for folder in (start, here, os.environ.get("PWD", here))]
     for place in places:
         if place.exists():
-            return place.parent if place.is_file() else place
+            return place
     tried = ", ".join(dict.fromkeys(str(place) for place in places))
-    raise ConfigError(f"{key} {str(named)!r} in {BLOCK} does not exist; tried {tried}")
+    folder = next((place.parent for place in places if (place.parent / "config.json").is_file()), None)
+    hint = f". {folder} exists: name that folder to serve the Hugging Face checkpoint in it" if folder else ""
+    raise ConfigError(f"{key} {str(named)!r} in {BLOCK} does not exist; tried {tried}{hint}")

@@ -1,0 +1,68 @@
+"""A profiler's trace of a server's first request (``profile: true``), and of whatever else is timed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from gpt_fast.engine.engine import Engine
+from gpt_fast.engine.request import Request
+from gpt_fast.engine.scheduler import StepPlan
+
+log = logging.getLogger(__name__)
+
+MOST_STEPS = 100  # of a long request: a step of a large model has a thousand events and more
+
+
+def profiler(device_type: str) -> profile:
+    """A profiler of what all threads compute, not yet started. The engine has a thread of its own."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return profile(activities=activities, experimental_config=every_thread)
+
+
+class FirstRequest:
+    """Records ``engine`` from now on, until a request ends or ``MOST_STEPS`` steps have run; then a trace is written.
+
+    The trace is a new file in the folder for temporary files (``$TMPDIR``), which the log names. Steps are slower while
+    they are recorded. Writing it, in another thread, delays nobody. ``written`` is set when that has ended.
+    """
+
+    def __init__(self, engine: Engine, device_type: str) -> None:
+        self._engine, self._steps, self.written = engine, 0, threading.Event()
+        self._on_step, self._on_finish = engine.on_step, engine.on_finish
+        engine.on_step, engine.on_finish = self._step, self._finished
+        self._profiler = profiler(device_type)
+        self._profiler.start()
+
+    def _step(self, plan: StepPlan, seconds: float) -> None:
+        self._on_step(plan, seconds)
+        self._steps += 1
+        if self._steps == MOST_STEPS:
+            self._end()
+
+    def _finished(self, request: Request) -> None:
+        self._on_finish(request)
+        if self._steps:  # not one that failed before its first step
+            self._end()
+
+    def _end(self) -> None:
+        self._engine.on_step, self._engine.on_finish = self._on_step, self._on_finish
+        threading.Thread(target=self._write, name="gpt-fast-trace", daemon=True).start()
+
+    def _write(self) -> None:
+        try:
+            self._profiler.stop()
+            rank = os.environ.get("RANK", "0")  # torchrun's: each process of a worker writes its own
+            file, path = tempfile.mkstemp(prefix=f"gpt-fast-rank{rank}-", suffix=".trace.json")
+            os.close(file)
+            self._profiler.export_chrome_trace(path)
+            log.info("profile: a trace of %d steps is in %s (chrome://tracing, Perfetto)", self._steps, path)
+        except Exception:
+            log.exception("profile: no trace could be written")
+        self.written.set()
