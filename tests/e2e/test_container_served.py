@@ -18,6 +18,8 @@ import pytest
 from server_script import load_server_script
 from serving import ROOT, TORCHSERVE, free_ports, java_home, wait_for
 
+from gpt_fast.kernels.cpu import library as kernels
+
 
 class Container:
     """The script in a copy of the image's folder, on ports of its own."""
@@ -45,6 +47,8 @@ class Container:
             "GPT_FAST_MODEL": str(checkpoint),
             "GPT_FAST_RUN": str(self.run),
         }
+        if kernels.available():  # its cache is empty at first
+            self.environment["GPT_FAST_KERNEL_DIR"] = str(kernels.build().parent)
         with (folder / "log").open("wb") as log:
             self.process = psutil.Popen(self.command, env=self.environment, stdout=log, stderr=log)
 
