@@ -3,7 +3,8 @@
     python tests/kserve_schemas.py kserve/config/crd/full
 
 Kept are the kinds that configs/kserve/ uses, whole but for descriptions and for DROPPED, parts that we have no use for.
-What is dropped is refused like a misspelled field, so a manifest that comes to need it says so.
+What is dropped is refused like a misspelled field, so a manifest that comes to need it says so. NETWORK_POLICY is
+Kubernetes' own, a page of its OpenAPI description.
 """
 
 from __future__ import annotations
@@ -32,6 +33,31 @@ DROPPED |= {
     "xgboost",
 }
 VOLUMES = {"name", "emptyDir", "configMap", "secret", "persistentVolumeClaim", "hostPath"}  # the kinds that are kept
+
+_SELECTOR = {
+    "type": "object",
+    "properties": {"matchLabels": {"type": "object", "additionalProperties": {"type": "string"}}},
+}
+_PORT = {"protocol": {"type": "string"}, "port": {"type": ["integer", "string"]}, "endPort": {"type": "integer"}}
+_PEER = {"podSelector": _SELECTOR, "namespaceSelector": _SELECTOR}
+_RULE = {
+    "ports": {"type": "array", "items": {"type": "object", "properties": _PORT}},
+    "from": {"type": "array", "items": {"type": "object", "properties": _PEER}},
+}
+_POLICY = {
+    "podSelector": _SELECTOR,
+    "policyTypes": {"type": "array", "items": {"type": "string"}},
+    "ingress": {"type": "array", "items": {"type": "object", "properties": _RULE}},
+}
+NETWORK_POLICY = {  # io.k8s.api.networking.v1.NetworkPolicy, without egress, blocks of addresses and matchExpressions
+    "type": "object",
+    "properties": {
+        "apiVersion": {"type": "string"},
+        "kind": {"type": "string"},
+        "metadata": {"type": "object"},
+        "spec": {"type": "object", "properties": _POLICY, "required": ["podSelector"]},
+    },
+}
 
 
 def reduced(node: Any) -> Any:
@@ -63,5 +89,6 @@ def schema_of(path: Path) -> tuple[str, Any]:
 
 if __name__ == "__main__":
     schemas = dict(schema_of(Path(sys.argv[1]) / name) for name in FILES)
+    schemas["networking.k8s.io/v1/NetworkPolicy"] = reduced(NETWORK_POLICY)
     parts = [f"{json.dumps(name)}: {json.dumps(schema, separators=(',', ':'))}" for name, schema in schemas.items()]
     TARGET.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
