@@ -15,3 +15,11 @@ def load_server_script() -> ModuleType:
     import server
 
     return server
+
+
+def load_container_script() -> ModuleType:
+    """scripts/container.py."""
+    sys.path[:0] = [folder for folder in (str(SCRIPTS),) if folder not in sys.path]
+    import container
+
+    return container

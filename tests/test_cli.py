@@ -308,6 +308,15 @@ def test_info(checkpoint: Path) -> None:
     assert facts["ceiling_tokens_per_second"] > 0
 
 
+def test_kernels_prints_what_it_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gpt_fast.kernels.cpu.library.build_all", lambda folder: [folder / "a.so", folder / "b.so"])
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["kernels", "--output", "built"]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "built" / name) for name in ("a.so", "b.so")]
+
+
 def test_a_refusal_is_one_line_and_the_exit_status_of_a_process() -> None:
     result = gpt_fast_process("info", "--checkpoint", "/nowhere")
     assert (result.returncode, result.stdout) == (1, "")

@@ -542,6 +542,64 @@ def test_without_a_compiler_what_another_one_built_is_used(cache: Path, monkeypa
 
 
 @needs_cpp
+def test_kernels_are_built_for_other_machines(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a container: built by root for all CPUs, run by somebody else on any of them, without a compiler."""
+    folder = tmp_path / "kernels"
+    built = cpu.build_all(folder)
+    assert [path.name.split("-")[1] for path in built] == cpu._of_this_architecture()
+    assert [path.stat().st_mode & 0o777 for path in (folder, *built)] == [0o755] * (1 + len(built))
+    assert not cache.exists(), "it was kept in this user's cache as well"
+    by_name = dict(zip(cpu._of_this_architecture(), built, strict=True))
+    monkeypatch.setenv("GPT_FAST_KERNEL_DIR", str(folder))
+    for compiler in (os.environ["CXX"], "no-such-compiler"):  # what was built goes before the compiler
+        monkeypatch.setenv("CXX", compiler)
+        for name in by_name:
+            monkeypatch.setattr(cpu, "variants", lambda name=name: [name])
+            assert cpu.build() == by_name[name]
+    monkeypatch.setattr(cpu, "variants", lambda: [*by_name])
+    built[0].unlink()
+    assert cpu.build() == built[1], "the next older one"
+    assert not caplog.text
+    # Of other sources, or not to be trusted: said, and looked for elsewhere.
+    for path in built[1:]:
+        path.chmod(0o777)
+    with pytest.raises(cpu.UnavailableError, match="no-such-compiler"):
+        cpu.build()
+    assert f"GPT_FAST_KERNEL_DIR: {folder} holds no kernels of these sources for this CPU" in caplog.text
+
+
+@needs_cpp
+def test_a_folder_of_kernels_runs_without_a_compiler(cache: Path, tmp_path: Path) -> None:
+    """The real thing in a process of its own; the variant for this CPU is the one that the tests built."""
+    cpu.build_all(tmp_path / "kernels")
+    given = {"GPT_FAST_KERNEL_DIR": str(tmp_path / "kernels"), "GPT_FAST_CACHE": str(tmp_path / "empty")}
+    done = probe(_STEP, CXX="no-such-compiler", GPT_FAST_KERNELS="", **given)
+    assert (done.stdout.split(), done.stderr) == (["True", "kernels"], "")
+
+
+@needs_cpp
+def test_a_variant_that_the_compiler_does_not_know_is_left_out(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, *rest = cpu._of_this_architecture()
+    compile_one = cpu._compile
+
+    def refuse(command: list[str], target: Path) -> None:
+        if f"-{first}-" in target.name or not rest:
+            raise cpu.CompilerError("unknown instructions")
+        compile_one(command, target)
+
+    monkeypatch.setattr(cpu, "_compile", refuse)
+    assert [path.name.split("-")[1] for path in cpu.build_all(tmp_path / "kernels")] == rest
+    assert f"no {first} kernels: unknown instructions" in caplog.text
+    rest.clear()
+    with pytest.raises(cpu.UnavailableError, match="built none of the kernels"):
+        cpu.build_all(tmp_path / "none")
+
+
+@needs_cpp
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_a_team_has_a_limit_whoever_asks_for_more() -> None:
     code = (

@@ -40,6 +40,7 @@ ONLY_PARSED = {
     "download": "needs the network",
     "bench --url": "asks a server",
     "bench --shape": "takes minutes and gigabytes",
+    "kernels": "compiles for a minute; tests/test_kernels_cpu.py",
 }
 # The first words of other commands: nothing of them is checked.
 NOT_CHECKED = {
@@ -49,6 +50,8 @@ NOT_CHECKED = {
     "torchserve": "tests/e2e starts it by scripts/server.py",
     "torch-model-archiver": "tests/e2e/test_example_served.py runs the same",
     "python -m pytest": "pytest's own; its paths are checked",
+    "docker": "needs an engine; tests/test_cluster.py reads the container file",
+    "kubectl": "needs a cluster; tests/test_cluster.py checks the manifests",
 }
 
 
@@ -200,9 +203,9 @@ def test_every_name_is_defined_in_the_file_beside_it(name: str) -> None:
 def test_every_name_of_code_is_in_the_code(name: str) -> None:
     """Words in backticks that look like names of ours: with capitals, an underscore, a point or brackets."""
     words = re.findall(r"`(\w+(?:\.\w+)*)(?:\(\w*(?:, [\w.]+)*\))?`", TEXTS[name])
-    known = set(re.findall(r"\w+", sources())) | set(
-        re.findall(r"[\w-]+", (ROOT / "model_config.yaml").read_text() + (ROOT / "config.properties").read_text())
-    )
+    settings = (ROOT / "model_config.yaml", ROOT / "config.properties", *(ROOT / "configs/kserve").glob("*.yaml"))
+    known = set(re.findall(r"\w+", sources()))
+    known |= {word for path in settings for word in re.findall(r"[\w-]+", path.read_text(encoding="utf-8"))}
     unknown = {w for w in words if re.search(r"[A-Z_.]", w) and w.rpartition(".")[2] not in known}
     assert not unknown
 

@@ -3,7 +3,8 @@
 Plain C functions on raw pointers build in seconds; including torch's headers would take most of a minute. The library
 is kept in the user's own cache folder (user_cache.py), under a name made of the sources, the flags and the compiler,
 and put there by an atomic rename, so that processes may build at the same time. Without a compiler one of the same
-sources and flags is taken that any compiler built.
+sources and flags is taken that any compiler built. ``$GPT_FAST_KERNEL_DIR`` names a folder that ``gpt-fast kernels``
+has filled for all CPUs, in a container for instance: what lies there goes before everything else.
 
 It brings its own threads (``src/team.h`` says why), as many as ``torch.get_num_threads()`` at the time of the call.
 
@@ -39,13 +40,14 @@ log = logging.getLogger(__name__)
 # Without -fno-tree-reassoc gcc gathers integer sums at the end of a block and spills every register on the way.
 FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-pthread", "-fPIC", "-shared")
 _AVX2 = ("-mavx2", "-mfma")
-VARIANTS = {  # flags for the compiler
+_X86 = {
     "avx512_vnni": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256"),
     "avx_vnni": (*_AVX2, "-mavxvnni"),
     "avx2": _AVX2,
-    "neon_dot": ("-march=armv8.2-a+dotprod",),
-    "neon": (),
 }
+_ARM = {"neon_dot": ("-march=armv8.2-a+dotprod",), "neon": ()}
+VARIANTS = {**_X86, **_ARM}  # flags for the compiler
+_ARCHITECTURES = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}  # variants, the fastest first
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _BUILD_TIMEOUT_S = 300
@@ -55,19 +57,24 @@ _I, _P = ctypes.c_int64, ctypes.c_void_p
 
 def variants() -> list[str]:
     """Of VARIANTS those that this CPU runs, the fastest first. Raises UnavailableError."""
-    machine = platform.machine().lower()
-    flags = _cpu_flags()
-    if machine in ("x86_64", "amd64"):
-        # torch says AVX2 only where FMA is there as well.
-        if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-            raise UnavailableError("this CPU has no AVX2")
-        avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"} <= flags
-        have = {"avx512_vnni": avx512, "avx_vnni": "avx_vnni" in flags, "avx2": True}
-    elif machine in ("aarch64", "arm64"):
-        have = {"neon_dot": "asimddp" in flags or platform.system() == "Darwin", "neon": True}
-    else:
+    names, flags = _of_this_architecture(), _cpu_flags()
+    # torch says AVX2 only where FMA is there as well.
+    if "avx2" in names and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        raise UnavailableError("this CPU has no AVX2")
+    have = {
+        "avx512_vnni": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"} <= flags,
+        "avx_vnni": "avx_vnni" in flags,
+        "neon_dot": "asimddp" in flags or platform.system() == "Darwin",
+    }
+    return [name for name in names if have.get(name, True)]
+
+
+def _of_this_architecture() -> list[str]:
+    """Of VARIANTS those for this kind of CPU, whatever this one can do. Raises UnavailableError."""
+    names = _ARCHITECTURES.get(platform.machine().lower())
+    if names is None:
         raise UnavailableError(f"there is no variant for {platform.machine()} CPUs")
-    return [name for name, there in have.items() if there]
+    return list(names)
 
 
 def _cpu_flags() -> set[str]:
@@ -90,21 +97,22 @@ def compiler() -> str:
 
 
 def build() -> Path:
-    """The shared library for this CPU, compiled now unless it is in the cache. Raises UnavailableError.
+    """The shared library for this CPU, compiled now unless it was built before. Raises UnavailableError.
 
     A compiler that does not know the newest instructions gets the next older ones. Without a compiler the library is
     taken that another one has built from the same sources.
     """
     names = variants()
+    if given := os.environ.get("GPT_FAST_KERNEL_DIR"):
+        if found := _built_in(Path(given), names):
+            return found
+        log.warning("GPT_FAST_KERNEL_DIR: %s holds no kernels of these sources for this CPU", given)
     try:
         cxx = compiler()
     except UnavailableError:
-        folder = private_folder("kernels")
-        built = (path for name in names for path in sorted(folder.glob(f"{_stem(name)}-*.so")) if trusted(path))
-        found = next(built, None)
-        if found is None:
-            raise
-        return found
+        if found := _built_in(private_folder("kernels"), names):
+            return found
+        raise
     for name in names:
         try:
             return build_variant(name, cxx)
@@ -114,11 +122,37 @@ def build() -> Path:
     raise UnavailableError(f"the kernels could not be built: {why}") from why
 
 
-def build_variant(name: str, cxx: str) -> Path:
-    """One of VARIANTS, by the compiler ``cxx``. Raises CompilerError or UnavailableError."""
+def build_all(folder: Path) -> list[Path]:
+    """Libraries in ``folder`` for every CPU of this machine's architecture, for machines without a compiler.
+
+    The folder is for everybody to read and for its owner to write. A variant that the compiler does not know is left
+    out with a line in the log. Raises UnavailableError without a compiler, and when none could be built.
+    """
+    cxx, built = compiler(), []
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    for name in _of_this_architecture():
+        try:
+            built.append(build_variant(name, cxx, folder))
+            built[-1].chmod(0o755)
+        except CompilerError as error:
+            log.warning("no %s kernels: %s", name, error)
+    if not built:
+        raise UnavailableError(f"{cxx} built none of the kernels")
+    return built
+
+
+def _built_in(folder: Path, names: Sequence[str]) -> Path | None:
+    """Of the libraries in ``folder`` that any compiler built from these sources the first by ``names``."""
+    found = (path for name in names for path in sorted(folder.glob(f"{_stem(name)}-*.so")))
+    return next(filter(trusted, found), None)
+
+
+def build_variant(name: str, cxx: str, folder: Path | None = None) -> Path:
+    """One of VARIANTS, by the compiler ``cxx``; ``folder``: None is the user's cache. Raises CompilerError or
+    UnavailableError."""
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
     try:
-        target = private_folder("kernels") / f"{_stem(name)}-{_digest(version.encode())}.so"
+        target = (folder or private_folder("kernels")) / f"{_stem(name)}-{_digest(version.encode())}.so"
         if not trusted(target):
             _compile([cxx, *FLAGS, *VARIANTS[name], str(SOURCES / "kernels.cpp")], target)
     except OSError as error:  # a full disk, a read-only cache
