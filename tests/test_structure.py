@@ -22,7 +22,9 @@ LAYERS = (
     {"kernels", "model", "checkpoint", "quantize", "memory", "placement"},
     {"engine"},
     {"llm"},
-    {"serve", "bench", "evaluate", "commands", "cli"},
+    {"serve", "bench", "evaluate"},
+    {"batch"},
+    {"commands", "cli"},
     {"handler"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
