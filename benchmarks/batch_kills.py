@@ -4,10 +4,10 @@
         [--new-tokens 24] [--seed 0] [--keep DIR] [--json]
 
 Writes ``--rows`` requests of both formats, made of stories; some have mistakes in them. One run answers them without a
-pause. Another one, on another output, is killed (SIGKILL, which no program can answer) ``--kills`` times, each time when
-a random number of further rows is in its journal, and then left alone; with ``--workers`` 2 it is the Ray pipeline. Its
-output must have the same rows in the same order, except for what tells about the run itself: when an OpenAI answer was
-created, and how much of its prompt another row had left in the cache.
+pause. Another one, on another output, is killed ``--kills`` times (SIGKILL, which no program can answer), each time
+when a random number of further rows is in its journal, and then left alone; with ``--workers`` 2 it is the Ray
+pipeline. Its output must have the same rows in the same order, except for what tells about the run itself: when an
+OpenAI answer was created, and how much of its prompt another row had left in the cache.
 
 Exit status: 1 if anything differs, if a kill came too late, or if the journal is still there.
 """

@@ -614,13 +614,13 @@ def test_progress_says_rate_and_time_left(monkeypatch: pytest.MonkeyPatch, capsy
     now = 100.0
     monkeypatch.setattr("gpt_fast.batch.progress.time.monotonic", lambda: now)
     with Progress(100, 20) as progress:
-        assert "? left" in progress.line()
+        assert "? left" in progress.line(1.0)
         for _ in range(40):
             now += 1.0
             progress.add(5, failed=False)
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "batch: 51 of 100 rows, errors: 0; 1.0 rows/s, 5 tokens/s; 00:49 left" in err
+    assert "batch: 51 of 100 rows, errors: 0; 1.0 rows/s, 5 tokens/s; 00:47 left" in err
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""``gpt-fast batch`` as a process that is killed: at any moment, and the file that comes out is the uninterrupted one's.
-With Ray, where it is installed, also workers that are killed."""
+"""``gpt-fast batch`` as a process that is killed at any moment: the file that comes out is the uninterrupted run's.
+With Ray, where it is installed, workers are killed as well."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 from gpt_fast.batch.lines import Line, read_line
@@ -48,7 +48,7 @@ class OneEngine:
 
     device: str | None = None  # its own choice
 
-    def answers(self, setup: Setup, jobs: Iterator[Job]) -> Iterator[tuple[str, Answer]]:
+    def answers(self, setup: Setup, jobs: Iterator[Job]) -> Generator[tuple[str, Answer]]:
         """As :meth:`Answerer.answers`."""
         with open_llm(setup, progress=True) as llm:
             yield from Answerer(llm, setup.names).answers(jobs)
@@ -64,7 +64,7 @@ class Answerer:
         self._llm, self._openai = llm, openai_context(llm, names)
         self._most = 2 * llm.engine.runner.max_batch  # sequences: as many as run, and as many that wait to follow them
 
-    def answers(self, jobs: Iterator[Job]) -> Iterator[tuple[str, Answer]]:
+    def answers(self, jobs: Iterator[Job]) -> Generator[tuple[str, Answer]]:
         """Digest and answer of each of ``jobs``, in the order in which they end. A job is fetched when there is room
         for it. Raises EngineError when the engine stops."""
         asked: list[_Asked] = []

@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from gpt_fast.batch.answering import Answerer, Job
@@ -57,7 +57,7 @@ class Cluster:
     def close(self) -> None:
         self._ray.shutdown()
 
-    def answers(self, setup: Setup, jobs: Iterator[Job]) -> Iterator[tuple[str, Answer]]:
+    def answers(self, setup: Setup, jobs: Iterator[Job]) -> Generator[tuple[str, Answer]]:
         """Digest and answer of each of ``jobs``, block by block, in the order in which blocks end. Raises BatchError if
         the workers give up."""
         ray = self._ray

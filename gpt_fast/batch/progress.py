@@ -17,32 +17,34 @@ class Progress:
     def __init__(self, total: int, known: int) -> None:
         self.total, self.known = total, known
         self.answered = self.errors = self.tokens = 0
-        self.begin = self._said = time.monotonic()
+        self._begin = self._said = time.monotonic()
+        self._first: float | None = None  # when the first row came, behind the time that loading took
         shown = sys.stderr.isatty()
         self._bar: Any = tqdm(total=total, initial=known, unit="row", desc="batch", file=sys.stderr) if shown else None
 
     def add(self, tokens: int, failed: bool) -> None:
         """One more row is answered, or refused, with so many new tokens."""
+        now = time.monotonic()
+        self._first = self._first or now
         self.answered, self.errors, self.tokens = self.answered + 1, self.errors + failed, self.tokens + tokens
         if self._bar is not None:
-            self._bar.set_postfix_str(
-                f"{self.tokens / self.seconds:.0f} tokens/s, errors: {self.errors}", refresh=False
-            )
+            speed = f"{self.tokens / max(1e-3, now - self._first):.0f} tokens/s"
+            self._bar.set_postfix_str(f"{speed}, errors: {self.errors}", refresh=False)
             self._bar.update()
-        elif time.monotonic() > self._said + _LINE_EVERY_S:
-            self._said = time.monotonic()
-            print(self.line(), file=sys.stderr, flush=True)
+        elif now > self._said + _LINE_EVERY_S:
+            self._said = now
+            print(self.line(now - self._first), file=sys.stderr, flush=True)
 
     @property
     def seconds(self) -> float:
-        """Since the begin, and never 0."""
-        return max(1e-9, time.monotonic() - self.begin)
+        """Since the begin, loading included."""
+        return time.monotonic() - self._begin
 
-    def line(self) -> str:
-        """For a log."""
-        done, rate = self.known + self.answered, self.answered / self.seconds
+    def line(self, seconds: float) -> str:
+        """For a log, ``seconds`` after the first row."""
+        done, rate = self.known + self.answered, self.answered / max(1e-3, seconds)
         left = tqdm.format_interval((self.total - done) / rate) if rate else "?"
-        speed = f"{rate:.1f} rows/s, {self.tokens / self.seconds:.0f} tokens/s"
+        speed = f"{rate:.1f} rows/s, {self.tokens / max(1e-3, seconds):.0f} tokens/s"
         return f"batch: {done} of {self.total} rows, errors: {self.errors}; {speed}; {left} left"
 
     def __enter__(self) -> Progress:

@@ -71,10 +71,11 @@ def _answer(
     wanted = [row for row in rows if row.digest not in journal]
     with Progress(len(rows), len(rows) - len(wanted)) as progress:
         jobs = (Job(row.digest, source.raw(row)) for row in wanted)
-        for digest, answer in engines.answers(setup, jobs) if wanted else ():
-            if digest not in journal:  # a worker that died may have told of it before
-                journal.add(digest, answer)
-                progress.add(new_tokens(answer), error_in(answer) is not None)
+        with closing(engines.answers(setup, jobs)) as answers:
+            for digest, answer in answers if wanted else ():  # no engine is loaded for nothing
+                if digest not in journal:  # a worker that died may have told of it before
+                    journal.add(digest, answer)
+                    progress.add(new_tokens(answer), error_in(answer) is not None)
     if missing := sum(row.digest not in journal for row in rows):
         raise BatchError(f"{missing} rows came back without an answer; the others are kept: run the same command again")
     return progress

@@ -55,8 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(done: dict[str, Any]) -> str:
     """``done``, the counts of a run, for people."""
     known = f", {done['known_before']} of them from before" if done["known_before"] else ""
-    speed = f"{done['answered'] / done['seconds']:.1f} rows/s, {done['new_tokens'] / done['seconds']:.0f} tokens/s"
+    seconds = max(1e-3, done["seconds"])
+    speed = f"{done['answered'] / seconds:.1f} rows/s, {done['new_tokens'] / seconds:.0f} tokens/s"
     return (
         f"{done['output']}: {done['rows']} rows{known}, errors: {done['errors']}; "
-        f"{done['answered']} answered in {done['seconds']:.1f} s, loading included: {speed}"
+        f"{done['answered']} answered in {seconds:.1f} s, loading included: {speed}"
     )
