@@ -21,7 +21,7 @@ from gpt_fast.batch import answering, journal, setup
 from gpt_fast.batch.answering import derived_seed
 from gpt_fast.batch.journal import Journal
 from gpt_fast.batch.lines import MAX_LINE_BYTES, read_line
-from gpt_fast.batch.pipeline import import_ray
+from gpt_fast.batch.pipeline import import_ray, reason
 from gpt_fast.batch.progress import Progress
 from gpt_fast.batch.rows import error_in, is_final, read_row, refusal_of, to_bytes, write_row
 from gpt_fast.batch.setup import WITHOUT_EFFECT, Setup
@@ -494,6 +494,12 @@ def test_workers_without_ray(work: Work, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "pip install 'gpt-fast-serve[ray]'" in err
     with pytest.raises(MissingPackageError):
         import_ray()
+
+
+def test_the_reason_of_a_failed_worker() -> None:
+    stack = "ray.exceptions.RayTaskError: ray::f()\n  File x\ngpt_fast.errors.ConfigError: the weights need 9 GB\n\n"
+    assert reason(stack) == "the weights need 9 GB"
+    assert reason("The actor died unexpectedly.\n") == "The actor died unexpectedly."
 
 
 # --- parts ---------------------------------------------------------------------------------------------------------

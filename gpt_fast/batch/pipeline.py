@@ -48,7 +48,7 @@ class Cluster:
         here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": max(workers, num_cores())}
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
         ray.init(log_to_driver=False, logging_level="error", include_dashboard=False, **here)
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what it fails of is raised as well
         ray.data.DataContext.get_current().enable_progress_bars = False  # there is one already
         resources = ray.cluster_resources()
         self.device: str | None = "cuda" if resources.get("GPU", 0) else "cpu"
@@ -84,8 +84,8 @@ class Cluster:
             for row in answered.iter_rows():
                 yield row["digest"], json.loads(row["answer"])
         except ray.exceptions.RayError as error:
-            why = str(error).strip().splitlines()[-1]
-            raise BatchError(f"the workers gave up: {why}; what is done is kept: run the same command again") from error
+            kept = "what is done is kept: run the same command again"
+            raise BatchError(f"the workers gave up: {reason(str(error))}; {kept}") from error
 
     def _blocks(self, setup: Setup, jobs: Iterator[Job]) -> list[Any]:
         """References to blocks of jobs in Ray's object store, which moves to disk what does not fit its memory."""
@@ -97,6 +97,12 @@ class Cluster:
             columns = {"digest": [job.digest for job in block], "raw": [job.raw for job in block]}
             blocks.append(self._ray.put(pyarrow.table(columns)))
         return blocks
+
+
+def reason(told: str) -> str:
+    """The last error in what Ray ``told`` of a failure: that of the worker, below the stacks of both processes."""
+    lines = told.strip().splitlines()
+    return next((line.partition("Error: ")[2] for line in reversed(lines) if "Error: " in line), lines[-1])
 
 
 class _Starts:
