@@ -31,6 +31,7 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.fingerprint import fingerprint
 from gpt_fast.config import EngineConfig
 from gpt_fast.errors import BatchError, ConfigError, MissingPackageError, RequestError
+from gpt_fast.params import try_later
 
 MODEL = Path(__file__).parent / "data" / "models" / "stories260K_hf"
 
@@ -299,6 +300,13 @@ def test_what_the_server_failed_at_is_tried_again(work: Work) -> None:
     assert (done["answered"], done["known_before"]) == (1, 1)
 
 
+def test_a_name_that_was_missing_is_tried_again(work: Work) -> None:
+    work.write(batch_line("x", {"prompt": "The", "model": "ours", "max_tokens": 2}), {"prompt": "The", "top_k": "x"})
+    assert work.run()[1]["errors"] == 2
+    _, done, _ = work.run("--model", "ours")
+    assert (done["answered"], done["known_before"], done["errors"]) == (1, 1, 1)
+
+
 # --- the journal ---------------------------------------------------------------------------------------------------
 
 
@@ -525,6 +533,23 @@ def test_few_requests_are_in_the_engine_at_once(model: Path) -> None:
             digests.append(digest)
     assert len(set(digests)) == 200
     assert most <= 2 * 4 + 1
+
+
+def test_a_request_that_must_wait_for_others_waits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As grammars do when those of running requests take all the memory for grammars; alone there is no hope."""
+    jobs = [answering.Job(f"{i:032x}", json.dumps({"prompt": f"Once {i}"}).encode()) for i in range(6)]
+    with LLM(model, dtype="float32") as llm:
+        submit = llm.submit_all
+
+        def one_at_a_time(parts: Any) -> Any:
+            if llm.engine._handles or parts[0][0] == "Once 5":
+                raise try_later("too many grammars")
+            return submit(parts)
+
+        monkeypatch.setattr(llm, "submit_all", one_at_a_time)
+        found = list(answering.Answerer(llm, ("x",)).answers(iter(jobs)))
+    assert [digest for digest, _ in found] == [job.digest for job in jobs]
+    assert [error_in(answer) is None for _, answer in found] == [True] * 5 + [False]
 
 
 def test_leaving_early_cancels_what_runs(model: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Generator, Iterator
@@ -71,11 +72,14 @@ class Answerer:
         try:
             while True:
                 while sum(len(one.handles) for one in asked) < self._most and (job := next(jobs, None)) is not None:
-                    begun = self._begin(job)
+                    begun = self._begin(job, may_wait=bool(asked))
                     if isinstance(begun, _Asked):
                         asked.append(begun)
-                    else:
+                    elif begun is not None:
                         yield job.digest, begun
+                    else:
+                        jobs = itertools.chain([job], jobs)
+                        break
                 if not asked:
                     return
                 ended = self._some_ended(asked)
@@ -87,8 +91,9 @@ class Answerer:
                 for handle in one.handles:
                     handle.cancel()
 
-    def _begin(self, job: Job) -> _Asked | Answer:
-        """Give the request of ``job`` to the engine; its answer if it is refused."""
+    def _begin(self, job: Job, may_wait: bool) -> _Asked | Answer | None:
+        """Give the request of ``job`` to the engine; its answer if it is refused. None if it ``may_wait``, and has to
+        until another one has ended: grammars share a budget of memory."""
         line = read_line(job.raw)
         try:
             if line.fault is not None:
@@ -96,7 +101,8 @@ class Answerer:
             request = self._parse(line)
             return _Asked(job.digest, line, request, self._submit(job.digest, request))
         except Exception as error:
-            return refusal_of(line, job.digest, _explained(error))
+            refused = _explained(error)
+            return None if may_wait and refused.retry_after_s else refusal_of(line, job.digest, refused)
 
     def _parse(self, line: Line) -> WireRequest:
         body = line.body if line.form == "batch" else {"return_token_ids": True, **line.body}

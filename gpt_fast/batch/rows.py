@@ -26,6 +26,7 @@ Answer = dict[str, Any]
 
 _HEAD = ("line", "id", "custom_id", "digest")
 _ID = "batch_req_"
+_MENDED_ELSEWHERE = ("not_installed", "model_not_found")  # codes of refusals that another run may not meet
 
 
 def answer_of(line: Line, digest: str, body: dict[str, Any]) -> Answer:
@@ -85,9 +86,10 @@ def error_in(answer: Answer) -> Mapping[str, Any] | None:
 
 
 def is_final(answer: Answer) -> bool:
-    """Whether asking again would bring nothing new: not so where the server failed, or had no time left."""
+    """Whether asking again would bring nothing new: not so where the server failed or had no time left, and where a
+    package or a name of the model was missing."""
     error = error_in(answer)
-    return error is None or error["type"] != "server_error"
+    return error is None or (error["type"] != "server_error" and error["code"] not in _MENDED_ELSEWHERE)
 
 
 def new_tokens(answer: Answer) -> int:
