@@ -68,6 +68,10 @@ class MissingPackageError(RuntimeError):
     """An optional package is not installed; the message names it and the pip command."""
 
 
+class BatchError(RuntimeError):
+    """A batch cannot go on: a file, a lock, workers; the message says what is kept and what to do."""
+
+
 class LoadError(RuntimeError):
     """The endpoint of a load test does not answer as it should; a measurement would mean nothing."""
 

@@ -70,7 +70,12 @@ def usable_threads(asked: int) -> int:
     """``asked`` CPU threads, but no more than the cores that this process may use; a warning says so. Raises
     ConfigError for a number that is out of range."""
     read_key(THREADS, asked, "threads")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     if asked > cores:
         log.warning("threads: %d are asked for, and there are %d cores for this process; %d run", asked, cores, cores)
     return min(asked, cores)
+
+
+def num_cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

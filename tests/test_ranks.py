@@ -60,13 +60,26 @@ def test_ranks_compute_the_same_bits_as_one_process(count: int, tmp_path: Path) 
 
 
 def test_torchrun_generates_what_one_process_does() -> None:
+    """With two ranks in one group of processes, and with one in each of two, as on two machines."""
     command = ["gpt_fast", "generate", "--checkpoint", str(TARGET), "--prompt", "Once upon a time", "--threads", "1"]
     command += ["--max-new-tokens", "30", "--temperature", "0.8", "--seed", "5"]
-    several = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    options: dict[str, Any] = {"check": True, "capture_output": True, "timeout": 120, "cwd": ROOT}
-    one = subprocess.run([sys.executable, "-m", *command], **options)
-    two = subprocess.run([sys.executable, "-m", *several, *command], **options)
-    assert two.stdout == one.stdout != b""
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "cwd": ROOT}
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    machine = [*torchrun, "--nnodes", "2", "--nproc-per-node", "1", *meeting, "-m", *command]
+    started = [
+        subprocess.Popen(each, **options)
+        for each in (
+            [sys.executable, "-m", *command],
+            [*torchrun, "--standalone", "--nproc-per-node", "2", "-m", *command],
+            machine,
+            machine,
+        )
+    ]
+    alone, two, *machines = (process.communicate(timeout=240)[0] for process in started)
+    assert two == alone != b""
+    assert sorted(machines) == [b"", alone]
+    assert not any(process.returncode for process in started)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -313,7 +313,7 @@ def quick_commands(document: str) -> list[str]:
 @pytest.mark.parametrize("document", [name for name in TEXTS if quick_commands(name)])
 def test_commands_run_as_they_stand(document: str, tmp_path: Path) -> None:
     """In the document's order: what one command writes the next one may read."""
-    for name in ("model_store", "README.md", "tests"):
+    for name in ("model_store", "README.md", "tests", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for line in quick_commands(document):

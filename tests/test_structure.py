@@ -23,7 +23,9 @@ LAYERS = (
     {"parallel"},
     {"engine"},
     {"llm"},
-    {"serve", "bench", "evaluate", "commands", "cli"},
+    {"serve", "bench", "evaluate"},
+    {"batch"},
+    {"commands", "cli"},
     {"handler"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -33,18 +33,7 @@ class Routes:
 
     def __init__(self, llm: LLM, settings: HandlerSettings, names: tuple[str, ...], metrics: Metrics) -> None:
         self._llm, self._settings, self._metrics = llm, settings, metrics
-        checkpoint = getattr(llm, "checkpoint", None)
-        max_waiting = llm.engine.max_waiting
-        temperature = llm.defaults.sampling.temperature
-        self._openai = OpenAIContext(
-            models=names,
-            max_model_len=llm.max_seq_len,
-            tokenizer=llm.tokenizer,
-            template=load_template(checkpoint) if checkpoint is not None else None,
-            default_temperature=1.0 if temperature is None else temperature,
-            # Half of the queue, so that one request never fills it for the others.
-            max_sequences=OpenAIContext.max_sequences if max_waiting is None else max(1, max_waiting // 2),
-        )
+        self._openai = openai_context(llm, names)
 
     def open(self, route: str, entry: Mapping[str, Any], content_length: int | None) -> WireRequest | Piece:
         """What one request asks of the engine, or its whole answer. Raises RequestError. ``entry``: the body as
@@ -63,11 +52,39 @@ class Routes:
             message = f"there is no route {show(route)}; there are {', '.join(ROUTES)}, and the model itself"
             raise RequestError(message, None, "not_found", 404)
         body = read_body(entry, self._settings.max_body_bytes, content_length)
-        if route == "v1/chat/completions":
-            return parse_chat(body, self._openai)
-        if route == "v1/completions":
-            return parse_completion(body, self._openai)
-        return native.parse_request(body, self._settings.max_new_tokens, self._settings.stream)
+        return parse(route, body, self._openai, self._settings.max_new_tokens, self._settings.stream)
+
+
+def openai_context(llm: LLM, names: tuple[str, ...]) -> OpenAIContext:
+    """What OpenAI's routes need to know about ``llm``, which requests may call ``names``."""
+    checkpoint = getattr(llm, "checkpoint", None)
+    max_waiting = llm.engine.max_waiting
+    temperature = llm.defaults.sampling.temperature
+    return OpenAIContext(
+        models=names,
+        max_model_len=llm.max_seq_len,
+        tokenizer=llm.tokenizer,
+        template=load_template(checkpoint) if checkpoint is not None else None,
+        default_temperature=1.0 if temperature is None else temperature,
+        # Half of the queue, so that one request never fills it for the others.
+        max_sequences=OpenAIContext.max_sequences if max_waiting is None else max(1, max_waiting // 2),
+    )
+
+
+def parse(
+    route: str,
+    body: Mapping[str, Any],
+    openai: OpenAIContext,
+    default_max_tokens: int | None = None,
+    default_stream: bool = True,
+) -> WireRequest:
+    """The request ``body`` of one of OpenAI's two routes, or of our own; the defaults are for the latter. Raises
+    RequestError."""
+    if route == "v1/chat/completions":
+        return parse_chat(body, openai)
+    if route == "v1/completions":
+        return parse_completion(body, openai)
+    return native.parse_request(body, default_max_tokens, default_stream)
 
 
 def _page(answer: dict[str, Any]) -> Piece:

@@ -197,11 +197,16 @@ class Session:
             if self._completions[i] is not None or (delta := sequence.poll()) is None:
                 continue
             if delta.finish_reason == "abort":
-                raise RequestError("the request was aborted: its time was up", "timeout_s", "timeout", 504)
+                raise timed_out()
             if self._request.stream:
                 parts.append(self._request.write_delta(i, delta))
             self._completions[i] = delta.completion
         return "".join(parts)
+
+
+def timed_out() -> RequestError:
+    """The end of a request that the engine aborted at its ``timeout_s``."""
+    return RequestError("the request was aborted: its time was up", "timeout_s", "timeout", 504)
 
 
 def as_request_error(error: Exception) -> RequestError:
