@@ -16,7 +16,7 @@ from typing import Any, cast, overload
 
 import torch
 
-from gpt_fast import memory
+from gpt_fast import __version__, memory
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.draft import open_draft
 from gpt_fast.checkpoint.families import GenerationDefaults
@@ -38,7 +38,6 @@ from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import ConfigError, RankError, RequestError, TokenizerMissing
 from gpt_fast.fields import refuse
-from gpt_fast.kernels.cpu.library import available
 from gpt_fast.kernels.roofline import Roofline, read_bandwidth
 from gpt_fast.model.compile_cache import default_file, kept
 from gpt_fast.model.description import describe
@@ -84,6 +83,9 @@ class LLM:
         self.group = Group.from_environment(self.device)
         if self.group is not None and self.device.type == "cpu":
             torch.set_num_threads(bind(*self.group.place_here))
+        if self.group is not None:
+            self.group.agree("gpt-fast", __version__)
+            self.group.agree("checkpoint", repr(self.config))
         if self.group is not None and o.drafter in ("int8", "int4"):
             raise ConfigError(f"draft: {o.drafter} is the whole model, which no rank holds; take lookup or a folder")
         shard = Shard(self.group.rank, self.group.count) if self.group is not None else None
@@ -129,8 +131,7 @@ class LLM:
     def _start(self, model: Transformer | Served, load_s: float, draft: Transformer | None = None) -> None:
         """Build the engine around ``model``, and a ``draft`` model if there is one, and warm it up."""
         begin, o = time.perf_counter(), self.engine_config
-        shared = available() and self.group is not None and self.group.count == ranks_here()
-        self._ranks = ranks = Ranks(self.group, shared=shared) if self.group is not None else None
+        self._ranks = ranks = Ranks.of(self.group)
         self.model = serve(model, kernels=o.kernels, compile=o.compile, ranks=ranks)
         if self.group is not None:
             self.group.wait()  # until all have loaded: then what is free is free

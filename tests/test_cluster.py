@@ -142,7 +142,7 @@ def test_services_agree_with_the_runtime_and_the_code(name: str, script: ModuleT
     block = config_of(service)
     ranks = block.get("torchrun", {}).get("nproc-per-node")
     if ranks:
-        assert int(limits["cpu"]) == ranks * block["handler"]["threads"] + 1
+        assert int(limits["cpu"]) == ranks * (block["handler"]["threads"] or 1) + 1
     if "nvidia.com/gpu" in limits:
         assert int(limits["nvidia.com/gpu"]) == (ranks or 1)
         assert model["image"].endswith("-gpu")

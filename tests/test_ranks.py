@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -80,6 +81,26 @@ def test_torchrun_generates_what_one_process_does() -> None:
     assert two == alone != b""
     assert sorted(machines) == [b"", alone]
     assert not any(process.returncode for process in started)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "--perplexity", str(ROOT / "README.md"), "--max-tokens", "300", "--context", "64"],
+        ["bench", "--prompt-tokens", "8", "--new-tokens", "8", "--repeats", "1", "--json"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_other_commands_run_under_torchrun(command: list[str]) -> None:
+    command = ["gpt_fast", command[0], "--checkpoint", str(TARGET), "--threads", "1", *command[1:]]
+    ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    two = subprocess.run([sys.executable, "-m", *ranks, *command], cwd=ROOT, stdout=subprocess.PIPE, timeout=240)
+    assert two.returncode == 0
+    if command[1] == "bench":
+        assert json.loads(two.stdout.splitlines()[-1])["results"][0]["decode_tokens_per_second"] > 0
+    else:
+        one = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, stdout=subprocess.PIPE, timeout=240)
+        assert two.stdout == one.stdout != b""
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -40,6 +40,7 @@ from gpt_fast.memory import check_weights, read_numbers
 from gpt_fast.model.building import random_model
 from gpt_fast.model.description import describe
 from gpt_fast.model.shapes import shape
+from gpt_fast.parallel.group import number_of_ranks
 from gpt_fast.params import SamplingParams
 from gpt_fast.placement import choose_placement, pick_device, usable_threads
 
@@ -80,6 +81,8 @@ def build(
     Raises ConfigError or CheckpointError."""
     if (checkpoint is None) == (shape_name is None):
         raise ConfigError("give either a checkpoint or a shape")
+    if checkpoint is None and number_of_ranks() > 1:
+        raise ConfigError("shape: several ranks read their shares of a checkpoint; save one, or start one process")
     opened = Checkpoint.open(checkpoint) if checkpoint is not None else None
     config = opened.config if opened is not None else shape(str(shape_name))
     options |= {

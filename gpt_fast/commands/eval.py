@@ -36,9 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from gpt_fast.checkpoint.checkpoint import Checkpoint
+    from gpt_fast.checkpoint.shard import Shard
+    from gpt_fast.errors import ConfigError
     from gpt_fast.evaluate import Scorer, evaluate_tasks, perplexity, read_examples
     from gpt_fast.memory import check_weights
     from gpt_fast.model.steps import serve
+    from gpt_fast.parallel.group import Group, device_of_rank
+    from gpt_fast.parallel.ranks import Ranks
     from gpt_fast.placement import choose_placement, usable_threads
 
     options.set_up_logging(arguments.verbose)
@@ -48,10 +52,17 @@ def run(arguments: argparse.Namespace) -> int:
     opened = Checkpoint.open(arguments.checkpoint)
     where = choose_placement(opened.config, opened.stored_dtype, device=o.device, dtype=o.dtype, kernels=o.kernels)
     tokenizer = opened.tokenizer
-    check_weights(opened.num_bytes(where.dtype, o.quantize), where.device)
-    columns = where.column_major
-    loaded = opened.build(where.dtype, where.device, quantize=o.quantize, progress=True, column_major=columns)
-    model = serve(loaded, kernels=where.kernels, compile=False)
+    device = device_of_rank(where.device)
+    group = Group.from_environment(device)
+    if group is not None and arguments.tasks:
+        raise ConfigError("tasks: some want completions, which several ranks do not make here; start one process")
+    leads, shard = group is None or group.rank == 0, None if group is None else Shard(group.rank, group.count)
+    check_weights(opened.num_bytes(where.dtype, o.quantize, shard), device)
+    how: dict[str, Any] = {"quantize": o.quantize, "column_major": where.column_major, "shard": shard}
+    loaded = opened.build(where.dtype, device, progress=leads, **how)
+    model = serve(loaded, kernels=where.kernels, compile=False, ranks=Ranks.of(group))
+    if group is not None:
+        group.wait()  # until all can compute
     facts: dict[str, Any] = {
         "checkpoint": arguments.checkpoint,
         "kernels": where.kernels,
@@ -59,24 +70,31 @@ def run(arguments: argparse.Namespace) -> int:
         "quantize": o.quantize,
         "bytes_per_token": model.bytes_per_token(0, where.dtype.itemsize),
     }
+    say = print if leads else _say_nothing
     if arguments.perplexity:
         text = Path(arguments.perplexity).read_text(encoding="utf-8")
         chosen = options.given(arguments, ("context", "stride", "max_tokens", "separator"))
         found = perplexity(model, tokenizer, text, **chosen)
         facts |= {"perplexity_of": arguments.perplexity, **found._asdict()}
-        print(
+        say(
             f"perplexity {found.perplexity:.4f} over {found.num_tokens} tokens of {found.num_documents} documents, "
             f"{found.bits_per_byte:.4f} bits per byte"
         )
     elif arguments.examples:
         examples = read_examples(arguments.examples, arguments.limit)
         facts |= {"examples_of": arguments.examples, **Scorer(model, tokenizer, arguments.context).accuracy(examples)}
-        print(f"accuracy {facts['accuracy']:.4f} on {facts['num_examples']} examples")
+        say(f"accuracy {facts['accuracy']:.4f} on {facts['num_examples']} examples")
     else:
         scorer = Scorer(model, tokenizer, arguments.context)
         facts["tasks"] = results = evaluate_tasks(scorer, arguments.tasks.split(","), arguments.limit)
         for name, metrics in results.items():
-            print(f"{name}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float)))
+            say(f"{name}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float)))
     if arguments.json:
-        print(json.dumps(facts))
+        say(json.dumps(facts))
+    if group is not None:
+        group.close()
     return 0
+
+
+def _say_nothing(*_: object) -> None:
+    """What ranks print that another one prints."""

@@ -13,15 +13,18 @@ _NODES = Path("/sys/devices/system/node")
 
 def bind(local_rank: int, local_count: int) -> int:
     """Where the machine has several memory nodes, let this process run on its share of the cores alone, so that what it
-    allocates from now on lies in their memory. Returns how many cores a rank has for itself, one at least."""
-    if not hasattr(os, "sched_setaffinity"):
-        return max(1, (os.cpu_count() or 1) // local_count)
-    nodes = by_node(os.sched_getaffinity(0))
-    share = cores_of(local_rank, local_count, nodes)
-    if len(nodes) > 1 and share:
-        os.sched_setaffinity(0, share)
-        log.info("rank %d of %d on this machine runs on the cores %s", local_rank, local_count, sorted(share))
-    return max(1, len(share))
+    allocates from now on lies in their memory. Returns the threads that a rank has for itself, one at least: its share
+    of the cores, or of ``$OMP_NUM_THREADS`` where that is more than the 1 that torchrun writes there."""
+    share = set(range((os.cpu_count() or 1) // local_count))
+    if hasattr(os, "sched_setaffinity"):
+        nodes = by_node(os.sched_getaffinity(0))
+        share = cores_of(local_rank, local_count, nodes)
+        if len(nodes) > 1 and share:
+            os.sched_setaffinity(0, share)
+            log.info("rank %d of %d on this machine runs on the cores %s", local_rank, local_count, sorted(share))
+    asked = os.environ.get("OMP_NUM_THREADS", "1")
+    threads = int(asked) // local_count if asked.isdecimal() and int(asked) > 1 else len(share)
+    return max(1, min(threads, len(share)))
 
 
 def cores_of(rank: int, count: int, nodes: list[list[int]]) -> set[int]:

@@ -80,6 +80,12 @@ class Group:
         assert said[0] is not None
         return said[0]
 
+    def agree(self, what: str, value: str) -> None:
+        """Raises ConfigError where ``value`` of ``what`` is another one than rank 0's."""
+        said = self.say(value)
+        if said != value:
+            raise ConfigError(f"{what}: rank 0 has {said}, and rank {self.rank} has {value}; all ranks need the same")
+
     def tell(self, numbers: Sequence[int]) -> None:
         """Rank 0 tells the others ``numbers``, which :meth:`hear` them."""
         message = torch.zeros(max(_MESSAGE, 1 + len(numbers)), dtype=torch.int64)

@@ -16,9 +16,9 @@ import torch
 
 from gpt_fast.errors import RankError
 from gpt_fast.kernels.cpu import structs
-from gpt_fast.kernels.cpu.library import library
+from gpt_fast.kernels.cpu.library import available, library
 from gpt_fast.parallel import collectives
-from gpt_fast.parallel.group import Group
+from gpt_fast.parallel.group import Group, ranks_here
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +32,18 @@ class Ranks:
     sum = staticmethod(collectives.sum_of_ranks)
     side_by_side = staticmethod(collectives.side_by_side)
 
-    def __init__(self, group: Group, capacity: int = 2**20, *, shared: bool = True) -> None:
+    def __init__(self, group: Group, capacity: int = 2**18, *, shared: bool = True) -> None:
         self.rank, self.count = group.rank, group.count
         self._group, self._shared, self._most = group, shared, capacity // 2 - 1
         self._kept: list[object] = []
         where = {"memory": self._share(group, capacity)} if shared else self._gather_by(group, capacity)
         self.struct: Structure = structs.Ranks(rank=self.rank, count=self.count, capacity=capacity, missing=-1, **where)
         group.on_loss = self.lose
+
+    @classmethod
+    def of(cls, group: Group | None) -> Ranks | None:
+        """The ranks of ``group``, which share memory where they are on one machine; None for one process."""
+        return None if group is None else cls(group, shared=available() and group.count == ranks_here())
 
     def tell(self, numbers: Sequence[int]) -> None:
         """Rank 0 tells the others ``numbers``, which :meth:`hear` them."""
@@ -71,7 +76,7 @@ class Ranks:
         path = group.say(f"/dev/shm/gpt-fast-{secrets.token_hex(8)}" if self.rank == 0 else None)
         if self.rank == 0:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            os.ftruncate(descriptor, size)
+            os.posix_fallocate(descriptor, 0, size)  # an error here, and not a crash when it is used
         group.wait()
         if self.rank != 0:
             descriptor = os.open(path, os.O_RDWR)
