@@ -112,7 +112,6 @@ def test_when_a_rank_is_lost_the_others_end(number: int, victim: int, tmp_path: 
             time.sleep(0.05)
         started[victim].send_signal(number)
         assert started[1 - victim].wait(60) == 1
-    assert not list(Path("/dev/shm").glob("gpt-fast-*"))
 
 
 class Told:

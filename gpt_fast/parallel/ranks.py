@@ -7,7 +7,6 @@ import ctypes
 import logging
 import mmap
 import os
-import secrets
 from array import array
 from collections.abc import Sequence
 from ctypes import Structure
@@ -71,20 +70,17 @@ class Ranks:
             raise RankError(f"rank {self.struct.missing} of {self.count} is lost")
 
     def _share(self, group: Group, capacity: int) -> int:
-        """The address of memory that all ranks see. No file of it is left once all have opened it."""
+        """The address of memory that all ranks see. It has no name, so nothing is left of it however they end."""
         size = self.count * _ANNOUNCED + 2 * self.count * capacity * 4
-        path = group.say(f"/dev/shm/gpt-fast-{secrets.token_hex(8)}" if self.rank == 0 else None)
+        descriptor = os.memfd_create("gpt-fast-ranks") if self.rank == 0 else -1
+        path = group.say(f"/proc/{os.getpid()}/fd/{descriptor}" if self.rank == 0 else None)
         if self.rank == 0:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             os.posix_fallocate(descriptor, 0, size)  # an error here, and not a crash when it is used
-        group.wait()
-        if self.rank != 0:
+        else:
             descriptor = os.open(path, os.O_RDWR)
+        group.wait()
         memory = mmap.mmap(descriptor, size)
         os.close(descriptor)
-        group.wait()
-        if self.rank == 0:
-            os.unlink(path)
         view = ctypes.c_char.from_buffer(memory)
         self._kept += [memory, view]
         return ctypes.addressof(view)
