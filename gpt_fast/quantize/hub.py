@@ -109,8 +109,8 @@ class HubFormat(Format):
         return {beside(part, name): spec for name, spec in out.items()}
 
     def fill(self, layer: QuantizedLinear, part: Part, tensors: Tensors, cut: Cut, report: Report) -> None:
-        """Raises CheckpointError for scales, groups of inputs and orders of rows that ``layer`` cannot have, ConfigError
-        for inputs that ranks cannot divide."""
+        """Raises CheckpointError for scales, groups of inputs and orders of rows that ``layer`` cannot have,
+        ConfigError for inputs that ranks cannot divide."""
         k, size, where = part.shape[1], layer.scheme.group_size, f"{self._where}: {beside(part, '')}"
         if part.layout.kind in ("heads", "pairs"):
             raise CheckpointError(
