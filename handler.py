@@ -139,8 +139,10 @@ class GPTFastHandler:
         """Compute what rank 0 decides; the worker ends with it."""
         try:
             self.llm.follow()
-        finally:
-            os._exit(1)
+        except Exception:
+            log.exception("this rank cannot follow any more")
+        sys.stdout.flush()
+        os._exit(1)
 
     def handle(self, data: list[Mapping[str, Any]], ctx: Any) -> list[str]:
         """One piece for each entry of ``data``; a request's own fault never raises, it would fail the others."""

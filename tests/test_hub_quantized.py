@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import safetensors.torch
@@ -19,6 +19,7 @@ from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.building import random_model
+from gpt_fast.model.description import Layout, parts
 from gpt_fast.quantize.hub import parse_header
 from gpt_fast.quantize.linear import QuantizedLinear
 
@@ -114,6 +115,21 @@ def test_values_are_those_that_were_stored(tmp_path: Path, case: str) -> None:
             inputs = x[:, : weight.shape[1]]
             assert torch.allclose(layer(inputs), inputs @ dequantized(layer).t(), atol=2e-3)
     assert torch.isfinite(model(torch.arange(9)[None])).all()
+
+
+@pytest.mark.parametrize("kind", ["heads", "pairs"])
+@pytest.mark.parametrize("case", ["gptq", "awq"])
+def test_rows_in_another_order_are_refused(
+    tmp_path: Path, case: str, kind: Literal["heads", "pairs"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Falcon, or GLM."""
+    make(tmp_path, **CASES[case])
+    checkpoint = Checkpoint.open(tmp_path)
+    layout = Layout(kind, groups=2, head_dim=16, pairs=16)
+    ordered = [p._replace(layout=layout) if "q_proj" in p.source else p for p in parts(checkpoint.config)]
+    monkeypatch.setattr("gpt_fast.checkpoint.checkpoint.parts", lambda config: ordered)
+    with pytest.raises(CheckpointError, match=f"q_proj.*an order that is not read from {case}"):
+        checkpoint.build(torch.float32)
 
 
 @pytest.mark.parametrize("case", ["gptq, asymmetric", "gptq v2", "awq"])

@@ -1,4 +1,5 @@
-"""Ranks that share a model in plain torch compute what one process computes, whatever the family and the weights."""
+"""Ranks that share a model compute what one process computes, whatever the family and the weights: in plain torch up to
+rounding, by the C++ kernels to the last bit."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch_rank import ASKED, load, logits
 
 from gpt_fast import LLM
+from gpt_fast.model.cpu_model import CpuModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,14 +39,17 @@ FAMILIES: dict[str, tuple[Callable[[], Any], int]] = {
     "qwen2-moe": (  # an expert that every token goes through
         partial(make, "Qwen2Moe", **families_table.QWEN_EXPERTS, shared_expert_intermediate_size=40), 1 + 2 * 3,
     ),
-    "gpt-oss": (partial(make, "GptOss", **families_table.GPT_OSS), 1 + 2 * 2),  # sinks, and biases of experts
+    "gpt-oss": (  # sinks, and biases of experts; heads that are whole blocks of int8
+        partial(make, "GptOss", **families_table.GPT_OSS | {"head_dim": 32}), 1 + 2 * 2,
+    ),
     "olmo2": (partial(make, "Olmo2"), 1 + 2 * 4),  # norms of all queries and of all keys
     "bloom": (partial(make, "Bloom"), 1 + 2 * 2),  # slopes for each head
 }  # fmt: skip
 QUANTIZED = [("llama", "int8"), ("llama", "int4"), ("gpt2", "int8"), ("mixtral", "int4"), ("gpt-oss", "int8")]
 HUB = ("gptq, asymmetric", "awq")
-KERNELS = ("llama, one key", "mixtral", "bloom", "olmo2", "gptq, asymmetric")  # olmo2: refused there, so plain torch
-OF_FOUR = ("llama", "llama, one key", "mixtral", "olmo2", "gptq, asymmetric", "llama in int4")
+NAMES = [*FAMILIES, *HUB, *(f"{name} in {mode}" for name, mode in QUANTIZED)]
+OF_FOUR = ["llama", "llama, one key", "mixtral", "olmo2", "gptq, asymmetric", "llama in int4"]
+BY_KERNELS_OF_FOUR = [name for name in NAMES if not name.startswith("qwen2-moe")]
 LEFT_OUT = [("llama", 1), ("llama", 2), ("llama", 3), ("mixtral", 3), ("qwen2-moe", 3), ("qwen2-moe", 4), ("olmo2", 2)]
 GENERATED: dict[str, dict[str, Any]] = {
     "plain torch": {"kernels": False, "compile": False},
@@ -69,7 +74,7 @@ def jobs(checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
     found = {name: {"checkpoint": str(path)} for name, path in checkpoints.items()}
     for name, mode in QUANTIZED:
         found[f"{name} in {mode}"] = found[name] | {"quantize": mode}
-    for name in KERNELS:
+    for name in NAMES:
         found[f"{name} by C++"] = found[name] | {"kernels": True}
     return found
 
@@ -109,7 +114,8 @@ def found(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     @cache
     def of_all(count: int) -> dict[str, list[Any]]:
         every = jobs(checkpoints)
-        named = every | more_jobs(checkpoints) if count == 2 else {name: every[name] for name in OF_FOUR}
+        of_four = [*OF_FOUR, *(f"{name} by C++" for name in BY_KERNELS_OF_FOUR)]
+        named = every | more_jobs(checkpoints) if count == 2 else {name: every[name] for name in of_four}
         each = start(list(named.values()), count, tmp_path_factory.mktemp("found") / "of")
         return {name: [rank[i] for rank in each] for i, name in enumerate(named)}
 
@@ -128,7 +134,6 @@ def alone(checkpoints: dict[str, Path]) -> Callable[[str], Tensor]:
     return compute
 
 
-NAMES = [*FAMILIES, *HUB, *(f"{name} in {mode}" for name, mode in QUANTIZED), *(f"{name} by C++" for name in KERNELS)]
 CASES = [(2, name) for name in NAMES] + [(4, name) for name in OF_FOUR]
 
 
@@ -147,6 +152,26 @@ def test_ranks_compute_the_logits_of_one_process(
     torch.testing.assert_close(first["stepped"], expected, atol=1e-3, rtol=1e-3)
     if name in FAMILIES:
         assert first["num_sums"] == 4 * FAMILIES[name][1]  # one run as a whole, three steps
+
+
+KERNEL_CASES = [(2, name) for name in NAMES] + [(4, name) for name in BY_KERNELS_OF_FOUR]
+
+
+@pytest.mark.parametrize(("count", "name"), KERNEL_CASES)
+def test_ranks_compute_the_same_bits_by_the_kernels(
+    count: int, name: str, found: Found, checkpoints: dict[str, Path]
+) -> None:
+    job = jobs(checkpoints)[f"{name} by C++"]
+    model = load(job)
+    whole, stepped = logits(model)
+    for rank in found(count, f"{name} by C++"):
+        assert isinstance(model, CpuModel)
+        assert rank["kernels"] == (name != "olmo2")  # whose norms take whole rows: by plain torch
+        if rank["kernels"]:
+            assert torch.equal(rank["whole"], whole)
+            assert torch.equal(rank["stepped"], stepped)
+        else:
+            torch.testing.assert_close(rank["whole"], whole, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("name", "which"), LEFT_OUT)

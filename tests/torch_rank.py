@@ -18,6 +18,7 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
+from gpt_fast.model.cpu_model import CpuModel
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.parallel.group import Group
 from gpt_fast.parallel.ranks import Ranks
@@ -57,8 +58,10 @@ def logits(model: Served) -> tuple[Tensor, Tensor]:
 def compute(group: Group, ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
     """The logits of one checkpoint, and how many sums they took in plain torch."""
     forgetful = Forgetful(ranks, job.get("left_out", 0))
-    whole, stepped = logits(load(job, Shard(group.rank, group.count), forgetful))
-    return {"whole": whole, "stepped": stepped, "num_sums": forgetful.num_sums}
+    model = load(job, Shard(group.rank, group.count), forgetful)
+    whole, stepped = logits(model)
+    kernels = isinstance(model, CpuModel)
+    return {"whole": whole, "stepped": stepped, "num_sums": forgetful.num_sums, "kernels": kernels}
 
 
 def load(job: dict[str, Any], shard: Shard | None = None, ranks: Forgetful | None = None) -> Served:

@@ -109,9 +109,14 @@ class HubFormat(Format):
         return {beside(part, name): spec for name, spec in out.items()}
 
     def fill(self, layer: QuantizedLinear, part: Part, tensors: Tensors, cut: Cut, report: Report) -> None:
-        """Raises CheckpointError for scales and groups of inputs that ``layer`` cannot have, ConfigError for inputs
-        that ranks cannot divide."""
+        """Raises CheckpointError for scales, groups of inputs and orders of rows that ``layer`` cannot have,
+        ConfigError for inputs that ranks cannot divide."""
         k, size, where = part.shape[1], layer.scheme.group_size, f"{self._where}: {beside(part, '')}"
+        if part.layout.kind in ("heads", "pairs"):
+            raise CheckpointError(
+                f"{where}qweight: this family stores its rows in an order that is not read from {self.method} "
+                "checkpoints; use the unquantized checkpoint and quantize"
+            )
         codes, zeros, scales, group_of = self._unpacked(part, tensors, cut)
         every = torch.arange(len(group_of))
         order = group_of.argsort(stable=True)

@@ -72,21 +72,7 @@ def container(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Ite
 
 
 def test_it_serves_and_ends_after_the_answers_that_run(container: Container) -> None:
-    ping_before_health = False
-
-    def ready() -> bool:
-        nonlocal ping_before_health
-        if container.is_healthy():
-            return True
-        try:
-            urllib.request.urlopen(container.url("/ping"), timeout=5)
-            ping_before_health = True
-        except (urllib.error.URLError, OSError):
-            pass
-        return False
-
-    wait_for(ready)
-    assert ping_before_health, "why the probes do not ask /ping"
+    wait_for(container.is_healthy)
     body = json.dumps({"prompt": "Once", "max_new_tokens": 240, "ignore_eos": True}).encode()
     request = urllib.request.Request(container.url("/predictions/gpt-fast"), body, {"Content-Type": "application/json"})
     processes = container.process.children(recursive=True)

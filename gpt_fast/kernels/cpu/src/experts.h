@@ -147,7 +147,7 @@ inline void run_experts(Team& team, const ExpertsJob& job, const float* x, const
     const int64_t outputs = job.down[0].n;
     if (job.ranks)
         sum_of_ranks(team, *job.ranks, round, r.parts, r.pairs * outputs, r.parts, [&](int64_t i, float sum) {
-            return finished(sum, job.down[r.expert_at[i / outputs]], i % outputs);
+            return finished(sum, job.down[r.expert_at[i / outputs]], i % outputs, 0.0f);
         });
     team.share(n, 1, [&](int64_t i, int64_t) {
         for (int64_t d = 0; d < outputs; ++d) {

@@ -235,8 +235,7 @@ private:
         if (op.shared != 1) return;
         const Linear& w = op.pieces[0];
         sum_of_ranks(team, *p.ranks, round, out, n * w.n, buffers[op.out], [&](int64_t i, float sum) {
-            const float value = finished(sum, w, i % w.n);
-            return add ? add[i] + value : value;
+            return finished(sum, w, i % w.n, add ? add[i] : 0.0f);
         });
     }
 
