@@ -99,7 +99,7 @@ def named_devices(options: EngineConfig) -> list[torch.device]:
 
 
 def _numbered(name: str) -> torch.device:
-    device = pick_device(name)
+    device = pick_device(name, "device_map")
     return torch.device("cuda", 0) if device == torch.device("cuda") else device
 
 

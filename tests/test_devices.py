@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpt_fast import LLM, SamplingParams, devices, memory
+from gpt_fast.batch.pipeline import Cluster
 from gpt_fast.batch.setup import set_up
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.config import EngineConfig, ModelConfig, from_mapping, num_bytes_of
@@ -161,7 +162,7 @@ def test_rooms_are_what_is_free_within_the_limits(monkeypatch: pytest.MonkeyPatc
     ("options", "message"),
     [
         ({"device_map": ["cuda:0", "cuda"]}, "device_map names cuda:0 twice"),
-        ({"device_map": ["cuda:7"]}, "torch sees 2 CUDA devices"),
+        ({"device_map": ["cuda:7"]}, "device_map: 'cuda:7' is asked for, but torch sees 2 CUDA devices"),
         ({"device_map": ["cpu"], "device_memory": {"cuda:1": "1GB"}}, "cuda:1 is not in device_map, which has cpu"),
     ],
 )
@@ -358,3 +359,5 @@ def test_a_batch_on_several_devices_has_a_digest_of_its_own() -> None:
     assert split.options["device"] == "auto"
     assert split.digest != whole.digest
     EngineConfig(**split.options)
+    with pytest.raises(ConfigError, match="device_map: with --workers each has one device"):
+        next(Cluster.answers(object.__new__(Cluster), split, iter(())))

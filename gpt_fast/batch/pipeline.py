@@ -59,10 +59,10 @@ class Cluster:
 
     def answers(self, setup: Setup, jobs: Iterator[Job]) -> Generator[tuple[str, Answer]]:
         """Digest and answer of each of ``jobs``, block by block, in the order in which blocks end. Raises BatchError if
-        the workers give up."""
-        ray = self._ray
+        the workers give up, ConfigError for a device_map."""
         if setup.options.get("device_map") is not None:
             raise ConfigError("device_map: with --workers each has one device; leave one of the two out")
+        ray = self._ray
         device = setup.options["device"].partition(":")[0]  # a worker sees the GPU that is its own, and no other
         own = {"threads": max(1, given // self.workers)} if (given := setup.options.get("threads")) else {}
         setup = dataclasses.replace(setup, options={**setup.options, "device": device, **own})
