@@ -114,8 +114,9 @@ class GPTFastHandler:
             log.warning("warning: %s", warning)  # TorchServe's log shows every line of a worker as INFO
         options = dict(self.settings.engine)
         asked = options.get("device", "auto")
-        options["device"] = pick_device(asked, ctx.system_properties.get("gpu_id"))
-        if asked == "auto" and options["device"] == "cpu" and str(config.get("deviceType")).lower() == "gpu":
+        if options.get("device_map") is None:
+            options["device"] = pick_device(asked, ctx.system_properties.get("gpu_id"))
+        if asked == "auto" and options.get("device") == "cpu" and str(config.get("deviceType")).lower() == "gpu":
             log.warning("warning: deviceType is gpu, but there is no GPU that torch can use: the CPU is used")
         log.info("loading %s with %s", self.settings.checkpoint, options)
         self.llm = self.build(self.settings.checkpoint, options)

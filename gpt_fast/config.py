@@ -170,6 +170,40 @@ def device_name(value: Any, name: str) -> str:
     refuse(name, "one of auto, cpu, cuda, cuda:N", value)
 
 
+def devices_of_layers(value: Any, name: str) -> str | tuple[str, ...] | dict[str, int]:
+    """``auto``, device names in order, or those and how many layers each has, in order."""
+    takes = "auto, a list of devices, or devices with a number of layers for each, such as {cuda:0: 20, cpu: 12}"
+    if value == "auto":
+        return "auto"
+    if not isinstance(value, (Mapping, list, tuple)) or not value or "auto" in value:
+        refuse(name, takes, value)
+    names = tuple(device_name(each, name) for each in value)
+    counts = Whole(0, 2**20)
+    return {k: counts(value[k], f"{k} of {name}") for k in names} if isinstance(value, Mapping) else names
+
+
+_MEMORY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?([MGT]i?)B")
+_UNITS = {prefix + i: base**n for n, prefix in enumerate("MGT", 2) for i, base in (("", 1000), ("i", 1024))}
+
+
+def num_bytes_of(text: str) -> int:
+    """Of a size such as ``20GiB`` (2^30 bytes) or ``1.5 GB`` (10^9 bytes)."""
+    found = _MEMORY.fullmatch(text)
+    assert found
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def memory_of_devices(value: Any, name: str) -> dict[str, str]:
+    """Devices, and a size for each."""
+    if not isinstance(value, Mapping) or "auto" in value:
+        refuse(name, "devices with a size for each, such as {cuda:0: 20GiB}", value)
+    for device, size in value.items():
+        device_name(device, name)
+        if not isinstance(size, str) or not _MEMORY.fullmatch(size):
+            refuse(f"{device} of {name}", "a size such as 20GiB or 500MB", size)
+    return dict(value)
+
+
 def drafter_name(value: Any, name: str) -> str:
     """One of DRAFTS, or a path."""
     if isinstance(value, str) and value.strip():
@@ -194,6 +228,9 @@ class EngineConfig:
     """How a model is run. Field names are the keyword arguments of ``LLM`` and the keys of model_config.yaml."""
 
     device: Annotated[str, device_name] = "auto"  # auto | cpu | cuda | cuda:N
+    # Devices that share the layers: auto | their names in order | each with its number of layers; None: ``device``.
+    device_map: Annotated[str | tuple[str, ...] | dict[str, int] | None, devices_of_layers] = None
+    device_memory: Annotated[dict[str, str] | None, memory_of_devices] = None  # the most of each, such as 20GiB
     dtype: Annotated[str, DTYPE] = "auto"  # auto | float32 | bfloat16 | float16
     quantize: Annotated[str | None, OneOf(("int8", "int4", "fp8"))] = None  # round the weights to this while loading
     kv_cache_dtype: Annotated[str, OneOf((*DTYPE.choices, "int8"))] = "auto"  # auto: as the weights
@@ -220,6 +257,10 @@ class EngineConfig:
             check_fields(self)
         except RequestError as error:
             raise ConfigError(error.message) from None
+        if self.device_map is not None and self.device != "auto":
+            raise ConfigError("device: device_map says where the layers are; leave one of the two out")
+        if self.device_memory is not None and self.device_map is None:
+            raise ConfigError("device_memory: limits of the devices of device_map, and there is none")
         if self.lookup_history and self.drafter not in (None, "lookup"):
             raise ConfigError(f"lookup_history: only lookup remembers answers, and draft is {self.drafter}")
 

@@ -16,7 +16,7 @@ from typing import Any, cast, overload
 
 import torch
 
-from gpt_fast import __version__, memory
+from gpt_fast import __version__, devices, memory
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.draft import open_draft
 from gpt_fast.checkpoint.families import GenerationDefaults
@@ -45,7 +45,7 @@ from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.parallel.cores import bind
-from gpt_fast.parallel.group import Group, device_of_rank, ranks_here
+from gpt_fast.parallel.group import Group, device_of_rank, number_of_ranks, ranks_here
 from gpt_fast.parallel.ranks import Ranks
 from gpt_fast.params import SamplingParams
 from gpt_fast.placement import choose_placement, usable_threads
@@ -67,6 +67,8 @@ class LLM:
     Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`. ``progress`` shows bars on a terminal.
     Raises ConfigError, CheckpointError or TokenizerError (all ValueError)."""
 
+    _spans: Sequence[devices.Span] = ()  # of layers, where there is a device_map
+
     def __init__(self, checkpoint: str | Path | Checkpoint, *, progress: bool = False, **options: Any) -> None:
         self.engine_config = o = from_mapping(EngineConfig, options, "LLM()")
         begin = time.perf_counter()
@@ -77,7 +79,11 @@ class LLM:
         except TokenizerMissing as error:
             log.warning("%s; until then prompts must be token ids, and completions have no text", error)
             self.tokenizer = None
-        where = choose_placement(self.config, opened.stored_dtype, device=o.device, dtype=o.dtype, kernels=o.kernels)
+        if o.device_map is not None and number_of_ranks() > 1:
+            raise ConfigError(f"device_map: {number_of_ranks()} processes share this model already; leave it out")
+        rooms = devices.rooms(o)
+        named = {"device": str(rooms[0].device) if rooms else o.device, "dtype": o.dtype}
+        where = choose_placement(self.config, opened.stored_dtype, **named, kernels=o.kernels and len(rooms) < 2)
         self.device, self.dtype = device_of_rank(where.device), where.dtype
         check_device(opened.format_for(o.quantize).quant, self.device)
         self.group = Group.from_environment(self.device)
@@ -93,13 +99,20 @@ class LLM:
         weight_bytes = opened.num_bytes(self.dtype, o.quantize, shard)
         draft = None if self.follows else open_draft(opened, self.tokenizer, o)  # only guesses: rank 0 runs it alone
         draft_bytes = draft.checkpoint.num_bytes(self.dtype, draft.quantize) if draft else 0
-        memory.check_weights(weight_bytes * self._sharing + draft_bytes, self.device)
         draft_config = draft.checkpoint.config if draft else None
+        if rooms:
+            weights = devices.Weights.of(opened.meta_model(self.dtype, o.quantize), draft_bytes)
+            self._spans = devices.plan_spans(rooms, weights, devices.Shapes(held, draft_config, o, self.dtype))
+            for span in self._spans:
+                check_device(opened.format_for(o.quantize).quant, span.device)
+        else:
+            memory.check_weights(weight_bytes * self._sharing + draft_bytes, self.device)
         self._plan_cache(held, draft_config, weight_bytes + draft_bytes)  # refuses what cannot fit
         if self.group is not None:
             self.group.wait()  # until all know what is free, which changes now
         how: dict[str, Any] = {"progress": progress and not self.follows, "column_major": where.column_major}
-        model = opened.build(self.dtype, self.device, quantize=o.quantize, shard=shard, **how)
+        places = devices.of_layers(self._spans)
+        model = opened.build(self.dtype, self.device, quantize=o.quantize, shard=shard, layer_devices=places, **how)
         guessing = draft.checkpoint.build(self.dtype, self.device, quantize=draft.quantize, **how) if draft else None
         self._start(model, time.perf_counter() - begin, guessing)
 
@@ -109,8 +122,8 @@ class LLM:
         EngineConfig. ``quantize`` and ``kernels`` change ``model`` itself: its linear layers are packed, and it is for
         inference from then on. Without a ``tokenizer`` prompts are token ids and completions have no text. There is no
         ``checkpoint`` attribute. Raises ConfigError."""
-        for name in ("device", "dtype"):
-            if name in options:
+        for name in ("device", "device_map", "dtype"):
+            if options.get(name) is not None:
                 raise ConfigError(f"{name} is the model's own here; leave it out")
         self = cls.__new__(cls)
         self.engine_config = from_mapping(EngineConfig, options, "LLM()")
@@ -132,7 +145,8 @@ class LLM:
         """Build the engine around ``model``, and a ``draft`` model if there is one, and warm it up."""
         begin, o = time.perf_counter(), self.engine_config
         self._ranks = ranks = Ranks.of(self.group)
-        self.model = serve(model, kernels=o.kernels, compile=o.compile, ranks=ranks)
+        how: dict[str, Any] = {"kernels": o.kernels, "compile": o.compile}
+        self.model = serve(model, ranks=ranks, layer_devices=devices.of_layers(self._spans), **how)
         if self.group is not None:
             self.group.wait()  # until all have loaded: then what is free is free
         plan = self._plan_cache(self.model.config, draft.config if draft else None)
@@ -158,7 +172,7 @@ class LLM:
         drafter: Drafter | None = LookupDrafter(o.lookup_history) if o.drafter == "lookup" else None
         runners = [runner]
         if draft is not None:
-            guessing = Runner(serve(draft, kernels=o.kernels, compile=o.compile), cache_dtype=plan.dtype, **sizes)
+            guessing = Runner(serve(draft, **how), cache_dtype=plan.dtype, **sizes)
             drafter = ModelDrafter(guessing, pages, self.config.vocab_size, draft.config.max_seq_len)
             runners.append(guessing)
         self.engine = Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
@@ -191,6 +205,9 @@ class LLM:
     def _plan_cache(self, held: ModelConfig, draft: ModelConfig | None, missing: int = 0) -> memory.CachePlan:
         """The KV cache for ``held``, the model or this rank's share of it, when ``missing`` bytes more of weights are
         there. Raises ConfigError."""
+        if self._spans:
+            shapes = devices.Shapes(held, draft, self.engine_config, self.dtype)
+            return devices.plan_cache(self._spans, shapes, loaded=not missing)
         free = memory.free_bytes(self.device) // self._sharing - missing
         where: dict[str, Any] = {"dtype": self.dtype, "free": free, "device_type": self.device.type}
         held = replace(held, vocab_size=self.config.vocab_size)  # of the logits, which every rank has

@@ -38,13 +38,14 @@ def choose_placement(
     return Placement(where, chosen, fast, column_major=where.type == "cpu" and chosen == torch.float32 and not fast)
 
 
-def pick_device(name: str) -> torch.device:
-    """``auto`` is the first CUDA device (ROCm included) where there is one, else the CPU. Raises ConfigError."""
-    if read_key(device_name, name, "device") == "auto":
+def pick_device(name: str, option: str = "device") -> torch.device:
+    """``auto`` is the first CUDA device (ROCm included) where there is one, else the CPU. Raises ConfigError that says
+    which ``option`` names it."""
+    if read_key(device_name, name, option) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device: {name!r} is asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
+        raise ConfigError(f"{option}: {name!r} is asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
     return device
 
 

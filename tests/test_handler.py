@@ -432,6 +432,20 @@ def test_engine_keys_and_device_reach_the_engine(tmp_path: Path, caplog: pytest.
     assert "deviceType" not in caplog.text
 
 
+def test_a_device_map_is_not_overruled_by_what_torchserve_assigned(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    seen: list[Any] = []
+    adapter = handler.GPTFastHandler()
+
+    def build(checkpoint: Path, options: Any) -> Any:
+        seen.append(options)
+        return FakeLLM()
+
+    adapter.build = build
+    adapter.initialize(context(tmp_path, {"handler": {"device_map": ["cuda:0", "cpu"]}}, gpu_id=0))
+    assert seen == [{"device_map": ("cuda:0", "cpu")}]
+
+
 @pytest.mark.parametrize("asked", ["gpu", "GPU"])
 def test_a_gpu_that_is_not_there_is_told(
     asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

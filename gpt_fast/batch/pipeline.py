@@ -19,7 +19,7 @@ from gpt_fast.batch.answering import Answerer, Job
 from gpt_fast.batch.rows import Answer
 from gpt_fast.batch.setup import Setup, open_llm
 from gpt_fast.config import DEFAULT_MAX_BATCH
-from gpt_fast.errors import BatchError, MissingPackageError
+from gpt_fast.errors import BatchError, ConfigError, MissingPackageError
 from gpt_fast.placement import num_cores
 
 _RESTARTS = 3  # for each worker: if they die more often, it is by their rows, or for want of memory
@@ -59,7 +59,9 @@ class Cluster:
 
     def answers(self, setup: Setup, jobs: Iterator[Job]) -> Generator[tuple[str, Answer]]:
         """Digest and answer of each of ``jobs``, block by block, in the order in which blocks end. Raises BatchError if
-        the workers give up."""
+        the workers give up, ConfigError for a device_map."""
+        if setup.options.get("device_map") is not None:
+            raise ConfigError("device_map: with --workers each has one device; leave one of the two out")
         ray = self._ray
         device = setup.options["device"].partition(":")[0]  # a worker sees the GPU that is its own, and no other
         own = {"threads": max(1, given // self.workers)} if (given := setup.options.get("threads")) else {}

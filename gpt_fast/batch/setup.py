@@ -13,6 +13,7 @@ import torch
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.fingerprint import fingerprint
 from gpt_fast.config import EngineConfig, from_mapping
+from gpt_fast.devices import named_devices
 from gpt_fast.errors import ConfigError
 from gpt_fast.llm import LLM
 from gpt_fast.placement import pick_device, pick_dtype
@@ -51,6 +52,8 @@ def set_up(checkpoint: Path, options: Mapping[str, Any], names: tuple[str, ...],
     opened = Checkpoint.open(checkpoint)
     where = device or (str(pick_device(config.device)) if config.device == "auto" else config.device)
     place = torch.device(where)
+    if config.device_map is not None:
+        place, where = named_devices(config)[0], "auto"
     dtype = pick_dtype(config.dtype, place, opened.config, opened.stored_dtype, config.kernels)
     decided = {**options, "device": where, "dtype": str(dtype).removeprefix("torch.")}
     every = tuple(dict.fromkeys(("gpt-fast", opened.directory.resolve().name, *names)))

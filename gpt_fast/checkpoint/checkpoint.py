@@ -145,12 +145,14 @@ class Checkpoint:
         shard: Shard | None = None,
         progress: bool = False,
         column_major: bool = False,
+        layer_devices: Sequence[torch.device] = (),
     ) -> Transformer:
         """The model, its unquantized weights in ``dtype`` on ``device``, without gradients.
 
         ``quantize``: a mode of ``quant_config``; each weight is rounded as it is read, so that the whole model is never
         held unquantized. ``shard``: only what that tensor-parallel rank holds is read (shard.py). ``progress``: a bar
-        by bytes, when stderr is a terminal. ``column_major``: see ``empty_model``.
+        by bytes, when stderr is a terminal. ``column_major``,
+        ``layer_devices``: see ``empty_model``.
 
         Raises ConfigError for a mode that is not known or does not apply, and for a shape that ranks do not divide.
         """
@@ -158,7 +160,9 @@ class Checkpoint:
         config = shard.config(self.config) if shard else self.config
         scheme_of = self._schemes(form, config)
         plan = [_read_by(part, shard, scheme_of) for part in parts(self.config)]
-        model = empty_model(config, dtype, device, column_major, lambda m: swap_layers(m, scheme_of, device))
+        model = empty_model(
+            config, dtype, device, column_major, lambda m: swap_layers(m, scheme_of, "meta"), layer_devices
+        )
         total = sum(tensor.num_bytes for tensor in self.tensors.values()) // (shard.num_ranks if shard else 1)
         with progress_bar(total, progress, "loading weights") as report, torch.no_grad():
             for part, cut in plan:

@@ -20,7 +20,19 @@ MODEL: Table = {  # where and how a model's weights are held: fields of EngineCo
     "--kernels": {"action": _SWITCH, "help": "own kernels; without: plain torch (default: on)"},
     "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: all cores)"},
 }
+
+
+def device_list(text: str) -> str | list[str]:
+    """``auto``, or the names of devices with commas between them."""
+    return text if text == "auto" else text.split(",")
+
+
 _HOW: Table = {
+    "--device-map": {
+        "type": device_list,
+        "metavar": "DEVICES",
+        "help": "share the layers between cuda:0,cuda:1,cpu or what there is (auto), by what memory is free",
+    },
     "--kv-cache-dtype": {"metavar": "DTYPE", "help": "int8 halves it again (default: as the weights)"},
     "--draft": {"metavar": "DRAFT", "help": "guess tokens by a checkpoint DIR, by lookup, or by int8, int4 (itself)"},
     "--speculate": {

@@ -77,12 +77,13 @@ class PagedLayer(NamedTuple):
 
     num_kv_heads: int
     head_dim: int
+    device: torch.device | None = None  # None: the model's
 
     def allocate(
         self, num_slots: int, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        """Empty pages that all slots share."""
-        return LayerCache.zeros((num_pages, page_size, self.num_kv_heads, self.head_dim), dtype, device)
+        """Empty pages that all slots share. ``device``: the model's."""
+        return LayerCache.zeros((num_pages, page_size, self.num_kv_heads, self.head_dim), dtype, self.device or device)
 
 
 def check_cache(cache: Sequence[LayerCache]) -> Tensor:

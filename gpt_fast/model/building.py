@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,10 @@ def empty_model(
     device: torch.device | str,
     column_major: bool = False,
     swap: Callable[[Transformer], object] | None = None,
+    layer_devices: Sequence[torch.device] = (),
 ) -> Transformer:
-    """A Transformer whose weights are allocated and not yet written. ``swap`` may exchange modules before that.
+    """A Transformer whose weights are allocated and not yet written. ``swap`` may exchange modules before that, by
+    others on the meta device. ``layer_devices``: of each layer; (): all on ``device``, as is all else.
 
     ``column_major`` lays the matrices out transposed (their shape stays), which torch's float32 products on a CPU are
     faster with when there are few rows: docs/log.md. A head that is also the embedding table stays as it is.
@@ -42,15 +44,19 @@ def empty_model(
         model = Transformer(config)
     if swap:
         swap(model)
-    for module in model.modules():
+    for path, module in model.named_modules():
+        part, _, rest = path.partition(".")
+        on_layer = part == "layers" and rest and layer_devices
+        where = layer_devices[int(rest.partition(".")[0])] if on_layer else device
         for name, parameter in list(module.named_parameters(recurse=False)):
             turned = column_major and isinstance(module, nn.Linear) and parameter.dim() == 2
             shape = parameter.shape[::-1] if turned else parameter.shape
-            data = torch.empty(shape, dtype=dtype, device=device)
+            data = torch.empty(shape, dtype=dtype, device=where)
             data = data.t() if turned else data
             setattr(module, name, nn.Parameter(data, requires_grad=False))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device))  # frequencies and slopes: float32 in every model, made on the CPU
+            # Frequencies and slopes are float32 in every model, and made on the CPU; a quantized weight has a dtype.
+            setattr(module, name, torch.empty_like(buffer, device=where) if buffer.is_meta else buffer.to(where))
     model.tie()
     return model.eval()
 

@@ -9,7 +9,7 @@ blocks run uncompiled, after one warning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from gpt_fast.kernels.cpu import program
 from gpt_fast.model import shares
 from gpt_fast.model.compile_cache import keep_private
 from gpt_fast.model.cpu_model import CpuModel, pack_model
+from gpt_fast.model.split import SplitModel
 from gpt_fast.model.transformer import KVCache, Transformer
 
 if TYPE_CHECKING:
@@ -37,15 +38,23 @@ class Ranks(program.Ranks, shares.Collectives, Protocol):
 
 
 def serve(
-    model: Transformer | Served, *, kernels: bool = True, compile: bool = True, ranks: Ranks | None = None
+    model: Transformer | Served,
+    *,
+    kernels: bool = True,
+    compile: bool = True,
+    ranks: Ranks | None = None,
+    layer_devices: Sequence[torch.device] = (),
 ) -> Served:
     """``model`` for the engine, or as it is if it is that already.
 
     ``kernels``: own kernels run its steps where they can, and take its weights away on a CPU. ``compile``: else
     torch.compile's code does. ``ranks``: ``model`` is the share of one of them, who all serve theirs.
+    ``layer_devices``: where each layer is; (): where the rest is.
     """
     if not isinstance(model, Transformer):
         return model
+    if any(device != model.device for device in layer_devices):
+        return SplitModel(model.eval(), layer_devices)
     packed = pack_model(model.eval(), ranks) if kernels else None
     return packed or TorchModel(model, kernels=kernels, compile=compile, ranks=ranks)
 
@@ -72,7 +81,7 @@ class TorchModel:
         return TorchStep(self.transformer, cache, page_table, kernels=self._kernels, compile=self._compile)
 
 
-Served = CpuModel | TorchModel
+Served = CpuModel | TorchModel | SplitModel
 
 
 class TorchStep:
