@@ -21,6 +21,7 @@ WRITTEN = {
     "logprobs": ("top_logprobs", "logprobs"),
     "prompt_logprobs": ("prompt_logprobs", "logprobs"),
     "prompt": ("prompt", "messages"),
+    "grammar": ("grammar", "tools", "response_format", "json_schema", "regex", "choice"),
 }
 Prompt = str | list[int]  # text, or token ids as they are
 
