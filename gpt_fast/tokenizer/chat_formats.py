@@ -72,7 +72,7 @@ _ANALYSIS, _FINAL, _NEXT = "<|channel|>analysis<|message|>", "<|channel|>final<|
 CALL_FORMATS = (
     CallFormat(
         "harmony",
-        marks=("<|channel|>", "to=functions."),
+        marks=("<|channel|>", "functions."),
         opening="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
     ),
     CallFormat(
@@ -103,8 +103,7 @@ CALL_FORMATS = (
         before=("", "<|python_tag|>"),
         opening='{"name": "NAME", "parameters": ',
         closing="}",
-        between="; ",
-        at_start=True,
+        at_start=True,  # and no second call: the templates refuse a message with two
     ),
 )
 THINKING_FORMATS = (

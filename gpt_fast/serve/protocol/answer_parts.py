@@ -30,14 +30,14 @@ class AnswerReader:
 
     def __init__(self, dialect: Dialect, names: Sequence[str] = (), thinking: bool = False) -> None:
         form = dialect.calls
-        self._at_start, self._last = form.at_start, form.closing + form.after
+        self._last = form.closing + form.after
         # Arguments are objects, so their brace is part of what begins a call.
         self._first = {text + "{": name for name in names for text in form.first(name)}
         later = {form.later(name): name for name in names}
         self._later = {form.closing + text + "{": name for text, name in later.items() if text is not None}
         self._markers = {state: _Markers(kinds, self._first) for state, kinds in _kinds(dialect).items()}
         self._markers["reasoning"].forget(self._first)
-        if self._at_start:
+        if form.at_start:
             self._markers["content"].forget(self._first)
         self._kind: Kind = "reasoning" if thinking else "content"
         self._held = ""  # text that is not understood yet
@@ -76,8 +76,8 @@ class AnswerReader:
             self._held = self._held[sure:]
             return False
         before, marker, rest = self._held[: found.start()], found.group(), self._held[found.end() :]
-        if marker in self._first and self._at_start and before.strip():
-            self._say(parts, before)  # not at the start, so it is no call
+        if before.strip() and state == "start" and marker not in self._markers["content"].texts:
+            self._say(parts, before)  # so this is not the start, and the marker is a word
             self._held = marker + rest
             return True
         self._say(parts, before.rstrip())
@@ -130,19 +130,19 @@ class _Markers:
         self._set([*kinds, *calls])
 
     def _set(self, texts: Sequence[str]) -> None:
-        self._texts = sorted(texts, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, self._texts)) or "(?!)")
+        self.texts = sorted(texts, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, self.texts)) or "(?!)")
 
     def forget(self, calls: Collection[str]) -> None:
-        self._set([text for text in self._texts if text not in calls])
+        self._set([text for text in self.texts if text not in calls])
 
     def num_sure(self, text: str) -> int:
         """Characters of ``text``, in which no marker is, that do not belong to one that may come. White space in front
         of a marker is dropped, so at the end it is not sure."""
-        if not self._texts:
+        if not self.texts:
             return len(text)
-        starts = range(max(0, len(text) - len(self._texts[0]) + 1), len(text))
-        begun = (i for i in starts if any(marker.startswith(text[i:]) for marker in self._texts))
+        starts = range(max(0, len(text) - len(self.texts[0]) + 1), len(text))
+        begun = (i for i in starts if any(marker.startswith(text[i:]) for marker in self.texts))
         return len(text[: next(begun, len(text))].rstrip())
 
 

@@ -165,13 +165,20 @@ def _prompt(
 ) -> list[int]:
     """Token ids of ``messages``, with ``tools`` as the checkpoint knows them."""
     dialect = context.dialect
-    if dialect.thinking is not None:
-        name = {"reasoning_content": dialect.thinking.key}
-        messages = [{name.get(key, key): value for key, value in message.items()} for message in messages]
+    if dialect.thinking is not None and dialect.thinking.key != "reasoning_content":
+        messages = [_with_thinking(message, dialect.thinking.key) for message in messages]
     called = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (tools and not dialect.writes_tools) or (called and not dialect.reads_calls):
         messages, tools = describe_tools(messages, tools), []
     return encode_chat(context.template, tokenizer, messages, generate, variables, tools or None)
+
+
+def _with_thinking(message: dict[str, Any], key: str) -> dict[str, Any]:
+    """``message`` with its thinking under ``key``. Beside text and calls gpt-oss' template takes no thinking."""
+    rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if "reasoning_content" not in message or ("tool_calls" in message and message["content"]):
+        return rest
+    return {**rest, key: message["reasoning_content"]}
 
 
 def _variables(given: Mapping[str, Any], context: OpenAIContext) -> Mapping[str, Any]:
