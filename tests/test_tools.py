@@ -28,18 +28,10 @@ from gpt_fast.tokenizer.chat_prompt import SpecialNames
 TEMPLATES = Path(__file__).parent / "data" / "chat_templates"
 # As in the families' vocabularies: what Qwen writes around a call is no special token.
 SPECIAL = (
-    *("</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),
+    *("</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
     *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]"),
-    *(
-        "[/TOOL_RESULTS]",
-        "<|start|>",
-        "<|end|>",
-        "<|channel|>",
-        "<|message|>",
-        "<|constrain|>",
-        "<|call|>",
-        "<|return|>",
-    ),
+    *("[/TOOL_RESULTS]", "<|python_tag|>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+    *("<|call|>", "<|return|>"),
 )
 END = 256
 
@@ -136,7 +128,7 @@ def test_templates_that_write_no_tools_get_them_in_words(text: str | None, calls
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tools_calls_and_results_reach_the_template(name: str) -> None:
-    said = prompt(name, tools=TOOLS, messages=turns(called("weather")) + [{"role": "user", "content": "And?"}])
+    said = prompt(name, tools=TOOLS, messages=[*turns(called("weather")), {"role": "user", "content": "And?"}])
     for text in ("About weather.", '"maxLength": 8', "About add.", "12 degrees", '{"city": "Ulm"}', "And?"):
         assert said.count(text) == 1, text
     assert prompt(name, tools=TOOLS, tool_choice="none") == prompt(name)

@@ -96,7 +96,10 @@ class _Closing:
         if target is None:
             return pointer  # the compiler refuses it
         if pointer not in self._open_names:
-            name = self._open_names[pointer] = f"part of something, {len(self._open_names)}"
+            name = f"part-{len(self._open_names)}"
+            while name in self._root.get("$defs", ()):
+                name += "-"
+            self._open_names[pointer] = name
             self._open[name] = {}
             self._open[name] = self._visit(target, part=True)
         return f"#/$defs/{self._open_names[pointer]}"
