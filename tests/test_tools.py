@@ -195,7 +195,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS}, "tool_choice.function.name"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"parallel_tool_calls": "yes", "tools": TOOLS}, "parallel_tool_calls"),
-    ({"tools": TOOLS, "grammar": "start: /a/"}, "grammar"),
+    ({"tools": TOOLS, "regex": "a", "json_schema": {}}, "regex"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [called("f")]}]}, "messages.0.tool_calls"),
     ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
     ({"messages": turns(called("f", "["))}, "messages.1.tool_calls.0.function.arguments"),

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpt_fast.errors import RequestError
 from gpt_fast.params import SamplingParams
 from gpt_fast.serve.protocol.answer_parts import AnswerReader
 from gpt_fast.serve.protocol.chat_grammar import MAY_THINK, NO_THINKING, THINKS, answer_grammar
@@ -40,12 +39,9 @@ class AnswerForm:
 
     def hold(self, params: SamplingParams, several: bool) -> SamplingParams:
         """``params`` that hold the answer to this form, with ``several`` calls or one. Raises RequestError."""
-        params = dataclasses.replace(params, shown_special_tokens=(*params.shown_special_tokens, *self._special()))
+        params = dataclasses.replace(params, shown_special_tokens=self._special())
         if self.choice.mode == "none" and (params.grammar_field is None or self.thinking == NO_THINKING):
             return params
-        if params.grammar is not None:
-            other = "tools" if self.tools else "thinking, which this checkpoint does,"
-            raise RequestError(f"grammar and {other} exclude each other", "grammar")
         grammar = answer_grammar(
             self.dialect, self.tokenizer, self.tools, self.choice, several, params, self.thinking
         )  # fmt: skip

@@ -45,7 +45,6 @@ _INSTEAD = {
     "guided_json": "use response_format or json_schema",
     "guided_regex": "use regex",
     "guided_choice": "use choice",
-    "guided_grammar": "use grammar",
     "functions": "use tools",
     "function_call": "use tool_choice",
 }
