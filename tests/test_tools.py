@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, FinishReason
 from gpt_fast.serve.protocol.answer_parts import AnswerReader, Part
@@ -120,6 +121,8 @@ def test_the_format_is_found_in_the_template_s_text(name: str) -> None:
         ("{{ tools }}<tool_call>\n<function=f>", "hermes", False),  # no JSON behind the marker
         ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]", "mistral-args", True),
         ("<|start_header_id|>{{ content }}", "hermes", False),  # Llama 3 before tools
+        ("{{ xml_tools }}<tools><tool_call>", "hermes", False),  # a variable of its own
+        ("{% if not tools is defined %}{% set tools = [] %}{% endif %}{{ tools }}<tool_call>", "hermes", True),
     ],
 )
 def test_templates_that_write_no_tools_get_them_in_words(text: str | None, calls: str, writes: bool) -> None:
@@ -348,13 +351,16 @@ def deltas(request: ChatRequest, text: str, reason: FinishReason = "stop") -> It
     """``text`` token by token, as the engine would give it."""
     shown = request.params.shown_special_tokens
     ids = tokenizer().encode(text, bos=False, allow_special=True)
-    stream, said = IncrementalDetokenizer(tokenizer(), request.prompts[0], shown), ""
+    stream = TextStream(IncrementalDetokenizer(tokenizer(), request.prompts[0], shown), request.params.stop)
     for i, id in enumerate(ids):
-        last = i == len(ids) - 1
-        new = stream.push(id) + (stream.flush() if last else "")
-        said += new
-        done = Completion(said, tuple(ids), reason, num_prompt_tokens=len(request.prompts[0])) if last else None
+        new = stream.push(id)
+        last = stream.stopped or i == len(ids) - 1
+        new += stream.flush() if last else ""
+        facts = {"num_prompt_tokens": len(request.prompts[0])}
+        done = Completion(stream.text, tuple(ids), reason, **facts) if last else None
         yield Delta(new, (id,), reason if last else None, done)
+        if last:
+            return
 
 
 def run(request: ChatRequest, text: str, reason: FinishReason = "stop") -> str:
@@ -436,6 +442,35 @@ def test_the_prompt_s_end_says_whether_thinking_has_begun(
     answer = client(text, "think").chat.completions.create(**chat(extra_body={"chat_template_kwargs": kwargs}))
     message = answer.choices[0].message
     assert (message.content, getattr(message, "reasoning_content", "")) == (content, thinking)
+
+
+@pytest.mark.parametrize(
+    ("stop", "content", "thinking", "arguments", "reason"),
+    [
+        ("look", "", "Let me", [], "stop"),
+        ("</think>", "", "Let me look.", [], "stop"),
+        ("Fine", "", "Let me look.", [], "stop"),
+        ("e.\n<", "Fin", "Let me look.", [], "stop"),
+        ("Ul", "Fine.", "Let me look.", ['{"city": "'], "stop"),
+        ("nowhere", "Fine.", "Let me look.", ['{"city": "Ulm"}'], "tool_calls"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_act_on_all_that_the_model_writes(
+    stop: str, content: str, thinking: str, arguments: list[str], reason: str, stream: bool
+) -> None:
+    text = f"<think>\nLet me look.\n</think>\n\nFine.\n{HERMES_CALLS.partition(chr(10) + '<tool')[0]}".replace(
+        'Köln \\"}{]', "Ulm"
+    )
+    openai = client(text, "think")
+    with openai.chat.completions.stream(**chat(tools=TOOLS, stop=stop)) as events:
+        last = [event.snapshot for event in events if event.type == "chunk"][-1]
+    whole = openai.chat.completions.create(**chat(tools=TOOLS, stop=stop))
+    choice = (last if stream else whole).choices[0]
+    assert choice.message.content or content == ""
+    assert (getattr(choice.message, "reasoning_content", None) or "") == thinking
+    assert [call.function.arguments for call in choice.message.tool_calls or ()] == arguments
+    assert choice.finish_reason == reason
 
 
 # ---- the grammar ----------------------------------------------------------------------------------------------------

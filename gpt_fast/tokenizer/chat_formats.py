@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jinja2 import Environment, meta
+
 from gpt_fast.tokenizer.base import Tokenizer
 
 NAME = "NAME"  # in ``opening``: the place of the function's name
@@ -138,9 +140,11 @@ def find_dialect(source: str | None) -> Dialect:
         return Dialect()
     calls = next((row for row in CALL_FORMATS if _holds(source, row)), None)
     thinking = next((row for row in THINKING_FORMATS if all(mark in source for mark in row.marks)), None)
-    # Old templates of Llama 3 never look at tools, and other formats are not in the table.
-    writes = calls is not None and "tools" in source
-    return Dialect(calls if writes and calls else HERMES, writes, "tool" in source, thinking)
+    # Old templates of Llama 3 never look at the tools, that of SmolLM3 looks for them elsewhere.
+    variables = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source))
+    if calls is None or "tools" not in variables:
+        return Dialect(reads_calls="tool" in source, thinking=thinking)
+    return Dialect(calls, writes_tools=True, reads_calls=True, thinking=thinking)
 
 
 def _holds(source: str, row: CallFormat) -> bool:

@@ -39,6 +39,7 @@ class AnswerReader:
         self._markers["reasoning"].forget(self._first)
         if form.at_start:
             self._markers["content"].forget(self._first)
+        thinking = thinking and dialect.thinking is not None
         self._kind: Kind = "reasoning" if thinking else "content"
         self._held = ""  # text that is not understood yet
         self._object: _ObjectEnd | None = None  # inside arguments
@@ -72,7 +73,8 @@ class AnswerReader:
         found = markers.pattern.search(self._held)
         if found is None:
             sure = len(self._held) if final else markers.num_sure(self._held)
-            self._say(parts, self._held[:sure])
+            certain = self._held[:sure]
+            self._say(parts, certain.rstrip() if final and state == "reasoning" else certain)
             self._held = self._held[sure:]
             return False
         before, marker, rest = self._held[: found.start()], found.group(), self._held[found.end() :]
