@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, overload
@@ -210,7 +209,6 @@ class LLM:
             return devices.plan_cache(self._spans, shapes, loaded=not missing)
         free = memory.free_bytes(self.device) // self._sharing - missing
         where: dict[str, Any] = {"dtype": self.dtype, "free": free, "device_type": self.device.type}
-        held = replace(held, vocab_size=self.config.vocab_size)  # of the logits, which every rank has
         return memory.plan_cache(held, self.engine_config, **where, draft=draft)
 
     def _threads(self) -> int:
