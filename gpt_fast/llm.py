@@ -220,6 +220,8 @@ class LLM:
 
     def _warm_up(self, runners: Sequence[Runner]) -> None:
         runner, o = runners[0], self.engine_config
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread, which computes from now on: there Triton launches
         named = Path(o.compile_cache).expanduser() if o.compile_cache else None
         cache = kept(named or default_file(self.model.config, self.dtype, o), lambda: runner.path == "compiled")
         with cache if runner.path == "compiled" else nullcontext():
