@@ -32,8 +32,8 @@ def answer_grammar(
     content: SamplingParams,
     thinking: str,
 ) -> str:
-    """Lark of an answer with calls of ``tools`` as ``choice`` wants, ``several`` at most or one. ``content``: what the
-    text must match where there is no call."""
+    """The grammar, in Lark, of an answer with calls of ``tools`` as ``choice`` wants: ``several``, or one at most.
+    ``content``: what the text must match where there is no call. ``thinking``: MAY_THINK, THINKS or NO_THINKING."""
     lark = _Lark(tokenizer)
     alternatives = []
     if choice.mode in ("none", "auto"):
@@ -47,7 +47,7 @@ def answer_grammar(
     return lark.source(_thinking(lark, dialect, thinking) + f"({' | '.join(alternatives)})")
 
 
-_ANY = r"/(.|\n)*/"
+_ANY = r"/(.|\n)*/"  # special tokens are no part of it
 
 
 class _Lark:

@@ -42,7 +42,9 @@ class ChatRequest(OpenAIRequest):
 
     def _chunks(self, index: int, delta: Delta, first: bool) -> list[dict[str, Any]]:
         chunks = [choice_of(index, {"delta": {"role": "assistant", "content": ""}})] if first else []
-        message = self._messages.setdefault(index, self._new_message())
+        if first:
+            self._messages[index] = self._new_message()
+        message = self._messages[index]
         news = message.push(delta.text, final=delta.finish_reason is not None)
         # Log probabilities of tokens whose text is held back, or is no part of the message, come without a text.
         if delta.logprobs and not news:

@@ -25,7 +25,7 @@ WITHOUT_EFFECT = frozenset(
 # Field: the values besides null that ask for what happens anyway. read_request checks best_of.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("best_of", "audio", "prediction", "web_search_options", "moderation"), ()),
-    # The first and the next line are a chat's, where CHAT takes "tools", "tool_choice" and "parallel_tool_calls".
+    # Of a completion: a chat takes tools, tool_choice and parallel_tool_calls (CHAT below).
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "parallel_tool_calls": (True, False), "suffix": ("",), "modalities": (["text"],), "reasoning_effort": ("none",),
