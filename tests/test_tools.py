@@ -21,7 +21,7 @@ from gpt_fast.serve.protocol.answer_parts import AnswerReader, Part
 from gpt_fast.serve.protocol.openai_chat import ChatRequest, parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.request import error_body
-from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
+from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_formats import find_dialect
 from gpt_fast.tokenizer.chat_prompt import SpecialNames
@@ -595,3 +595,39 @@ def test_a_grammar_that_does_not_compile_is_the_field_tools(monkeypatch: pytest.
         Walk("hermes", tools=fields["tools"])
     error = as_written(caught.value, fields)
     assert (error.param, error.message[:6]) == ("tools", "tools ")
+
+
+VOCABULARIES = {"llama3": "llama3/tokenizer.model", "mistral": "mistral/mistral_instruct_tokenizer_240323.model.v3"}
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_calls_in_a_family_s_own_vocabulary(name: str, choice: str, extra_data_dir: Path) -> None:
+    """Its markers are special tokens here, and its tokens are no bytes: SentencePiece puts spaces where it likes."""
+    grammar = pytest.importorskip("gpt_fast.engine.grammar")
+    pytest.importorskip("llguidance")
+    own = load_tokenizer(extra_data_dir / "tokenizers" / VOCABULARIES[name])
+    template = ChatTemplate(source(name), {"bos_token": "<s>", "eos_token": "</s>"}, name)
+    server = OpenAIContext(("tiny",), 4000, own, template)
+    request = parse_chat(chat(tools=TOOLS, tool_choice=choice, parallel_tool_calls=False), server)
+    compiled = grammar.GrammarCompiler(own, own.vocab_size, own.eos_token_ids).compile(request.params)
+    before = "Wait.\n" if choice == "auto" and name == "mistral" else ""
+    wanted = before + (GOOD[name] % WEATHER).replace("[TOOL_CALLS]", "")
+    stream, said = IncrementalDetokenizer(own, request.prompts[0], request.params.shown_special_tokens), ""
+    marker = next((id for id, text in own.special.items() if text == b"[TOOL_CALLS]"), None)
+    while len(said.replace("[TOOL_CALLS]", "")) < len(wanted):
+        # The longest token that goes on with the text, or the marker where it belongs.
+        rest = wanted[len(said.replace("[TOOL_CALLS]", "")) :].encode()
+        allowed = compiled.allowed().nonzero()[:, 0].tolist()
+        fits = [id for id in allowed if own.token_bytes(id) and rest.startswith(own.token_bytes(id))]
+        if marker in allowed and "[TOOL_CALLS]" not in said and said == before:
+            fits = [marker]
+        id = max(fits, key=lambda id: len(own.token_bytes(id)))
+        compiled.advance(id)
+        said += stream.push(id)
+    assert compiled.complete or any(bool(compiled.allowed()[end]) for end in own.eos_token_ids)
+    read = AnswerReader(server.dialect, ["weather", "add"])
+    parts = [part for char in said for part in read.push(char)] + read.push("", final=True)
+    assert "".join(part.text for part in parts if part.kind == "content") == before.rstrip()
+    assert [part.text for part in parts if part.kind == "call"] == ["weather"]
+    assert "".join(part.text for part in parts if part.kind == "arguments") == WEATHER
