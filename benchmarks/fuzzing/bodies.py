@@ -50,7 +50,7 @@ def _agree(rng: random.Random, protocol: str, body: Body) -> None:
     grammars = [name for name in GRAMMARS if name in body]
     for name in grammars[1:]:
         del body[name]
-    if grammars:
+    if grammars or body.get("tools"):
         for name in _AGAINST_GRAMMARS:
             body.pop(name, None)
     for alias in ("max_new_tokens", "max_completion_tokens"):

@@ -26,7 +26,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-        self._special = dict(special)
+        self.source, self._special = source, dict(special)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:

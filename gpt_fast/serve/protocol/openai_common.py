@@ -12,6 +12,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from gpt_fast.errors import RequestError
@@ -20,6 +21,7 @@ from gpt_fast.params import SamplingParams
 from gpt_fast.serve.protocol.request import WRITTEN, WireRequest, draft_counts, error_body, token_counts
 from gpt_fast.tokenizer import Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
+from gpt_fast.tokenizer.chat_formats import Dialect, find_dialect
 from gpt_fast.tokenizer.chat_prompt import FALLBACK, special_names
 
 _DONE = "data: [DONE]\n\n"
@@ -46,6 +48,11 @@ class OpenAIContext:
             special_names(self.tokenizer)  # slow the first time
         elif self.tokenizer is not None:
             log.warning("the checkpoint has no chat template: v1/chat/completions uses plain lines (%s)", FALLBACK)
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How the checkpoint writes tool calls and thinking."""
+        return find_dialect(None if self.template is None else self.template.source)
 
     def check_length(self, prompt: Sequence[int], given: Mapping[str, Any], params: SamplingParams, param: str) -> None:
         """Refuse a prompt, the field ``param``, that leaves no room, and a number of new tokens that does not fit."""

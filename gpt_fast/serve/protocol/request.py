@@ -13,7 +13,8 @@ from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import GRAMMARS, SamplingParams
 
 JSON_TYPE = "application/json"
-SAMPLING = kinds_of(SamplingParams)
+# What requests may set; the other two follow from a chat's tools and template.
+SAMPLING = {k: v for k, v in kinds_of(SamplingParams).items() if k not in ("grammar", "shown_special_tokens")}
 # A field of SamplingParams, or of the prompt: the names under which the protocols know it.
 WRITTEN = {
     "max_tokens": ("max_tokens", "max_completion_tokens", "max_new_tokens"),
@@ -21,6 +22,7 @@ WRITTEN = {
     "logprobs": ("top_logprobs", "logprobs"),
     "prompt_logprobs": ("prompt_logprobs", "logprobs"),
     "prompt": ("prompt", "messages"),
+    "grammar": ("tools", "response_format", "json_schema", "regex", "choice"),
 }
 Prompt = str | list[int]  # text, or token ids as they are
 
