@@ -73,7 +73,7 @@ class LLM:
         self.engine_config = o = from_mapping(EngineConfig, options, "LLM()")
         begin = time.perf_counter()
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
-        self.checkpoint, self.config, self.defaults = opened.directory, opened.config, opened.defaults
+        self.checkpoint, self.config, self.defaults = opened.vocabulary, opened.config, opened.defaults
         try:
             self.tokenizer: Tokenizer | None = opened.tokenizer
         except TokenizerMissing as error:

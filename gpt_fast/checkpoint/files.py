@@ -16,7 +16,7 @@ COMPANIONS = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.json", "*.jinja", "generation_config.json"),
     *RIGHTS,
 )
-WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.index.json")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf", "*.index.json")
 # All that a checkpoint has. Whatever else lies in the folder (notes, code, keys) is nobody's business.
 PATTERNS = (*WEIGHTS, "*config.json", "params.json", "*.model", "readme*", *COMPANIONS)
 # What a training run leaves beside the weights, under endings of weights.

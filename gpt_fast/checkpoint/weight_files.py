@@ -21,6 +21,7 @@ from torch import Tensor
 from gpt_fast.checkpoint.families import read_json
 from gpt_fast.checkpoint.stored import Report, StoredTensor, map_file
 from gpt_fast.errors import CheckpointError
+from gpt_fast.gguf import first_part, is_gguf
 
 # Buffers that old versions of transformers saved: rotary frequencies, causal masks.
 _BUFFERS = ("rotary_emb.inv_freq", *(f".{n}.{kind}" for n in ("attn", "attention") for kind in ("bias", "masked_bias")))
@@ -39,14 +40,17 @@ Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of 
 
 
 def the_checkpoint(path: Path) -> Path:
-    """What ``path`` stands for: the directory around one of Hugging Face's files, the only ``.pth`` of a directory that
-    has none of their weights, else ``path`` itself. Raises CheckpointError for a directory of several ``.pth``."""
+    """What ``path`` stands for: the directory around one of Hugging Face's files, the only ``.pth`` or GGUF model of a
+    directory that has none of their weights, the first file of such a model, else ``path`` itself. Raises
+    CheckpointError for a directory of several."""
+    if is_gguf(path):
+        return first_part(path)
     if path.is_file():
         of_hub = path.suffix in (".safetensors", ".json") or path.name.startswith("pytorch_model")
         return path.parent if of_hub else path
     if not path.is_dir() or any((path / (name + end)).is_file() for name in _SINGLE for end in ("", ".index.json")):
         return path
-    found = sorted(path.glob("*.pth"))
+    found = [*sorted(path.glob("*.pth")), *sorted({first_part(file) for file in path.glob("*.gguf")})]
     if len(found) > 1:
         raise CheckpointError(f"{path} holds several checkpoints, name one: {', '.join(file.name for file in found)}")
     return found[0] if found else path
