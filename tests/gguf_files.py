@@ -5,6 +5,7 @@ The library has no encoder for the encodings in blocks of 256; the ones here are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ _NAMES = {
 }  # fmt: skip
 _AFTER = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
 _AFTER |= {"post_feedforward_layernorm": "post_ffw_norm"}  # in Gemma 2 and 3
-_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unk"}
+_EXPERT = re.compile(r"(?P<layer>blk\.\d+)\..*\.?experts\.\d+\.(?P<part>\w+)\.weight")
+_EXPERTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 def encode(values: np.ndarray, kind: str) -> tuple[np.ndarray, Type]:
@@ -58,9 +60,9 @@ def _with_minimum(values: np.ndarray, bits: int) -> np.ndarray:
     real = np.maximum(d * s, 1e-12)[..., None]
     codes = np.clip(np.round((groups + (dmin * m)[..., None]) / real), 0, most).astype(np.uint8)
     packed = [s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4]
-    low_bits = (codes[:, 0::2] & 15 | (codes[:, 1::2] & 15) << 4).reshape(len(codes), 128)
+    fours = (codes[:, 0::2] & 15 | (codes[:, 1::2] & 15) << 4).reshape(len(codes), 128)
     fifth = np.packbits(codes >> 4, axis=1, bitorder="little").reshape(len(codes), 32)
-    parts = [_halves(d), _halves(dmin), *packed, *([fifth] if bits == 5 else []), low_bits]
+    parts = [_halves(d), _halves(dmin), *packed, *([fifth] if bits == 5 else []), fours]
     return np.concatenate(parts, axis=1).reshape(len(values), -1)
 
 
@@ -99,15 +101,19 @@ def write_model(
     source: Path,
     out: Path,
     kind: str = "F32",
-    kinds: Mapping[str, str] | None = None,
     arch: str = "llama",
-    **extra: Any,
+    *,
+    kinds: Mapping[str, str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    vectors: Mapping[str, Sequence[float]] | None = None,
+    tensors_a_file: int = 0,
 ) -> Path:
     """The Hugging Face checkpoint ``source`` as the GGUF file ``out``: matrices in the encoding ``kind``, those whose
-    name contains a key of ``kinds`` in its value; norms and biases in F32. ``extra``: more metadata, after ``arch``."""
+    name contains a key of ``kinds`` in its value; norms and biases in F32. ``metadata``: more keys, behind ``arch``.
+    ``vectors``: more tensors. ``tensors_a_file``: in files of so many; 0: in one."""
     checkpoint = Checkpoint.open(source)
-    writer, raw = gguf.GGUFWriter(out, arch), checkpoint.raw
-    _add_config(writer, checkpoint, arch, extra)
+    writer, raw = gguf.GGUFWriter(out, arch, split_max_tensors=tensors_a_file), checkpoint.raw
+    _add_config(writer, checkpoint, arch, metadata or {})
     if (source / "tokenizer.model").exists():
         add_sentencepiece(writer, source / "tokenizer.model")
     experts: dict[str, list[np.ndarray]] = {}
@@ -115,16 +121,14 @@ def write_model(
         values = tensor.rows(0, tensor.num_rows).float().numpy()
         values = np.ascontiguousarray(gguf_values(name, values, arch, raw))
         short = gguf_name(name, after=arch in ("gemma2", "gemma3"))
-        if ".experts." in short:
-            layer, _, last = short.partition(".block_sparse_moe.experts.")
-            layer, _, last = (layer, "", last) if last else short.partition(".mlp.experts.")
-            last = last.partition(".")[2].removesuffix(".weight")
-            part = {"w1": "gate", "w3": "up", "w2": "down"}.get(last) or last.removesuffix("_proj")
-            experts.setdefault(f"{layer}.ffn_{part}_exps.weight", []).append(values)
-            continue
-        _add(writer, short, values, kind, kinds or {})
+        if expert := _EXPERT.fullmatch(short):
+            experts.setdefault(f"{expert['layer']}.ffn_{_EXPERTS[expert['part']]}_exps.weight", []).append(values)
+        else:
+            _add(writer, short, values, kind, kinds or {})
     for name, each in experts.items():
         _add(writer, name, np.stack(each), kind, kinds or {})
+    for name, numbers in (vectors or {}).items():
+        writer.add_tensor(name, np.array(numbers, np.float32))
     close(writer)
     return out
 
@@ -157,10 +161,9 @@ def _add_config(writer: gguf.GGUFWriter, checkpoint: Checkpoint, arch: str, extr
         writer.add_expert_count(c.experts.num_experts)
         writer.add_expert_used_count(c.experts.top_k)
         writer.add_expert_feed_forward_length(c.experts.ffn_dim)
+    adds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
     for key, value in extra.items():
-        key = f"{arch}.{key.replace('__', '.')}"
-        adds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
-        adds[type(value)](key, value)
+        adds[type(value)](f"{arch}.{key}", value)
 
 
 def add_sentencepiece(writer: gguf.GGUFWriter, model: Path) -> None:
@@ -204,10 +207,21 @@ def close(writer: gguf.GGUFWriter) -> None:
 
 
 def dequantized(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a GGUF file by the library, float32."""
-    return {
-        t.name: torch.from_numpy(np.array(gguf.quants.dequantize(t.data, t.tensor_type)))
-        .float()
-        .reshape(tuple(t.shape.tolist())[::-1])
-        for t in gguf.GGUFReader(path).tensors
-    }
+    """The tensors of a GGUF file as the library reads them, float32."""
+    out = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        out[tensor.name] = torch.from_numpy(values).reshape(tuple(tensor.shape.tolist()[::-1]))
+    return out
+
+
+def write_dequantized(source: Path, path: Path, out: Path) -> Path:
+    """The GGUF file ``path``, made of ``source``, as ``out``: the same file with the library's values in F32."""
+    writer = gguf.GGUFWriter(out, "llama")
+    _add_config(writer, Checkpoint.open(source), "llama", {})
+    if (source / "tokenizer.model").exists():
+        add_sentencepiece(writer, source / "tokenizer.model")
+    for name, values in dequantized(path).items():
+        writer.add_tensor(name, values.numpy())
+    close(writer)
+    return out

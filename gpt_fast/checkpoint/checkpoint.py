@@ -24,13 +24,13 @@ from torch import nn
 
 from gpt_fast.checkpoint.families import GenerationDefaults, parse_config, read_generation_defaults, read_json
 from gpt_fast.checkpoint.family_table import FAMILIES
-from gpt_fast.checkpoint.files import RIGHTS, companions, is_one
+from gpt_fast.checkpoint.files import RIGHTS, companions, is_one, the_checkpoint
 from gpt_fast.checkpoint.gguf_models import read_gguf
 from gpt_fast.checkpoint.meta_files import read_meta_file
 from gpt_fast.checkpoint.shard import Cut, Shard
 from gpt_fast.checkpoint.stacked import unstacked
 from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
-from gpt_fast.checkpoint.weight_files import open_weights, the_checkpoint, weight_files
+from gpt_fast.checkpoint.weight_files import open_weights, weight_files
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError, TokenizerError, TokenizerMissing
 from gpt_fast.gguf import is_gguf

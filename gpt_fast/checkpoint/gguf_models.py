@@ -175,11 +175,9 @@ def _raw(facts: _Facts, header: Header, divisors: State) -> dict[str, Any]:
     raw = {key: value for key, value in raw.items() if key in known and not (value is None and key == "rope_theta")}
     if "rope_theta" in known:
         raw |= _rope(facts, raw, divisors)
-    ends = end_ids(header.metadata)
-    return raw | {
-        "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": ends[0] if len(ends) == 1 else ends,
-    }
+    bos, ends = header.metadata.get("tokenizer.ggml.bos_token_id"), end_ids(header.metadata)
+    bos = bos if isinstance(bos, int) else None
+    return raw | {"bos_token_id": bos, "eos_token_id": ends[0] if len(ends) == 1 else ends}
 
 
 def _hub_key(family: Family, name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,10 +67,12 @@ SPLITS = {
 }  # fmt: skip
 
 
-def end_ids(metadata: Mapping[str, Any]) -> list[Any]:
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The ids of the tokens that end an answer: those that the keys name, and control tokens known to do so."""
-    named = [metadata[key] for key in _END_KEYS if key in metadata]
-    tokens, types = metadata.get("tokenizer.ggml.tokens") or (), metadata.get("tokenizer.ggml.token_type") or ()
+    named = [metadata[key] for key in _END_KEYS if isinstance(metadata.get(key), int)]
+    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not isinstance(types, array):
+        return named
     controls = {token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL}
     return list(dict.fromkeys([*named, *(tokens.index(end) for end in _ENDS if end in controls)]))
 
@@ -90,7 +93,7 @@ def tokenizer_config(path: Path) -> dict[str, Any]:
 
 
 def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    split = SPLITS.get(metadata.get("tokenizer.ggml.pre", ""), _GPT2)
+    split = SPLITS.get(str(metadata.get("tokenizer.ggml.pre")), _GPT2)
     given, template = metadata.get("tokenizer.ggml.add_bos_token"), metadata.get("tokenizer.chat_template")
     usual = metadata.get("tokenizer.ggml.model") == "llama" or split.add_bos
     out: dict[str, Any] = {"add_bos_token": given if isinstance(given, bool) else usual}
@@ -111,9 +114,10 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
         raise TokenizerError(f"{path}: tokenizer.ggml.model {kind!r:.40} is not supported, only llama and gpt2")
     if not isinstance(tokens, list) or not tokens:
         raise TokenizerError(f"{path}: tokenizer.ggml.tokens, the list of tokens, is missing")
-    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    if not isinstance(types, Sequence) or len(types) != len(tokens):
+    given = metadata.get("tokenizer.ggml.token_type", array("i", [_NORMAL]) * len(tokens))
+    if not isinstance(given, array) or len(given) != len(tokens):
         raise TokenizerError(f"{path}: tokenizer.ggml.token_type must have a number for each of {len(tokens)} tokens")
+    types = [int(kind) if kind in range(_NORMAL, _BYTE + 1) else _NORMAL for kind in given]
     config = json.dumps(_config(metadata), ensure_ascii=False, indent=2).encode()
     if kind == "llama":
         made = {"tokenizer.model": _sentencepiece(path, metadata, tokens, types)}
@@ -130,7 +134,7 @@ def _named(metadata: Mapping[str, Any], name: str) -> str | None:
 
 def _byte_pairs(path: Path, metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]) -> bytes:
     """tokenizer.json."""
-    name, merges = metadata.get("tokenizer.ggml.pre", "default"), metadata.get("tokenizer.ggml.merges")
+    name, merges = str(metadata.get("tokenizer.ggml.pre", "default")), metadata.get("tokenizer.ggml.merges")
     if name not in SPLITS:
         raise TokenizerError(f"{path}: tokenizer.ggml.pre {name!r:.40} is not supported, only {', '.join(SPLITS)}")
     if not isinstance(merges, list):
@@ -151,7 +155,7 @@ def _byte_pairs(path: Path, metadata: Mapping[str, Any], tokens: list[str], type
 def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]) -> bytes:
     """tokenizer.model."""
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != len(tokens):
+    if not isinstance(scores, array) or len(scores) != len(tokens):
         raise TokenizerError(f"{path}: tokenizer.ggml.scores must have a number for each of {len(tokens)} tokens")
     named = {name: _named(metadata, name) for name in ("unknown", "bos", "eos")}
     kinds = list(types)
@@ -159,7 +163,7 @@ def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: list[str], t
         kinds = [_CONTROL if kind == _UNKNOWN else kind for kind in kinds]
         kinds[tokens.index(unknown)] = _UNKNOWN
     pieces = (
-        _field(1, token.encode()) + _field(2, float(score)) + _field(3, int(kind))
+        _field(1, token.encode()) + _field(2, float(score)) + _field(3, kind)
         for token, score, kind in zip(tokens, scores, kinds, strict=True)
     )
     trainer = _field(3, _BPE) + _field(35, int(_BYTE in kinds))
