@@ -587,7 +587,7 @@ LIES = {
     "dimensions": (header(tensors=1, body=tensor("a", (2,) * 9)) + bytes(99), "9 dimensions"),
     "parts of a block": (header(tensors=1, body=tensor("a", (33, 2), 8)) + bytes(99), "in Q8_0 has the shape [2, 33]"),
     "an encoding that is not read": (
-        header(tensors=1, body=tensor("blk.0.x", (256,), 10)) + bytes(99), "'blk.0.x' is in Q2_K, which is not supported",
+        header(tensors=1, body=tensor("blk.0.x", (256,), 10)), "'blk.0.x' is in Q2_K, which is not supported",
     ),
     "no such encoding": (header(tensors=1, body=tensor("a", (4,), 999)) + bytes(99), "is in encoding 999"),
     "no architecture": (header(), "lack general.architecture"),
