@@ -106,16 +106,19 @@ def write_model(
     kinds: Mapping[str, str] | None = None,
     metadata: Mapping[str, Any] | None = None,
     vectors: Mapping[str, Sequence[float]] | None = None,
+    template: str = "",
     tensors_a_file: int = 0,
 ) -> Path:
     """The Hugging Face checkpoint ``source`` as the GGUF file ``out``: matrices in the encoding ``kind``, those whose
     name contains a key of ``kinds`` in its value; norms and biases in F32. ``metadata``: more keys, behind ``arch``.
-    ``vectors``: more tensors. ``tensors_a_file``: in files of so many; 0: in one."""
+    ``vectors``: more tensors. ``template``: of chats. ``tensors_a_file``: in files of so many; 0: in one."""
     checkpoint = Checkpoint.open(source)
     writer, raw = gguf.GGUFWriter(out, arch, split_max_tensors=tensors_a_file), checkpoint.raw
     _add_config(writer, checkpoint, arch, metadata or {})
     if (source / "tokenizer.model").exists():
         add_sentencepiece(writer, source / "tokenizer.model")
+    if template:
+        writer.add_chat_template(template)
     experts: dict[str, list[np.ndarray]] = {}
     for name, tensor in checkpoint.tensors.items():
         values = tensor.rows(0, tensor.num_rows).float().numpy()
@@ -166,17 +169,17 @@ def _add_config(writer: gguf.GGUFWriter, checkpoint: Checkpoint, arch: str, extr
         adds[type(value)](f"{arch}.{key}", value)
 
 
-def add_sentencepiece(writer: gguf.GGUFWriter, model: Path) -> None:
-    """The pieces of a SentencePiece model."""
+def add_sentencepiece(writer: gguf.GGUFWriter, model: Path, controls: Sequence[str] = ()) -> None:
+    """The pieces of a SentencePiece model, and more of them that are ``controls``."""
     import sentencepiece
 
     sp = sentencepiece.SentencePieceProcessor(model_file=str(model))
     ids = range(sp.vocab_size())
     kinds = ((sp.is_unknown, 2), (sp.is_control, 3), (sp.is_unused, 5), (sp.is_byte, 6))
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([sp.id_to_piece(i) for i in ids])
-    writer.add_token_scores([sp.get_score(i) for i in ids])
-    writer.add_token_types([next((kind for test, kind in kinds if test(i)), 1) for i in ids])
+    writer.add_token_list([*(sp.id_to_piece(i) for i in ids), *controls])
+    writer.add_token_scores([*(sp.get_score(i) for i in ids), *(-1000.0 for _ in controls)])
+    writer.add_token_types([*(next((kind for test, kind in kinds if test(i)), 1) for i in ids), *(3 for _ in controls)])
     writer.add_bos_token_id(sp.bos_id())
     writer.add_eos_token_id(sp.eos_id())
     writer.add_unk_token_id(sp.unk_id())

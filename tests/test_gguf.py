@@ -25,7 +25,7 @@ from gguf_files import (
 )
 from quantized import dequantized as layer_values
 from test_tokenizer import PIECES
-from vocabularies import gpt2_vocab, library_for_ranks, write_all
+from vocabularies import CHAT_TOKENS, gpt2_vocab, library_for_ranks, write_all
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.convert import convert
@@ -45,6 +45,8 @@ from gpt_fast.params import SamplingParams
 from gpt_fast.quantize import gguf as formats
 from gpt_fast.quantize.scheme import Scheme, Split, quant_config
 from gpt_fast.quantize.writer import quantize_checkpoint
+from gpt_fast.serve.routes import openai_context
+from gpt_fast.serve.settings import find_checkpoint
 from gpt_fast.tokenizer import load_tokenizer
 from gpt_fast.tokenizer.chat import load_template
 
@@ -358,6 +360,21 @@ def test_the_demo_model_keeps_its_ids(tmp_path: Path, data_dir: Path) -> None:
         assert ours.encode(text) == theirs.encode(text)
 
 
+def test_phi3s_markup_swallows_white_space(vocabularies: Path, data_dir: Path, tmp_path: Path) -> None:
+    writer, model = (
+        gguf.GGUFWriter(tmp_path / "m.gguf", "phi3"),
+        data_dir / "tokenizers" / "mistral" / "tokenizer.model.v1",
+    )
+    add_sentencepiece(writer, model, CHAT_TOKENS)
+    close(writer)
+    ours, theirs = load_tokenizer(tmp_path / "m.gguf"), load_tokenizer(vocabularies / "chat-json")
+    for text in ("<|user|>\n  hi<|end|>\n<|assistant|>\n", "<|endoftext|>  x", "<s> a", "plain <|user|> text"):
+        for allowed in (True, False):
+            assert ours.encode(text, bos=False, allow_special=allowed) == theirs.encode(
+                text, bos=False, allow_special=allowed
+            )
+
+
 def golden(data_dir: Path) -> list[tuple[str, list[int]]]:
     path = data_dir / "tokenizers" / "golden_encodings" / "ggml-vocab-gpt-2.gguf"
     texts = Path(f"{path}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
@@ -441,6 +458,15 @@ def test_generating(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
+def test_serving(tmp_path: Path) -> None:
+    write_model(DEMO, tmp_path / "demo.gguf", "Q8_0", template="{{ messages[0].content }}!")
+    assert find_checkpoint(Path("auto"), tmp_path) == tmp_path
+    with LLM(tmp_path, kernels=False, compile=False) as llm:
+        template = openai_context(llm, ("demo",)).template
+        assert template is not None
+        assert template.render([{"role": "user", "content": "hi"}]) == "hi!"
+
+
 def test_a_model_in_several_files(folder: Path, tmp_path: Path) -> None:
     whole = Checkpoint.open(write_model(folder, tmp_path / "whole.gguf", "Q4_0"))
     (tmp_path / "parts").mkdir()
@@ -482,6 +508,21 @@ def test_every_end_of_an_answer_is_known(folder: Path, data_dir: Path, tmp_path:
     from gpt_fast.tokenizer.gguf_vocabulary import end_ids
 
     assert end_ids(read_metadata(tmp_path / "m.gguf")) == [2, 1]
+
+
+def test_a_tokenizer_beside_a_vocabulary_that_is_not_read(folder: Path, vocabularies: Path, tmp_path: Path) -> None:
+    path = write_model(folder, tmp_path / "m.gguf", "Q8_0")
+    given = vocabularies / "mistral-json" / "tokenizer.json"
+    convert(path, tmp_path / "out", given)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    assert Checkpoint.open(tmp_path / "out").tokenizer.vocab_size == 32_000
+    with pytest.raises(CheckpointError, match=r"nowhere\.json does not exist"):
+        convert(path, tmp_path / "other", tmp_path / "nowhere.json")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "F16"])

@@ -30,7 +30,7 @@ class Groups(NamedTuple):
 
     def values(self) -> Tensor:
         """Float32 [n, groups * values]."""
-        return torch.addcmul(self.base[..., None], self.codes.float(), self.step[..., None]).flatten(1)
+        return self.codes.float().mul_(self.step[..., None]).add_(self.base[..., None]).flatten(1)
 
 
 class GgufTensor(StoredTensor):

@@ -99,6 +99,7 @@ def _codes_and_grid(stored: GgufTensor, begin: int, end: int) -> tuple[torch.Ten
     else:
         middle = middle + _MIDDLE * step
     falling = step < 0  # then the codes are counted from the other end
-    codes = torch.where(falling[..., None], 15 - codes, codes)
-    middle = torch.where(falling, middle - step, middle)
-    return codes.to(torch.uint8).flatten(1), torch.stack((step.abs(), middle), dim=-1)
+    if falling.any():
+        codes = torch.where(falling[..., None], 15 - codes, codes)
+        middle = torch.where(falling, middle - step, middle)
+    return codes.view(torch.uint8).flatten(1), torch.stack((step.abs(), middle), dim=-1)

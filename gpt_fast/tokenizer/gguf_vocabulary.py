@@ -29,6 +29,7 @@ _BPE = 2  # the kind of a SentencePiece model that merges by score
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # tokenizer_config.json's names, and GGUF's
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+_WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's
 _END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
@@ -67,6 +68,9 @@ SPLITS = {
 }  # fmt: skip
 
 
+_TODO = "put the model's own tokenizer.json beside the weights: gpt-fast convert FILE --tokenizer FILE --out DIR"
+
+
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The ids of the tokens that end an answer: those that the keys name, and control tokens known to do so."""
     named = [metadata[key] for key in _END_KEYS if isinstance(metadata.get(key), int)]
@@ -100,7 +104,22 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for ours, name in _NAMED.items():
         if (token := _named(metadata, name)) is not None:
             out[f"{ours}_token"] = token
+    if metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama":
+        out["added_tokens_decoder"] = _phi3_markup(metadata)
     return out | ({"chat_template": template} if isinstance(template, str) else {})
+
+
+def _phi3_markup(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The markup of chats in Phi-3's SentencePiece vocabularies, which swallows the white space behind it: no key says
+    so, and llama.cpp knows it too."""
+    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not isinstance(types, array):
+        return {}
+    return {
+        str(id): {"content": token, "special": True, "rstrip": True}
+        for id, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == _CONTROL and token not in _WITHOUT_RSTRIP
+    }
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:
@@ -111,7 +130,7 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
     if kind in (None, "none", "no_vocab"):
         raise TokenizerMissing(f"{path} has no tokenizer (tokenizer.ggml.model is {kind!r})")
     if kind not in ("llama", "gpt2"):
-        raise TokenizerError(f"{path}: tokenizer.ggml.model {kind!r:.40} is not supported, only llama and gpt2")
+        raise TokenizerError(f"{path}: tokenizer.ggml.model {kind!r:.40} is not supported, only llama, gpt2; {_TODO}")
     if not isinstance(tokens, list) or not tokens:
         raise TokenizerError(f"{path}: tokenizer.ggml.tokens, the list of tokens, is missing")
     given = metadata.get("tokenizer.ggml.token_type", array("i", [_NORMAL]) * len(tokens))
@@ -136,7 +155,8 @@ def _byte_pairs(path: Path, metadata: Mapping[str, Any], tokens: list[str], type
     """tokenizer.json."""
     name, merges = str(metadata.get("tokenizer.ggml.pre", "default")), metadata.get("tokenizer.ggml.merges")
     if name not in SPLITS:
-        raise TokenizerError(f"{path}: tokenizer.ggml.pre {name!r:.40} is not supported, only {', '.join(SPLITS)}")
+        known = ", ".join(SPLITS)
+        raise TokenizerError(f"{path}: tokenizer.ggml.pre {name!r:.40} is not supported, only {known}; {_TODO}")
     if not isinstance(merges, list):
         raise TokenizerError(f"{path}: tokenizer.ggml.merges, the list of merges, is missing")
     row, kinds = SPLITS[name], list(zip(tokens, types, strict=True))
