@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, overload
@@ -210,7 +209,6 @@ class LLM:
             return devices.plan_cache(self._spans, shapes, loaded=not missing)
         free = memory.free_bytes(self.device) // self._sharing - missing
         where: dict[str, Any] = {"dtype": self.dtype, "free": free, "device_type": self.device.type}
-        held = replace(held, vocab_size=self.config.vocab_size)  # of the logits, which every rank has
         return memory.plan_cache(held, self.engine_config, **where, draft=draft)
 
     def _threads(self) -> int:
@@ -222,6 +220,8 @@ class LLM:
 
     def _warm_up(self, runners: Sequence[Runner]) -> None:
         runner, o = runners[0], self.engine_config
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread, which computes from now on: there Triton launches
         named = Path(o.compile_cache).expanduser() if o.compile_cache else None
         cache = kept(named or default_file(self.model.config, self.dtype, o), lambda: runner.path == "compiled")
         with cache if runner.path == "compiled" else nullcontext():

@@ -120,7 +120,7 @@ class _Starts:
 
 
 class _Worker:
-    """One engine in a process of its own."""
+    """One engine, in a separate process."""
 
     def __init__(self, setup: Setup, threads: int, starts: Any) -> None:
         import torch

@@ -193,8 +193,7 @@ class Checkpoint:
 
         ``quantize``: a mode of ``quant_config``; each weight is rounded as it is read, so that the whole model is never
         held unquantized. ``shard``: only what that tensor-parallel rank holds is read (shard.py). ``progress``: a bar
-        by bytes, when stderr is a terminal. ``column_major``,
-        ``layer_devices``: see ``empty_model``.
+        by bytes, when stderr is a terminal. ``column_major``, ``layer_devices``: see ``empty_model``.
 
         Raises ConfigError for a mode that is not known or does not apply, and for a shape that ranks do not divide.
         """

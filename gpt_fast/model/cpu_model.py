@@ -45,7 +45,7 @@ class CpuModel:
 
     def __init__(self, model: Transformer, ranks: Ranks | None = None) -> None:
         self._ranks, num_ranks = ranks, 1 if ranks is None else ranks.count
-        self.config, self.vocab_size = model.config, model.config.vocab_size * num_ranks
+        self.config, self.vocab_size = model.config, model.config.vocab_size
         heads = PagedLayer(self.config.num_kv_heads, padded(self.config.head_dim))  # filled up to whole vectors
         self.cache_layers = [heads] * self.config.num_layers
         self.device, self.dtype, self.ropes = model.device, model.dtype, model.ropes
@@ -59,7 +59,7 @@ class CpuModel:
         """The steps of this model over ``cache``, which are written in place."""
         caches: Sequence[LayerCache | None] = (None, *cache, None)
         blocks = [(ops, w._replace(cache=c)) for (ops, w), c in zip(self._blocks, caches, strict=True)]
-        return Program(blocks, "logits", rows_before=len(blocks) - 1, ranks=self._ranks)
+        return Program(blocks, "logits", rows_before=len(blocks) - 1, ranks=self._ranks, vocab_size=self.vocab_size)
 
     def make_step(self, cache: KVCache, page_table: Tensor) -> CpuStep:
         """Steps over ``cache``; the layout of each brings the page table."""
@@ -172,9 +172,8 @@ def pack_block(module: Block, tied: Sequence[PackedWeights] = (), num_ranks: int
     tables = {t.name: module.get_parameter(f"{t.name}.weight").detach() for t in block.tables}
     if tied and "tokens" in tables:
         tables["tokens"] = tied[0].data
-    num_rows = {t.name: t.num_rows for t in block.tables}
     splits = {m.name: m.split for m in block.matrices} | {t.name: t.split for t in block.tables}
-    return Weights(matrices, vectors, tables, num_rows=num_rows, splits=splits)
+    return Weights(matrices, vectors, tables, splits=splits)
 
 
 def _num_parts(w: PackedWeights, num_ranks: int) -> int:

@@ -70,7 +70,6 @@ class TorchModel:
         self.device, self.dtype, self.vocab_size = model.device, model.dtype, model.config.vocab_size
         if ranks is not None:
             shares.join(model, ranks)
-            self.vocab_size *= ranks.count
             if kernels and self.device.type == "cuda":
                 log.warning("the GPU kernels have no sums of ranks: plain torch runs this model, and slower")
             self._kernels = False
