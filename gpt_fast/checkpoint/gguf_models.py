@@ -172,7 +172,7 @@ def _raw(facts: _Facts, header: Header, divisors: State) -> dict[str, Any]:
     raw |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     raw |= {**_query_scale(facts), **row.raw}
     known = {*family.defaults, "architectures", "model_type"}
-    raw = {key: value for key, value in raw.items() if key in known and not (value is None and key == "rope_theta")}
+    raw = {k: v for k, v in raw.items() if k in known and not (v is None and k in ("rope_theta", "sliding_window"))}
     if "rope_theta" in known:
         raw |= _rope(facts, raw, divisors)
     bos, ends = header.metadata.get("tokenizer.ggml.bos_token_id"), end_ids(header.metadata)
@@ -190,12 +190,10 @@ def _hub_key(family: Family, name: str) -> str:
 def _query_scale(facts: _Facts) -> dict[str, Any]:
     """What the square of scores' divisor is in Gemma 2 and 3."""
     heads, dim = facts.need("attention.head_count"), facts.need("embedding_length")
-    wide = _WIDE_QUERIES.get(facts.name) == facts.get("block_count")
-    return {
-        "query_pre_attn_scalar": dim // max(1, heads)
-        if wide
-        else facts.number("attention.key_length") or dim // max(1, heads)
-    }
+    width = facts.number("attention.key_length")
+    if width is None or _WIDE_QUERIES.get(facts.name) == facts.get("block_count"):
+        width = dim // max(1, heads)
+    return {"query_pre_attn_scalar": width}
 
 
 def _rope(facts: _Facts, raw: Mapping[str, Any], divisors: State) -> dict[str, Any]:

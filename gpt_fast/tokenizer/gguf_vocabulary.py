@@ -51,6 +51,11 @@ _TEKKEN = (
     rf"{_CASED}{_UPPER}*{_LOWER}+|{_CASED}{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SHORTENED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"{_CASED}{_UPPER}*{_LOWER}+{_SHORTENED}|{_CASED}{_UPPER}+{_LOWER}*{_SHORTENED}|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LLAMA3 = Split((split(LLAMA3_PATTERN), _BYTES), whole=True, add_bos=True)
 _GPT2 = Split((BYTE_LEVEL,))
 _DIGITS = Split(({"type": "Digits", "individual_digits": True}, BYTE_LEVEL))
@@ -64,6 +69,7 @@ SPLITS = {
     "dbrx": _LLAMA3._replace(whole=False, add_bos=False), "smaug-bpe": _LLAMA3._replace(whole=False, add_bos=False),
     "qwen2": _QWEN, "deepseek-r1-qwen": _QWEN._replace(nfc=False),
     "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS,
+    "gpt-4o": Split((split(_GPT4O), _BYTES)),
     "tekken": Split((split(_TEKKEN), _BYTES), whole=True, add_bos=True),
 }  # fmt: skip
 
