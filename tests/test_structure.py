@@ -19,10 +19,10 @@ PACKAGE = ROOT / "gpt_fast"
 LAYERS = (
     {"errors", "fields", "config", "params", "outputs", "user_cache", "gguf"},
     {"tokenizer"},
-    {"kernels", "model", "checkpoint", "quantize", "memory", "placement", "devices"},
+    {"kernels", "model", "checkpoint", "quantize", "foreign", "memory", "placement", "devices"},
     {"parallel"},
     {"engine"},
-    {"llm"},
+    {"llm", "hf"},
     {"serve", "bench", "evaluate"},
     {"batch"},
     {"commands", "cli"},

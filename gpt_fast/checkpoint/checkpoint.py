@@ -35,7 +35,7 @@ from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError, TokenizerError, TokenizerMissing
 from gpt_fast.gguf import is_gguf
 from gpt_fast.model.building import empty_model
-from gpt_fast.model.description import Part, parts
+from gpt_fast.model.description import Part, describe, parts
 from gpt_fast.model.transformer import Transformer, weight_bytes
 from gpt_fast.quantize.apply import SchemeOf, quantized_part, swap_layers
 from gpt_fast.quantize.formats import Format, OwnFormat, RoundedFormat, Specs
@@ -72,7 +72,9 @@ class Checkpoint:
         self.alone = is_gguf(path)
         self.vocabulary = path if self.alone else self.directory
         self.files, self.raw = files, raw
-        self.defaults: GenerationDefaults = read_generation_defaults(None if self.alone else self.directory, raw)
+        self.defaults: GenerationDefaults = read_generation_defaults(
+            None if self.alone else self.directory, raw, FAMILIES[config.family].defaults
+        )
         self.config, tensors = resolve_tying(config, tensors)
         self.tensors = unstacked(tensors, (part.source for part in parts(self.config)))
         self.format = form or self._stored_format()
@@ -141,15 +143,12 @@ class Checkpoint:
     @property
     def stored_dtype(self) -> torch.dtype:
         """The floating-point dtype of most bytes of the weights, quantized ones left out. Raises CheckpointError."""
-        if self.format.dtype is not None:
-            return self.format.dtype
-        num_bytes: dict[torch.dtype, int] = {}
-        for name, tensor in self.tensors.items():
-            if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and not name.endswith(_OF_QUANTIZED):
-                num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.num_bytes
-        if not num_bytes:
-            raise CheckpointError(f"{self.path} holds no floating-point weights")
-        return max(num_bytes, key=lambda dtype: num_bytes[dtype])
+        return self.format.dtype or most_common_dtype(self.tensors, str(self.path))
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model, a head that is the embedding table counted once."""
+        return describe(self.config).num_parameters
 
     def format_for(self, quantize: str | None) -> Format:
         """How weights are read with the mode ``quantize`` (``quant_config``). Raises ConfigError for quantized ones."""
@@ -210,6 +209,18 @@ class Checkpoint:
                 form.load(model, part, self.tensors, cut, report)
         _warn_not_finite(model, str(self.path))
         return model
+
+
+def most_common_dtype(tensors: Mapping[str, StoredTensor], where: str) -> torch.dtype:
+    """The floating-point dtype of most bytes of ``tensors``, of ``where``, what belongs to quantized ones left out.
+    Raises CheckpointError where there is none."""
+    num_bytes: dict[torch.dtype, int] = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and not name.endswith(_OF_QUANTIZED):
+            num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.num_bytes
+    if not num_bytes:
+        raise CheckpointError(f"{where} holds no floating-point weights")
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype])
 
 
 def _tokenizer_name(path: Path) -> str:

@@ -193,7 +193,7 @@ def _take(module: Block, matrix: d.Matrix) -> list[PackedWeights]:
         for part in _parts(module.get_submodule(matrix.name)):
             assert isinstance(part, (nn.Linear, QuantizedLinear))
             n = part.out_features // max(1, matrix.num_experts)
-            found += [_pack_rows(part, slice(i, i + n)) for i in range(0, part.out_features, n)]
+            found += [pack_rows(part, slice(i, i + n)) for i in range(0, part.out_features, n)]
     setattr(module, matrix.name, _Taken())
     return found
 
@@ -205,7 +205,8 @@ class _Taken(nn.Module):
         raise RuntimeError("the weights of this Transformer were packed for the C++ kernels; use what serve() returned")
 
 
-def _pack_rows(module: nn.Linear | QuantizedLinear, rows: slice) -> PackedWeights:
+def pack_rows(module: nn.Linear | QuantizedLinear, rows: slice) -> PackedWeights:
+    """Some of the outputs of ``module``."""
     n, k = rows.stop - rows.start, module.in_features
     bias = None if module.bias is None else module.bias.detach()[rows].float()
     weight = module.weight.detach()[rows]
