@@ -75,7 +75,7 @@ class LLM:
         self.engine_config = o = from_mapping(EngineConfig, options, "LLM()")
         begin = time.perf_counter()
         opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
-        self.checkpoint, self.config, self.defaults = opened.directory, opened.config, opened.defaults
+        self.checkpoint, self.config, self.defaults = opened.vocabulary, opened.config, opened.defaults
         self.num_parameters = opened.num_parameters
         try:
             self.tokenizer: Tokenizer | None = opened.tokenizer

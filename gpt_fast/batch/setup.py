@@ -57,7 +57,7 @@ def set_up(checkpoint: Path, options: Mapping[str, Any], names: tuple[str, ...],
     dtype = pick_dtype(config.dtype, place, opened.num_parameters, opened.stored_dtype, config.kernels)
     decided = {**options, "device": where, "dtype": str(dtype).removeprefix("torch.")}
     every = tuple(dict.fromkeys(("gpt-fast", opened.directory.resolve().name, *names)))
-    return Setup(opened.directory.resolve(), decided, fingerprint(opened, progress=True), every)
+    return Setup(opened.path.absolute(), decided, fingerprint(opened, progress=True), every)
 
 
 def open_llm(setup: Setup, progress: bool = False) -> LLM:

@@ -35,7 +35,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure the engine or a server under load", description=description)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--url", help="load a running server, e.g. http://HOST:PORT/predictions/gpt-fast")
-    target.add_argument("--checkpoint", metavar="DIR", help="measure the engine: a Hugging Face directory, as it is")
+    target.add_argument(
+        "--checkpoint", metavar="DIR", help="measure the engine: a Hugging Face directory or GGUF file, as it is"
+    )
     target.add_argument("--shape", metavar="NAME", help="measure the engine: random weights of a named shape")
     parser.add_argument("--seed", type=int, default=0, help="prompts, arrivals, sampling (default: %(default)s)")
     options.add_output_options(parser)

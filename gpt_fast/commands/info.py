@@ -16,7 +16,9 @@ from gpt_fast.errors import ConfigError
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("info", help="describe a checkpoint and this machine", description=__doc__)
-    parser.add_argument("--checkpoint", metavar="DIR", help="a Hugging Face directory; without it: the machine alone")
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="a Hugging Face directory or GGUF file; without it: the machine alone"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     loading = parser.add_argument_group("how the checkpoint would be loaded")
     options.add_options(loading, {flag: options.MODEL[flag] for flag in ("--device", "--dtype", "--quantize")})
