@@ -16,7 +16,7 @@ def install(home: Path, says: str) -> Path:
     """A Java that says its version and does nothing else."""
     program = home / "bin" / "java"
     program.parent.mkdir(parents=True)
-    program.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{says}\nEND\n")
+    program.write_text(f"#!/bin/sh\n/bin/cat >&2 <<'END'\n{says}\nEND\n")
     program.chmod(0o755)
     return program
 

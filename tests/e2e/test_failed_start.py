@@ -1,17 +1,15 @@
-"""scripts/server.py with a real TorchServe whose model cannot load."""
+"""``gpt-fast serve`` with a real TorchServe whose model cannot load."""
 
 from __future__ import annotations
 
 import os
-import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
-from serving import ROOT, TORCHSERVE, java_home
-
-from gpt_fast.serve.archive import build_archive
+from serving import ROOT, base_port
 
 
 def marked(run_dir: Path) -> list[psutil.Process]:
@@ -28,24 +26,15 @@ def marked(run_dir: Path) -> list[psutil.Process]:
 
 
 def test_after_a_failed_start_nothing_runs_and_the_reason_is_said(checkpoint: Path, tmp_path: Path) -> None:
-    archive = build_archive(checkpoint, name="m", output=tmp_path / "store", by_reference=True)
-    with (archive / "model_config.yaml").open("a") as file:  # build_archive would refuse it
-        file.write("    kompile: true\n")
-    java = java_home()
-    assert java is not None
-    environment = {**os.environ, "JAVA_HOME": java, "PATH": f"{TORCHSERVE.parent}{os.pathsep}{os.environ['PATH']}"}
-    for key in ("PYTHONPATH", "TS_CONFIG_FILE"):
-        environment.pop(key, None)
-    run_dir = tmp_path / "run"
-    command = [sys.executable, str(ROOT / "scripts" / "server.py"), "--run-dir", str(run_dir), "start", "--model", "m"]
-    command += ["--archive", "m", "--model-store", str(tmp_path / "store"), "--cwd", str(tmp_path), "--timeout", "180"]
-    command += ["--config", str(ROOT / "config.properties"), "--port"]
-    for _ in range(20):  # five ports that nobody listens on
-        port = str(random.randrange(20_000, 60_000))
-        failed = subprocess.run([*command, port], env=environment, capture_output=True, text=True, timeout=300)
-        if "is taken by another program" not in failed.stderr:
-            break
+    broken, run_dir = tmp_path / "broken", tmp_path / "run"
+    shutil.copytree(checkpoint, broken)
+    (broken / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:100_000])
+    command = [sys.executable, "-m", "gpt_fast", "serve", "--checkpoint", str(broken), "--run-dir", str(run_dir)]
+    command += ["--timeout", "180", "--port", str(base_port())]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert failed.returncode == 1
-    assert "unknown key 'kompile'" in failed.stderr
+    assert "the worker died while it loaded the model" in failed.stderr
+    assert "model.safetensors" in failed.stderr
     assert failed.stderr.rstrip().endswith("\nNothing is left running.")
     assert not marked(run_dir)
