@@ -38,6 +38,7 @@ NOT_RUN = {"from openai import OpenAI": "asks a server; tests/e2e runs the same 
 # Commands of gpt-fast that are parsed and not run.
 ONLY_PARSED = {
     "download": "needs the network",
+    "serve": "stays until it is stopped; tests/e2e/test_wheel_served.py",
     "bench --url": "asks a server",
     "bench --shape": "takes minutes and gigabytes",
     "kernels": "compiles for a minute; tests/test_kernels_cpu.py",
@@ -47,7 +48,7 @@ NOT_CHECKED = {
     "python3 -m venv": "makes an environment",
     "pip install": "installs; scripts/lib.sh runs the same",
     "export": "sets a variable",
-    "torchserve": "tests/e2e starts it by scripts/server.py",
+    "torchserve": "gpt_fast/serve/launch/server.py runs the same",
     "torch-model-archiver": "tests/e2e/test_example_served.py runs the same",
     "python -m pytest": "pytest's own; its paths are checked",
     "docker": "needs an engine; tests/test_cluster.py reads the container file",
