@@ -136,11 +136,15 @@ def announce(server: Server, run_dir: Path, request: Path | None) -> None:
     """Print where the model is reached, and what it answers to ``request``; without one, how to ask it."""
     from gpt_fast.serve.launch.asking import ask, drafts
 
-    print(f"""Ready. It serves {server.serves}
-  completions        {server.url}
-  OpenAI's base_url  {server.url}/1.0/v1
-  logs               {run_dir / "server.log"}, {run_dir / "logs"}
-Ask it:""")
+    print(f"Ready. It serves {server.serves}")
+    print(f"  completions        {server.url}")
+    print(f"  OpenAI's base_url  {server.url}/1.0/v1")
+    print(f"  logs               {run_dir / 'server.log'}, {run_dir / 'logs'}")
+    if not server.host.startswith("127."):
+        print(
+            f"  warning            whoever reaches {server.host} may use it: it asks for no token and encrypts nothing"
+        )
+    print("Ask it:")
     if request is None:
         example = shlex.quote(json.dumps({"prompt": "Once upon a time", "max_new_tokens": 50}))
         print(f"  curl -N {server.url} -H 'Content-Type: application/json' -d {example}", flush=True)

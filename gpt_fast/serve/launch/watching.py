@@ -64,8 +64,13 @@ def phase(log_text: str) -> str:
     """What the start is busy with, from the end of the log."""
     lines = [line for line in MODEL_LOG.findall(log_text) if line.strip()]
     if lines:
-        return f"loading the model: {lines[-1].strip()}"
+        return f"loading the model: {clipped(lines[-1].strip(), 100)}"
     return "starting a worker" if "Model server started" in log_text else "starting TorchServe"
+
+
+def clipped(text: str, width: int) -> str:
+    """``text`` or, where it is longer, so much of its beginning."""
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 class Progress:
