@@ -52,13 +52,6 @@ class Installed:
         self.bin = folder / "venv" / "bin"
         venv.create(folder / "venv", with_pip=False)
         (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-        pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--no-index", str(wheel)], check=True, capture_output=True, text=True)
-        # Behind its own: torch, TorchServe and all else, but not the checkout.
-        (site / "libraries.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-        self.site, self.package = site, site / "gpt_fast"
-        for path in [self.package, *self.package.rglob("*")]:
-            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o222)
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "GPT_FAST_"))},
             "HOME": str(self.home),
@@ -67,6 +60,13 @@ class Installed:
         }
         if kernels.available():  # its cache is empty at first
             self.environment["GPT_FAST_KERNEL_DIR"] = str(kernels.build().parent)
+        pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--no-index", str(wheel)], env=self.environment, check=True, capture_output=True)
+        # Behind its own: torch, TorchServe and all else, but not the checkout.
+        (site / "libraries.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+        self.site, self.package = site, site / "gpt_fast"
+        for path in [self.package, *self.package.rglob("*")]:
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o222)
 
     def command(self, *words: str) -> psutil.Popen:
         """``gpt-fast`` with these words, as somebody types it in a home folder."""
