@@ -275,9 +275,12 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
 
 
 def served_names(model_name: str, checkpoint: Path) -> tuple[str, ...]:
-    """What clients may call the model: TorchServe's name for it first, and the folder's of its checkpoint."""
+    """What clients may call the model: TorchServe's name for it first, and the folder's of its checkpoint. In the Hub's
+    cache, models--owner--name/snapshots/COMMIT, that is owner/name."""
     folder = checkpoint.parent if checkpoint.is_file() else checkpoint
-    return tuple(dict.fromkeys((model_name, folder.name)))
+    kind, *repository = folder.parent.parent.name.split("--")
+    in_cache = (kind, folder.parent.name, len(repository)) == ("models", "snapshots", 2)
+    return tuple(dict.fromkeys((model_name, "/".join(repository) if in_cache else folder.name)))
 
 
 def content_length(headers: Mapping[str, Any]) -> int | None:

@@ -476,6 +476,19 @@ def load_handler(path: Path) -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        ("tiny", "tiny"),
+        ("models--TinyLlama--TinyLlama-1.1B/snapshots/0123abcd", "TinyLlama/TinyLlama-1.1B"),
+        ("models--gpt2/snapshots/0123abcd", "0123abcd"),
+        ("models--a--b/other/0123abcd", "0123abcd"),
+    ],
+)
+def test_a_model_of_the_hub_has_its_name_there(checkpoint: str, name: str, tmp_path: Path) -> None:
+    assert handler.served_names("gpt-fast", tmp_path / checkpoint) == ("gpt-fast", name)
+
+
 def test_without_the_package_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "handler.py").write_text(inspect.getsource(handler))
     for name in [name for name in sys.modules if name.split(".")[0] == "gpt_fast"]:

@@ -38,6 +38,7 @@ TORCH_FREE = (
     "gpt_fast.engine.request",
     "gpt_fast.engine.scheduler",
     "gpt_fast.serve.protocol",
+    "gpt_fast.serve.launch.choice",
 )
 
 
