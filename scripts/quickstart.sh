@@ -130,4 +130,5 @@ ask || die "the request failed; the server still runs. Its log: $RUN_DIR/server.
 if told="$(server drafts)" && [ -n "$told" ]; then say "$told"; fi
 say ""
 say "Done in $((SECONDS - STARTED_AT)) s. Ask again:  curl -N http://127.0.0.1:$PORT/predictions/$NAME -T $(shown "$REQUEST")"
+say "In a browser:     http://127.0.0.1:$PORT/predictions/$NAME/1.0/page"
 say "Stop the server:  $STOP_COMMAND"

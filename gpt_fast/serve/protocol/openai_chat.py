@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt_fast.errors import RequestError
 from gpt_fast.fields import check_values, texts_of, values_in
-from gpt_fast.outputs import Completion, Delta, TokenLogprobs
+from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import MAX_STOP_STRINGS
 from gpt_fast.serve.protocol.openai_common import OpenAIContext, OpenAIRequest, choice_of
 from gpt_fast.serve.protocol.openai_fields import CHAT, read_request
@@ -34,23 +34,24 @@ class ChatRequest(OpenAIRequest):
         chunks = [choice_of(index, {"delta": {"role": "assistant", "content": ""}})] if first else []
         if delta.text or delta.logprobs:
             # A token's text may come later than its log probability: half characters wait for their other half.
-            chunks.append(choice_of(index, {"delta": {"content": delta.text}}, self._logprobs(delta.logprobs)))
+            chunks.append(choice_of(index, {"delta": {"content": delta.text}}, self._logprobs(delta)))
         if delta.finish_reason is not None:
             chunks.append(choice_of(index, {"delta": {}}, None, delta.finish_reason))
         return chunks
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = {"role": "assistant", "content": completion.text, "refusal": None}
-        logprobs = self._logprobs(completion.logprobs or ())
-        return choice_of(index, {"message": message}, logprobs, completion.finish_reason)
+        return choice_of(index, {"message": message}, self._logprobs(completion), completion.finish_reason)
 
-    def _logprobs(self, entries: tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
+    def _logprobs(self, part: Delta | Completion) -> dict[str, Any] | None:
         if self.params.logprobs is None:
             return None
-        content = []
-        for entry in entries:
+        content, entries = [], part.logprobs or ()
+        for entry, origin in zip(entries, self._origins(part, len(entries)), strict=True):
             top = [self._token(token, logprob) for token, logprob in entry.top]
             content.append(self._token(entry.token, entry.logprob) | {"top_logprobs": top})
+            if origin is not None:
+                content[-1]["origin"] = origin
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
