@@ -30,8 +30,16 @@ _FRONT_END = re.compile(
 )
 _BARE = (413, 417)  # these come from the front end, without a body
 # From one time to the next.
-_CHANGING = ("id", "created", "cached_tokens", "prompt_tokens_details", "draft_n", "draft_n_accepted")
-_CHANGING += ("origin", "origins")
+_CHANGING = {
+    "id",
+    "created",
+    "cached_tokens",
+    "prompt_tokens_details",
+    "draft_n",
+    "draft_n_accepted",
+    "origin",
+    "origins",
+}
 
 
 def faults(shot: Shot, answer: Answer, secrets: Iterable[bytes] = ()) -> Iterator[tuple[str, str]]:

@@ -33,7 +33,8 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One Chromium with one page; made by :func:`browse`. ``complaints``: what the page's console got as an error."""
+    """One Chromium with one page; made by :func:`browse`. ``complaints``: exceptions of the page's script, and errors in its
+    console, such as what its policy forbids; not the statuses of answers."""
 
     def __init__(self, program: str, profile: Path) -> None:
         into, self._out = os.pipe()
@@ -100,8 +101,10 @@ class Browser:
             self._post("Fetch.continueRequest", requestId=params["requestId"], headers=entries)
         elif event.get("method") == "Runtime.exceptionThrown":
             self.complaints.append(str(params["exceptionDetails"]))
-        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
-            self.complaints.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+        elif event.get("method") == "Log.entryAdded":
+            entry = params["entry"]
+            if entry["level"] == "error" and entry["source"] != "network":
+                self.complaints.append(f"{entry['text']} {entry.get('url', '')}")
 
     def send_with_documents(self, headers: dict[str, str]) -> None:
         """Add ``headers`` to the request for a page, as a reverse proxy does, and not to what the page asks for."""

@@ -82,7 +82,8 @@ class Page:
 
     def write(self, selector: str, text: str) -> None:
         """Put ``text`` in the place of what a control holds, as a person does."""
-        self.browser.evaluate(f"document.querySelector('{selector}').focus(); document.activeElement.select()")
+        unfold = "if (e.closest('details')) e.closest('details').open = true"
+        self.browser.evaluate(f"(() => {{ const e = document.querySelector('{selector}'); {unfold}; e.select() }})()")
         self.browser.type(text)
 
     def send(self, prompt: str | None = None, **fields: str) -> None:
@@ -182,7 +183,7 @@ def test_stop_ends_the_answer_here_and_in_the_engine(page: Page, brake: Brake) -
     page.open()
     aborted = page.ask("stats").json()["request_success_total"]["abort"]
     with brake.held(6):
-        page.send(PROMPT, max_tokens="300", ignore_eos="")
+        page.send(PROMPT, max_tokens="300")
         page.browser.until("document.querySelectorAll('#answer .token').length > 0")
         page.browser.point_at("#stop", click=True)
         page.browser.until(f"{STATUS}.startsWith('Stopped')")
@@ -248,7 +249,6 @@ def test_a_wrong_field_is_named_and_marked(page: Page) -> None:
     page.send(seed="7")
     page.browser.until(DONE)
     assert page.browser.evaluate(ERROR) == ""
-    page.browser.complaints.clear()  # a browser logs each answer with status 400
 
 
 def test_without_a_token_the_page_asks_for_it(page: Page) -> None:
@@ -261,7 +261,6 @@ def test_without_a_token_the_page_asks_for_it(page: Page) -> None:
     assert page.browser.evaluate(ERROR) == ""
     page.send(PROMPT, max_tokens="3")
     page.browser.until(DONE)
-    page.browser.complaints.clear()  # a browser logs each answer with status 400
     assert page.key not in page.browser.evaluate("location.href + document.querySelector('#share').textContent")
 
 
@@ -284,6 +283,16 @@ def test_link_curl_and_python_are_the_request(page: Page) -> None:
     compile(python, "the page", "exec")
     assert "temperature=0.7" in python
     assert 'extra_body={"top_k": 40}' in python
+    page.browser.evaluate("document.querySelector('#share').open = true")
+    clipboard = "Object.defineProperty(navigator, 'clipboard', {value: %s, configurable: true})"
+    page.browser.evaluate(clipboard % "{writeText: async (text) => { window.copied = text }}")
+    page.browser.point_at("[data-copy=python]", click=True)
+    page.browser.until(f"{STATUS} === 'Copied: python'")
+    assert page.browser.evaluate("copied") == python
+    page.browser.evaluate(clipboard % "undefined")
+    page.browser.point_at("[data-copy=curl]", click=True)
+    page.browser.until(f"{STATUS}.includes('does not let the page copy')")
+    assert page.browser.evaluate("getSelection().toString()") == curl
     page.open(link.removeprefix(page.url))
     assert page.texts("#link") == [link]
     assert page.texts("#curl") == [curl]
@@ -315,6 +324,7 @@ def test_nothing_is_cut_off(page: Page, look: str, tmp_path: Path) -> None:
     assert page.browser.evaluate("document.documentElement.scrollWidth") <= size[0]
     page.browser.evaluate("document.querySelectorAll('details.group').forEach((e) => { e.open = false })")
     page.browser.evaluate("document.querySelector('#settings details').open = innerWidth > 600; scrollTo(0, 0)")
+    page.browser.until("document.querySelectorAll('.plot path[d^=M]').length === 4")
     page.browser.point_at(".turn:last-child .token:nth-child(12)", click=look == "phone")
     page.browser.until("!document.querySelector('#card').hidden")
     card = page.browser.evaluate("document.querySelector('#card').getBoundingClientRect().toJSON()")
