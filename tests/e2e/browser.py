@@ -33,8 +33,8 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One Chromium with one page; made by :func:`browse`. ``complaints``: exceptions of the page's script, and errors in its
-    console, such as what its policy forbids; not the statuses of answers."""
+    """One Chromium with one page; made by :func:`browse`. ``complaints``: exceptions of the page's script, and errors
+    in its console, such as what its policy forbids; not the statuses of answers."""
 
     def __init__(self, program: str, profile: Path) -> None:
         into, self._out = os.pipe()

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -299,20 +300,35 @@ def test_link_curl_and_python_are_the_request(page: Page) -> None:
     assert page.browser.evaluate("document.querySelector('#answer').childElementCount") == 0, "a link sends nothing"
 
 
-def test_the_plots_show_the_server(page: Page) -> None:
+def others_ask(page: Page, brake: Brake) -> None:
+    """Three requests of another client run while the page looks, and then end."""
+    body = {"model": "gpt-fast", "prompt": PROMPT, "n": 3, "max_tokens": 100, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        with brake.held(20):
+            asked = pool.submit(page.ask, "v1/completions", body)
+            page.browser.until("document.querySelectorAll('.plot output')[2].textContent === '3 of 4'")
+        assert asked.result().status == 200
+
+
+def test_the_plots_show_the_server(page: Page, brake: Brake) -> None:
     page.open()
     page.browser.until("document.querySelectorAll('.plot path[d^=M]').length === 4")
-    assert page.texts(".plot output")[2:] == ["0 of 4", f"0 of {page.ask('stats').json()['pages_total']}"]
-    page.send(PROMPT, max_tokens="60")
-    page.browser.until("parseInt(document.querySelectorAll('.plot .hint')[1].textContent.slice(5)) > 0")
+    total = page.ask("stats").json()["pages_total"]
+    assert page.texts(".plot output")[2:] == ["0 of 4", f"0 of {total}"]
+    others_ask(page, brake)
+    page.browser.until("document.querySelectorAll('.plot output')[2].textContent === '0 of 4'")
+    first, rate, batch, pages = (int(text.removeprefix("most ")) for text in page.texts(".plot .hint"))
     assert page.texts(".plot output")[0].endswith(" ms")
+    assert min(first, rate, pages) > 0
+    assert batch == 3
 
 
 @pytest.mark.parametrize("look", ["light", "dark", "phone"])
-def test_nothing_is_cut_off(page: Page, look: str, tmp_path: Path) -> None:
+def test_nothing_is_cut_off(page: Page, look: str, brake: Brake, tmp_path: Path) -> None:
     size = PHONE if look == "phone" else DESKTOP
     page.browser.look(*size, dark=look == "dark")
     page.open("#seed=3&temperature=0.9" if look != "dark" else "#mode=chat&max_tokens=60&temperature=0.8&seed=3")
+    others_ask(page, brake)
     for prompt in [PROMPT] * 2 if look != "dark" else ["Tell me about Lily and her dog.", "And then?"]:
         page.browser.evaluate("document.querySelector('#status').textContent = ''")
         page.send(prompt)
