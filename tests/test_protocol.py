@@ -15,6 +15,7 @@ from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, Origin, TokenLogprobs
 from gpt_fast.serve.protocol import native
 from gpt_fast.serve.protocol.body import parse_json, read_body
+from gpt_fast.serve.protocol.predict import parse_predict
 from gpt_fast.serve.protocol.request import error_body
 
 LIMIT = 1000
@@ -310,6 +311,34 @@ def test_the_lines_joined_are_the_answer_in_one_piece() -> None:
     assert joined["origins"] == list(origins)
     error = RequestError("time is up", "timeout_s", "timeout", 504)
     assert json.loads(streaming.write_error(error))["error"]["code"] == "timeout"
+
+
+def test_predict_answers_as_the_server_whose_route_it_is() -> None:
+    request = parse_predict({"prompt": "Once é"})
+    assert request.prompts == ["Once é"]
+    params = request.params
+    assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (40, 1.0, 10, 0.9)
+    assert request.content_type == "application/json"
+    assert json.loads(request.write_end([Completion(" upon", (5,), "length")])) == "Once é upon"
+    changed = parse_predict({"prompt": "a", "max_new_tokens": 3, "temperature": 0, "top_k": None, "stream": False})
+    assert (changed.params.max_tokens, changed.params.temperature, changed.params.top_k) == (3, 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": "a", "stream": True}, "stream"),
+        ({"prompt": "a", "logprobs": 0}, "logprobs"),
+        ({"prompt": "a", "top_p": 2}, "top_p"),
+        ({"prompt": "a", "messages": []}, "messages"),
+    ],
+)
+def test_predict_refuses_by_name(body: dict[str, Any], field: str) -> None:
+    error = refusal(parse_predict, body)
+    assert error.param == field
+    assert field in error.message
 
 
 def test_error_body_can_always_be_sent() -> None:

@@ -1,7 +1,8 @@
 """The routes below ``/predictions/<model>/<version>/``: which protocol answers where.
 
-Nothing: native.py. ``v1/...``: OpenAI's. ``health``: whether the model is loaded, compiled and warm, and what runs.
-``metrics``: Prometheus' text format under vLLM's names; ``stats``: the same numbers as JSON. ``page``: for people.
+Nothing: native.py. ``v1/...``: OpenAI's. ``predict``: predict.py. ``health``: whether the model is loaded, compiled and
+warm, and what runs. ``metrics``: Prometheus' text format under vLLM's names; ``stats``: the same numbers as JSON.
+``page``: for people.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gpt_fast.serve.protocol.body import read_body
 from gpt_fast.serve.protocol.openai_chat import parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_completions import parse_completion
+from gpt_fast.serve.protocol.predict import parse_predict
 from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, WireRequest
 from gpt_fast.serve.settings import HandlerSettings
 from gpt_fast.tokenizer.chat import load_template
@@ -26,7 +28,7 @@ from gpt_fast.tokenizer.chat import load_template
 if TYPE_CHECKING:
     from gpt_fast.llm import LLM
 
-ROUTES = ("v1/chat/completions", "v1/completions", "v1/models", "health", "metrics", "stats", "page")
+ROUTES = ("v1/chat/completions", "v1/completions", "v1/models", "health", "metrics", "stats", "page", "predict")
 
 
 class Routes:
@@ -83,12 +85,14 @@ def parse(
     default_max_tokens: int | None = None,
     default_stream: bool = True,
 ) -> WireRequest:
-    """The request ``body`` of one of OpenAI's two routes, or of our own; the defaults are for the latter. Raises
-    RequestError."""
+    """The request ``body`` of one of OpenAI's two routes, of ``predict``, or of our own; the defaults are for the
+    latter. Raises RequestError."""
     if route == "v1/chat/completions":
         return parse_chat(body, openai)
     if route == "v1/completions":
         return parse_completion(body, openai)
+    if route == "predict":
+        return parse_predict(body)
     return native.parse_request(body, default_max_tokens, default_stream)
 
 

@@ -47,7 +47,7 @@ _KINDS: dict[str, Kind] = {
 }
 FIELDS = tuple(sorted(_KINDS))
 # What plain text has no room for.
-_MORE_THAN_TEXT = ("return_token_ids", "return_origins", "draft_counts", "logprobs", "prompt_logprobs")
+MORE_THAN_TEXT = ("return_token_ids", "return_origins", "draft_counts", "logprobs", "prompt_logprobs")
 LINES_TYPE = "application/x-ndjson"
 
 
@@ -58,7 +58,7 @@ class NativeRequest(WireRequest):
 
     def __init__(self, *facts: Any) -> None:
         super().__init__(*facts)
-        self._lines = self.stream and any(self.given.get(name, False) is not False for name in _MORE_THAN_TEXT)
+        self._lines = self.stream and any(self.given.get(name, False) is not False for name in MORE_THAN_TEXT)
         if self._lines:
             self.content_type = LINES_TYPE
 
