@@ -16,6 +16,7 @@ import torch
 
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.model.building import random_model
+from gpt_fast.model.description import describe
 from gpt_fast.model.shapes import shape
 from gpt_fast.placement import choose_placement
 
@@ -31,7 +32,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     config = shape(arguments.shape)
-    where = choose_placement(config, torch.bfloat16, device=arguments.device, dtype=arguments.dtype)
+    size = describe(config).num_parameters
+    where = choose_placement(size, torch.bfloat16, device=arguments.device, dtype=arguments.dtype)
     model = random_model(config, where.dtype, where.device, column_major=where.column_major)
     firsts: dict[str, list[float]] = {"fresh": [], "cached": []}
     with LLM.from_model(model, max_batch=2, max_seq_len=arguments.prefix + arguments.tail + 16) as llm:

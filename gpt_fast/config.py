@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from gpt_fast.errors import ConfigError, RequestError
 from gpt_fast.fields import Kind, OneOf, Real, Text, Whole, check_fields, kinds_of, refuse, unknown
@@ -59,6 +59,23 @@ class ExpertsConfig:
     layers: tuple[bool, ...] = ()  # which layers have experts; (): all
 
 
+class VocabShare(NamedTuple):
+    """What one of several ranks holds of the vocabulary: ``num_rows`` from row ``first`` on, as many as any other rank.
+
+    Where the ranks do not divide the vocabulary, the last ones begin earlier, with rows that others have too. A row
+    counts as the first one's who has it: this rank's begin at ``own``.
+    """
+
+    num_rows: int
+    first: int
+    own: int
+
+    @classmethod
+    def of(cls, vocab_size: int, rank: int, num_ranks: int) -> VocabShare:
+        num_rows = -(-vocab_size // num_ranks)
+        return cls(num_rows, min(rank * num_rows, vocab_size - num_rows), rank * num_rows)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape and mathematics of one decoder-only transformer. model/description.py makes operations of it."""
@@ -103,6 +120,7 @@ class ModelConfig:
     sinks: bool = False  # a learned score for each head that takes weight from the keys
     windows: tuple[int, ...] = ()  # per layer: keys a query sees, itself included; 0 or missing: all of them
     experts: ExpertsConfig | None = None
+    vocab_rows: int | None = None  # of the vocabulary, those that one of several ranks holds; None: all
 
     def __post_init__(self) -> None:
         heads = f"num_attention_heads ({self.num_heads})"

@@ -11,6 +11,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read or is not supported; the message names the file and the key or tensor."""
 
 
+class UnknownFamilyError(CheckpointError):
+    """A checkpoint is of an architecture that has no description here; the message names those that have."""
+
+
 class DownloadError(CheckpointError):
     """A checkpoint cannot be fetched; the message says what to do about it."""
 

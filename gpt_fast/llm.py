@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, overload
@@ -38,6 +37,8 @@ from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import ConfigError, RankError, RequestError, TokenizerMissing
 from gpt_fast.fields import refuse
+from gpt_fast.foreign.checkpoint import ForeignCheckpoint, open_checkpoint
+from gpt_fast.foreign.model import ForeignModel, Loaded
 from gpt_fast.kernels.roofline import Roofline, read_bandwidth
 from gpt_fast.model.compile_cache import default_file, kept
 from gpt_fast.model.description import describe
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 SMALL_MODEL_BYTES = 32 * 2**20  # read per token
 
 Prompt = str | Sequence[int]
+Opened = Checkpoint | ForeignCheckpoint
 
 
 class LLM:
@@ -69,11 +71,12 @@ class LLM:
 
     _spans: Sequence[devices.Span] = ()  # of layers, where there is a device_map
 
-    def __init__(self, checkpoint: str | Path | Checkpoint, *, progress: bool = False, **options: Any) -> None:
+    def __init__(self, checkpoint: str | Path | Opened, *, progress: bool = False, **options: Any) -> None:
         self.engine_config = o = from_mapping(EngineConfig, options, "LLM()")
         begin = time.perf_counter()
-        opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
+        opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
         self.checkpoint, self.config, self.defaults = opened.directory, opened.config, opened.defaults
+        self.num_parameters = opened.num_parameters
         try:
             self.tokenizer: Tokenizer | None = opened.tokenizer
         except TokenizerMissing as error:
@@ -81,9 +84,12 @@ class LLM:
             self.tokenizer = None
         if o.device_map is not None and number_of_ranks() > 1:
             raise ConfigError(f"device_map: {number_of_ranks()} processes share this model already; leave it out")
+        if isinstance(opened, ForeignCheckpoint):
+            opened.check(o, number_of_ranks())
         rooms = devices.rooms(o)
-        named = {"device": str(rooms[0].device) if rooms else o.device, "dtype": o.dtype}
-        where = choose_placement(self.config, opened.stored_dtype, **named, kernels=o.kernels and len(rooms) < 2)
+        named: dict[str, Any] = {"device": str(rooms[0].device) if rooms else o.device, "dtype": o.dtype}
+        named["kernels"] = o.kernels and len(rooms) < 2
+        where = choose_placement(self.num_parameters, opened.stored_dtype, **named)
         self.device, self.dtype = device_of_rank(where.device), where.dtype
         check_device(opened.format_for(o.quantize).quant, self.device)
         self.group = Group.from_environment(self.device)
@@ -101,6 +107,7 @@ class LLM:
         draft_bytes = draft.checkpoint.num_bytes(self.dtype, draft.quantize) if draft else 0
         draft_config = draft.checkpoint.config if draft else None
         if rooms:
+            assert isinstance(opened, Checkpoint)
             weights = devices.Weights.of(opened.meta_model(self.dtype, o.quantize), draft_bytes)
             self._spans = devices.plan_spans(rooms, weights, devices.Shapes(held, draft_config, o, self.dtype))
             for span in self._spans:
@@ -130,6 +137,10 @@ class LLM:
         self.config, self.tokenizer, self.group = model.config, tokenizer, None
         self.defaults = GenerationDefaults((), None, SamplingParams())
         self.device, self.dtype = model.device, model.dtype
+        if isinstance(model, ForeignModel):
+            self.num_parameters = model.num_parameters
+        else:
+            self.num_parameters = describe(model.config).num_parameters
         if self.engine_config.drafter not in (None, "lookup"):
             raise ConfigError("draft: a model that was built in memory is served without a draft model, or with lookup")
         if self.engine_config.quantize is not None:
@@ -141,12 +152,14 @@ class LLM:
         self._start(model, load_s=0.0)
         return self
 
-    def _start(self, model: Transformer | Served, load_s: float, draft: Transformer | None = None) -> None:
+    def _start(self, model: Transformer | Loaded | Served, load_s: float, draft: Transformer | None = None) -> None:
         """Build the engine around ``model``, and a ``draft`` model if there is one, and warm it up."""
         begin, o = time.perf_counter(), self.engine_config
         self._ranks = ranks = Ranks.of(self.group)
         how: dict[str, Any] = {"kernels": o.kernels, "compile": o.compile}
         self.model = serve(model, ranks=ranks, layer_devices=devices.of_layers(self._spans), **how)
+        if isinstance(self.model, ForeignModel):
+            o = self.engine_config = self.model.adapted(o)
         if self.group is not None:
             self.group.wait()  # until all have loaded: then what is free is free
         plan = self._plan_cache(self.model.config, draft.config if draft else None)
@@ -210,7 +223,6 @@ class LLM:
             return devices.plan_cache(self._spans, shapes, loaded=not missing)
         free = memory.free_bytes(self.device) // self._sharing - missing
         where: dict[str, Any] = {"dtype": self.dtype, "free": free, "device_type": self.device.type}
-        held = replace(held, vocab_size=self.config.vocab_size)  # of the logits, which every rank has
         return memory.plan_cache(held, self.engine_config, **where, draft=draft)
 
     def _threads(self) -> int:
@@ -222,6 +234,8 @@ class LLM:
 
     def _warm_up(self, runners: Sequence[Runner]) -> None:
         runner, o = runners[0], self.engine_config
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread, which computes from now on: there Triton launches
         named = Path(o.compile_cache).expanduser() if o.compile_cache else None
         cache = kept(named or default_file(self.model.config, self.dtype, o), lambda: runner.path == "compiled")
         with cache if runner.path == "compiled" else nullcontext():
@@ -349,7 +363,7 @@ class LLM:
             "compiled": self.engine.runner.path != "eager",
             "path": self.engine.runner.path,
             "family": self.config.family,
-            "parameters": describe(self.config).num_parameters,
+            "parameters": self.num_parameters,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "max_seq_len": self.max_seq_len,

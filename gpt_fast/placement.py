@@ -8,11 +8,10 @@ from typing import NamedTuple, cast
 
 import torch
 
-from gpt_fast.config import DTYPE, THREADS, ModelConfig, device_name, read_key
+from gpt_fast.config import DTYPE, THREADS, device_name, read_key
 from gpt_fast.errors import ConfigError
 from gpt_fast.kernels.cpu.library import runs
 from gpt_fast.memory import host_memory
-from gpt_fast.model.description import describe
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +26,12 @@ class Placement(NamedTuple):
 
 
 def choose_placement(
-    config: ModelConfig, stored: torch.dtype, *, device: str = "auto", dtype: str = "auto", kernels: bool = True
+    num_parameters: int, stored: torch.dtype, *, device: str = "auto", dtype: str = "auto", kernels: bool = True
 ) -> Placement:
-    """Decide for a model of this shape whose weights are ``stored`` in this dtype. Options as in EngineConfig. Raises
-    ConfigError for a device that is not there."""
+    """Decide for a model of ``num_parameters`` whose weights are ``stored`` in this dtype. Options as in EngineConfig.
+    Raises ConfigError for a device that is not there."""
     where = pick_device(device)
-    chosen = pick_dtype(dtype, where, config, stored, kernels)
+    chosen = pick_dtype(dtype, where, num_parameters, stored, kernels)
     fast = kernels and runs(chosen, where)
     # torch's float32 products on a CPU want columns; the kernels lay matrices out themselves.
     return Placement(where, chosen, fast, column_major=where.type == "cpu" and chosen == torch.float32 and not fast)
@@ -50,7 +49,7 @@ def pick_device(name: str, option: str = "device") -> torch.device:
 
 
 def pick_dtype(
-    name: str, device: torch.device, config: ModelConfig, stored: torch.dtype = torch.bfloat16, kernels: bool = True
+    name: str, device: torch.device, num_parameters: int, stored: torch.dtype = torch.bfloat16, kernels: bool = True
 ) -> torch.dtype:
     """``auto``: bfloat16 on CUDA, and on CPUs for weights that are stored so and run by kernels or instructions that
     take them; else float32 where it fits half the memory, because torch would emulate bfloat16 products: 5 times slower
@@ -63,7 +62,7 @@ def pick_dtype(
         narrow = stored == torch.bfloat16
     else:
         narrow = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    fits = describe(config).num_parameters * 4 < host_memory().total / 2
+    fits = num_parameters * 4 < host_memory().total / 2
     return torch.bfloat16 if narrow or not fits else torch.float32
 
 

@@ -26,7 +26,7 @@ from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.checkpoint.weight_files import read_safetensors, write_safetensors
-from gpt_fast.config import ExpertsConfig, ModelConfig
+from gpt_fast.config import ExpertsConfig, ModelConfig, VocabShare
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
@@ -316,7 +316,7 @@ def test_shapes_that_ranks_do_not_divide_are_refused(shard: Shard, words: str, t
     [
         ({"num_heads": 12, "num_kv_heads": 3}, r"num_kv_heads \(3\) is not a multiple of the 2 ranks"),
         ({"ffn_dim": 65}, r"ffn_dim \(65\)"),
-        ({"vocab_size": 63}, r"vocab_size \(63\)"),
+        ({"vocab_size": 1}, "a vocabulary of 1 tokens is too small for 2 ranks"),
         ({"experts": ExpertsConfig(4, 2, 33)}, r"experts' ffn_dim \(33\)"),
         ({"experts": ExpertsConfig(4, 2, 32, shared_ffn_dim=5)}, r"experts' shared_ffn_dim \(5\)"),
     ],
@@ -324,6 +324,21 @@ def test_shapes_that_ranks_do_not_divide_are_refused(shard: Shard, words: str, t
 def test_what_is_not_divided_is_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Shard(0, 2).config(dataclasses.replace(SPLIT, **changes))
+
+
+@pytest.mark.parametrize(("vocab_size", "starts"), [(64, [0, 16, 32, 48]), (63, [0, 16, 32, 47]), (5, [0, 2, 3, 3])])
+def test_every_token_is_one_rank_s_and_all_have_as_many_rows(vocab_size: int, starts: list[int]) -> None:
+    config = dataclasses.replace(SPLIT, vocab_size=vocab_size)
+    table = next(part for part in parts(config) if part.source.endswith("embed_tokens.weight"))
+    shares = [VocabShare.of(vocab_size, rank, 4) for rank in range(4)]
+    owned = [token for share in shares for token in range(share.own, share.first + share.num_rows)]
+    assert owned == list(range(vocab_size))
+    assert [share.first for share in shares] == starts
+    for rank, share in enumerate(shares):
+        cut, part = Shard(rank, 4).cut(table)
+        assert cut.rows == ((share.first, share.num_rows),)
+        assert part.shape == (share.num_rows, 32)
+        assert Shard(rank, 4).config(config).vocab_rows == share.num_rows
 
 
 def test_fewer_heads_of_keys_than_ranks_are_repeated() -> None:

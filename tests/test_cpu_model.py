@@ -26,6 +26,7 @@ from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cpu.library import available
 from gpt_fast.model.building import random_model
 from gpt_fast.model.cpu_model import CpuModel, pack_model
+from gpt_fast.model.description import describe
 from gpt_fast.model.shapes import shape
 from gpt_fast.model.steps import serve
 from gpt_fast.model.transformer import Block, Transformer
@@ -48,6 +49,7 @@ TINY = dataclasses.replace(
     max_seq_len=256,
 )
 MODES = ("float32", "bfloat16", "int8", "int4")
+NUM_PARAMETERS = describe(TINY).num_parameters
 
 # A family with a name for every weight that a description can have.
 _SLOTS = (
@@ -270,12 +272,12 @@ def test_what_the_kernels_do_not_know_runs_in_plain_torch(change: dict[str, Any]
 
 
 def test_weights_stored_in_bfloat16_stay_so_and_others_are_widened() -> None:
-    assert choose_placement(TINY, torch.bfloat16, device="cpu").dtype == torch.bfloat16
-    assert choose_placement(TINY, torch.float16, device="cpu").dtype == torch.float32
-    assert choose_placement(TINY, torch.bfloat16, device="cpu", dtype="float32").dtype == torch.float32
-    plain = choose_placement(TINY, torch.float32, device="cpu", kernels=False, dtype="float32")
+    assert choose_placement(NUM_PARAMETERS, torch.bfloat16, device="cpu").dtype == torch.bfloat16
+    assert choose_placement(NUM_PARAMETERS, torch.float16, device="cpu").dtype == torch.float32
+    assert choose_placement(NUM_PARAMETERS, torch.bfloat16, device="cpu", dtype="float32").dtype == torch.float32
+    plain = choose_placement(NUM_PARAMETERS, torch.float32, device="cpu", kernels=False, dtype="float32")
     assert (plain.kernels, plain.column_major) == (False, True)
-    assert choose_placement(TINY, torch.float32, device="cpu").column_major is False
+    assert choose_placement(NUM_PARAMETERS, torch.float32, device="cpu").column_major is False
 
 
 def test_a_cache_of_integers_is_smaller_and_nearly_as_good() -> None:

@@ -416,7 +416,8 @@ def write_generation(directory: Path, config: dict[str, Any], generation: dict[s
 
 
 def read_defaults(directory: Path) -> GenerationDefaults:
-    return read_generation_defaults(directory, read_json(directory / "config.json"))
+    raw = read_json(directory / "config.json")
+    return read_generation_defaults(directory, raw, FAMILIES[parse_config(raw).family].defaults)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from gpt_fast.model.cpu_model import CpuModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPE = {"vocab_size": 264, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+SHAPE = {"vocab_size": 263, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 make = partial(families_table.make, **SHAPE)
 # Each with the number of its sums: one for the embedding, and those of two layers.
 FAMILIES: dict[str, tuple[Callable[[], Any], int]] = {

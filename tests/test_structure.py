@@ -19,7 +19,7 @@ PACKAGE = ROOT / "gpt_fast"
 LAYERS = (
     {"errors", "fields", "config", "params", "outputs", "user_cache"},
     {"tokenizer"},
-    {"kernels", "model", "checkpoint", "quantize", "memory", "placement", "devices"},
+    {"kernels", "model", "checkpoint", "quantize", "foreign", "memory", "placement", "devices"},
     {"parallel"},
     {"engine"},
     {"llm"},

@@ -120,17 +120,17 @@ class _Starts:
 
 
 class _Worker:
-    """One engine in a process of its own."""
+    """One engine, in a separate process."""
 
     def __init__(self, setup: Setup, threads: int, starts: Any) -> None:
         import torch
 
-        from gpt_fast.checkpoint.checkpoint import Checkpoint
         from gpt_fast.checkpoint.fingerprint import fingerprint
+        from gpt_fast.foreign.checkpoint import open_checkpoint
 
         if not import_ray().get(starts.begin.remote()):
             raise BatchError("the workers died too often: do they have enough memory? Fewer workers need less")
-        if (found := fingerprint(Checkpoint.open(setup.checkpoint))) != setup.weights:
+        if (found := fingerprint(open_checkpoint(setup.checkpoint))) != setup.weights:
             digests = f"digest {found[:12]}, not {setup.weights[:12]}"
             raise BatchError(f"{setup.checkpoint} holds other files on a worker than where the batch began ({digests})")
         torch.set_num_threads(threads)

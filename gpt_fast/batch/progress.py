@@ -23,7 +23,7 @@ class Progress:
         self._bar: Any = tqdm(total=total, initial=known, unit="row", desc="batch", file=sys.stderr) if shown else None
 
     def add(self, tokens: int, failed: bool) -> None:
-        """One more row is answered, or refused, with so many new tokens."""
+        """Count one more row, answered or refused, that made ``tokens`` new tokens."""
         now = time.monotonic()
         self._first = self._first or now
         self.answered, self.errors, self.tokens = self.answered + 1, self.errors + failed, self.tokens + tokens

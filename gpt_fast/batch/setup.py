@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.fingerprint import fingerprint
 from gpt_fast.config import EngineConfig, from_mapping
 from gpt_fast.devices import named_devices
 from gpt_fast.errors import ConfigError
+from gpt_fast.foreign.checkpoint import open_checkpoint
 from gpt_fast.llm import LLM
 from gpt_fast.placement import pick_device, pick_dtype
 
@@ -49,12 +49,12 @@ def set_up(checkpoint: Path, options: Mapping[str, Any], names: tuple[str, ...],
     """Decide what ``options`` leave open. ``device``: where the engine will run, if it is not this machine's own
     choice. Raises ConfigError and CheckpointError."""
     config = from_mapping(EngineConfig, options, "gpt-fast batch")
-    opened = Checkpoint.open(checkpoint)
+    opened = open_checkpoint(checkpoint)
     where = device or (str(pick_device(config.device)) if config.device == "auto" else config.device)
     place = torch.device(where)
     if config.device_map is not None:
         place, where = named_devices(config)[0], "auto"
-    dtype = pick_dtype(config.dtype, place, opened.config, opened.stored_dtype, config.kernels)
+    dtype = pick_dtype(config.dtype, place, opened.num_parameters, opened.stored_dtype, config.kernels)
     decided = {**options, "device": where, "dtype": str(dtype).removeprefix("torch.")}
     every = tuple(dict.fromkeys(("gpt-fast", opened.directory.resolve().name, *names)))
     return Setup(opened.directory.resolve(), decided, fingerprint(opened, progress=True), every)

@@ -93,8 +93,9 @@ def build(
     if opened is not None:
         return LLM(opened, progress=True, **options)
     wanted = {name: options.pop(name) for name in ("device", "dtype") if name in options}
-    where = choose_placement(config, torch.bfloat16, kernels=options.get("kernels", True), **wanted)
-    check_weights(describe(config).num_parameters * where.dtype.itemsize, where.device)
+    size = describe(config).num_parameters
+    where = choose_placement(size, torch.bfloat16, kernels=options.get("kernels", True), **wanted)
+    check_weights(size * where.dtype.itemsize, where.device)
     model = random_model(config, where.dtype, where.device, column_major=where.column_major)
     return LLM.from_model(model, **options)
 
@@ -164,7 +165,7 @@ def ceiling(llm: LLM) -> dict[str, Any]:
         "kv_cache_dtype": str(llm.engine.runner.cache[0].k.dtype).removeprefix("torch."),
         "path": llm.engine.runner.path,
         "torch": torch.__version__,
-        "parameters": describe(llm.config).num_parameters,
+        "parameters": llm.num_parameters,
         "bytes_per_token": roofline.bytes_per_token,
         "machine_bandwidth_gb_s": roofline.bandwidth / 1e9,
         "ceiling_tokens_per_second": roofline.ceiling,

@@ -29,7 +29,7 @@ from gpt_fast.checkpoint.weight_files import open_weights, the_checkpoint, weigh
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.building import empty_model
-from gpt_fast.model.description import Part, parts
+from gpt_fast.model.description import Part, describe, parts
 from gpt_fast.model.transformer import Transformer, weight_bytes
 from gpt_fast.quantize.apply import SchemeOf, quantized_part, swap_layers
 from gpt_fast.quantize.formats import Format, OwnFormat, RoundedFormat, Specs
@@ -60,7 +60,9 @@ class Checkpoint:
         """``form``: None where ``raw`` says it."""
         self.path, self.directory = path, path if path.is_dir() else path.parent
         self.files, self.raw = files, raw
-        self.defaults: GenerationDefaults = read_generation_defaults(self.directory, raw)
+        self.defaults: GenerationDefaults = read_generation_defaults(
+            self.directory, raw, FAMILIES[config.family].defaults
+        )
         self.config, tensors = resolve_tying(config, tensors)
         self.tensors = unstacked(tensors, (part.source for part in parts(self.config)))
         self.format = form or self._stored_format()
@@ -101,13 +103,12 @@ class Checkpoint:
     @property
     def stored_dtype(self) -> torch.dtype:
         """The floating-point dtype of most bytes of the weights, quantized ones left out. Raises CheckpointError."""
-        num_bytes: dict[torch.dtype, int] = {}
-        for name, tensor in self.tensors.items():
-            if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and not name.endswith(_OF_QUANTIZED):
-                num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.num_bytes
-        if not num_bytes:
-            raise CheckpointError(f"{self.path} holds no floating-point weights")
-        return max(num_bytes, key=lambda dtype: num_bytes[dtype])
+        return most_common_dtype(self.tensors, str(self.path))
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model, a head that is the embedding table counted once."""
+        return describe(self.config).num_parameters
 
     def format_for(self, quantize: str | None) -> Format:
         """How weights are read with the mode ``quantize`` (``quant_config``). Raises ConfigError for quantized ones."""
@@ -151,8 +152,7 @@ class Checkpoint:
 
         ``quantize``: a mode of ``quant_config``; each weight is rounded as it is read, so that the whole model is never
         held unquantized. ``shard``: only what that tensor-parallel rank holds is read (shard.py). ``progress``: a bar
-        by bytes, when stderr is a terminal. ``column_major``,
-        ``layer_devices``: see ``empty_model``.
+        by bytes, when stderr is a terminal. ``column_major``, ``layer_devices``: see ``empty_model``.
 
         Raises ConfigError for a mode that is not known or does not apply, and for a shape that ranks do not divide.
         """
@@ -169,6 +169,18 @@ class Checkpoint:
                 form.load(model, part, self.tensors, cut, report)
         _warn_not_finite(model, str(self.path))
         return model
+
+
+def most_common_dtype(tensors: Mapping[str, StoredTensor], where: str) -> torch.dtype:
+    """The floating-point dtype of most bytes of ``tensors``, of ``where``, what belongs to quantized ones left out.
+    Raises CheckpointError where there is none."""
+    num_bytes: dict[torch.dtype, int] = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and not name.endswith(_OF_QUANTIZED):
+            num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.num_bytes
+    if not num_bytes:
+        raise CheckpointError(f"{where} holds no floating-point weights")
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype])
 
 
 def _read_by(part: Part, shard: Shard | None, scheme_of: SchemeOf) -> tuple[Part, Cut]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.config import DRAFTS, EngineConfig
 from gpt_fast.errors import CheckpointError, ConfigError, TokenizerMissing
+from gpt_fast.foreign.checkpoint import ForeignCheckpoint
 from gpt_fast.tokenizer import Tokenizer
 
 
@@ -17,7 +18,9 @@ class Draft(NamedTuple):
     quantize: str | None
 
 
-def open_draft(target: Checkpoint, tokenizer: Tokenizer | None, options: EngineConfig) -> Draft | None:
+def open_draft(
+    target: Checkpoint | ForeignCheckpoint, tokenizer: Tokenizer | None, options: EngineConfig
+) -> Draft | None:
     """The draft model that ``options`` ask for beside ``target``; None for none, and for ``lookup``.
 
     Raises ConfigError for one that cannot draft for this target, CheckpointError for one that cannot be read.
@@ -27,6 +30,7 @@ def open_draft(target: Checkpoint, tokenizer: Tokenizer | None, options: EngineC
     if options.drafter in DRAFTS:
         if target.format.method is not None or options.quantize == options.drafter:
             raise ConfigError(f"draft: {options.drafter} is the target in fewer bits, but the target is quantized too")
+        assert isinstance(target, Checkpoint)  # ForeignCheckpoint.check has refused the others
         return Draft(target, options.drafter)
     try:
         draft = Checkpoint.open(options.drafter)
@@ -36,7 +40,7 @@ def open_draft(target: Checkpoint, tokenizer: Tokenizer | None, options: EngineC
     return Draft(draft, None)
 
 
-def _check_vocabulary(target: Checkpoint, tokenizer: Tokenizer | None, draft: Checkpoint) -> None:
+def _check_vocabulary(target: Checkpoint | ForeignCheckpoint, tokenizer: Tokenizer | None, draft: Checkpoint) -> None:
     """Raise ConfigError unless both models mean the same by every token id. Their ends may be filled up differently."""
     where = f"draft: {draft.directory} has another vocabulary than {target.directory}"
     try:

@@ -17,7 +17,7 @@ from typing import Any
 from gpt_fast.checkpoint.family import ACTIVATIONS, KEYS, Family
 from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.config import MAX_POSITIONS, ExpertsConfig, ModelConfig, RopeScaling
-from gpt_fast.errors import CheckpointError, ConfigError, RequestError
+from gpt_fast.errors import CheckpointError, ConfigError, RequestError, UnknownFamilyError
 from gpt_fast.params import SamplingParams
 
 # The greatest sizes that a config.json may ask for, by field: far above every model, and small enough to compute with.
@@ -112,7 +112,7 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     asked = (
         f"architecture {', '.join(map(str, names))}" if names else f"model_type {model_type!r} without architectures"
     )
-    raise CheckpointError(f"{where}: {asked} is not supported; known: {known}")
+    raise UnknownFamilyError(f"{where}: {asked} is not supported; known: {known}")
 
 
 def _choices(row: Family) -> dict[str, tuple[str, Mapping[Any, Any]]]:
@@ -360,18 +360,17 @@ class GenerationDefaults:
     sampling: SamplingParams  # fields the checkpoint does not set are None
 
 
-def read_generation_defaults(directory: Path, raw: Mapping[str, Any]) -> GenerationDefaults:
+def read_generation_defaults(directory: Path, raw: Mapping[str, Any], usual: Mapping[str, Any]) -> GenerationDefaults:
     """From ``generation_config.json`` of ``directory`` where it exists, else from ``raw``, its ``config.json``.
 
-    Token ids missing from the first are taken from the second, then from the family's defaults. Sampling defaults
+    Token ids missing from the first are taken from the second, then from ``usual``, the family's. Sampling defaults
     count only with ``do_sample`` true, and then an unwritten temperature is 1.0, as in transformers; unlike there
     an unwritten top_k stays off. Raises CheckpointError for a value of the wrong type.
     """
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
     where, chosen = (str(path), generation) if generation else (str(directory / "config.json"), raw)
-    defaults = _family(raw, str(directory / "config.json")).defaults
-    said = {**defaults, **raw, **{key: value for key, value in generation.items() if value is not None}}
+    said = {**usual, **raw, **{key: value for key, value in generation.items() if value is not None}}
     eos, bos = (_token_ids(key, said.get(key), where) for key in ("eos_token_id", "bos_token_id"))
     return GenerationDefaults(eos, bos[0] if bos else None, _sampling(chosen, where))
 

@@ -15,13 +15,14 @@ from pathlib import Path
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.files import RIGHTS, companions, is_one
 from gpt_fast.checkpoint.stored import Report, progress_bar
+from gpt_fast.foreign.checkpoint import ForeignCheckpoint
 from gpt_fast.user_cache import private_folder, trusted
 
 REMEMBERED_BYTES = 2**26  # files from this size on: smaller ones are read in a fraction of a second
 _PIECE = 2**22  # bytes read at a time
 
 
-def fingerprint(checkpoint: Checkpoint, progress: bool = False) -> str:
+def fingerprint(checkpoint: Checkpoint | ForeignCheckpoint, progress: bool = False) -> str:
     """SHA-256 of what decides the answers of ``checkpoint``, in hexadecimal. ``progress`` shows a bar on a terminal."""
     others = [path for path in companions(checkpoint.directory) if not is_one(path.name, RIGHTS)]
     files = sorted({*checkpoint.files, checkpoint.directory / "config.json", *others})

@@ -177,7 +177,7 @@ def _raw_from_facts(facts: Mapping[str, Any], state: State, where: str) -> dict[
 
 
 def _split_experts(state: State) -> None:
-    """Give each of gpt-fast's stacked experts tensors of its own."""
+    """Split gpt-fast's stacked experts into tensors for each expert."""
     for name in [name for name in state if _STACKED in name and len(state[name].shape) > 1]:
         stack, (layer, _, kind) = state.pop(name), name.partition(_STACKED)
         ending = ".scales" if kind.startswith("scales") else ".weight"

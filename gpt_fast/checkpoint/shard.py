@@ -2,7 +2,8 @@
 
 Heads, the inner dimension of the MLP and of each expert, and the vocabulary are divided evenly. Weights whose outputs
 these are give a rank its rows, weights whose inputs these are its columns; what is neither (norms, biases, routers)
-every rank has. Where there are fewer heads of keys and values than ranks, several ranks have the same one.
+every rank has. Where there are fewer heads of keys and values than ranks, several ranks have the same one. Where the
+ranks do not divide the vocabulary, several have some of the same rows (``VocabShare``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.checkpoint.stored import StoredTensor
-from gpt_fast.config import ModelConfig
+from gpt_fast.config import ModelConfig, VocabShare
 from gpt_fast.errors import ConfigError
 from gpt_fast.model.description import Part
 
@@ -58,7 +59,10 @@ class Shard(NamedTuple):
         if not 0 <= self.rank < self.num_ranks:
             raise ConfigError(f"shard: rank {self.rank} is not one of {self.num_ranks}, which are counted from 0")
         c, experts = config, config.experts
-        own: dict[str, Any] = {name: self._own(name, getattr(c, name)) for name in ("num_heads", "vocab_size")}
+        own: dict[str, Any] = {"num_heads": self._own("num_heads", c.num_heads)}
+        if c.vocab_size < self.num_ranks:
+            raise ConfigError(f"shard: a vocabulary of {c.vocab_size} tokens is too small for {self.num_ranks} ranks")
+        own["vocab_rows"] = VocabShare.of(c.vocab_size, *self).num_rows
         if c.num_kv_heads > self.num_ranks or self.num_ranks % c.num_kv_heads:
             own["num_kv_heads"] = self._own("num_kv_heads", c.num_kv_heads)
         else:
@@ -78,10 +82,13 @@ class Shard(NamedTuple):
 
     def _run(self, size: int, unit: int) -> tuple[int, int]:
         """Of a run of ``size`` rows, of which ``unit`` stay together, the first that this rank has, and how many. Of
-        fewer units than ranks several ranks have the same one."""
+        fewer units than ranks several ranks have the same one, and else several have some of the same."""
         units = size // unit
-        if units % self.num_ranks:
+        if units < self.num_ranks:
             return self.rank * units // self.num_ranks * unit, unit
+        if units % self.num_ranks:
+            share = VocabShare.of(units, *self)
+            return share.first * unit, share.num_rows * unit
         return self.rank * size // self.num_ranks, size // self.num_ranks
 
     def cut(self, part: Part) -> tuple[Cut, Part]:

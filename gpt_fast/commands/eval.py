@@ -35,10 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Load the model without an engine, measure, print. Of several ranks all do the same, and rank 0 prints."""
     import torch
 
-    from gpt_fast.checkpoint.checkpoint import Checkpoint
     from gpt_fast.checkpoint.shard import Shard
     from gpt_fast.errors import ConfigError
     from gpt_fast.evaluate import Scorer, evaluate_tasks, perplexity, read_examples
+    from gpt_fast.foreign.checkpoint import open_checkpoint
     from gpt_fast.memory import check_weights
     from gpt_fast.model.steps import serve
     from gpt_fast.parallel.group import Group, device_of_rank
@@ -49,8 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     o = EngineConfig(**options.engine_options(arguments))
     if o.threads is not None:
         torch.set_num_threads(usable_threads(o.threads))
-    opened = Checkpoint.open(arguments.checkpoint)
-    where = choose_placement(opened.config, opened.stored_dtype, device=o.device, dtype=o.dtype, kernels=o.kernels)
+    opened = open_checkpoint(arguments.checkpoint)
+    wanted: dict[str, Any] = {"device": o.device, "dtype": o.dtype, "kernels": o.kernels}
+    where = choose_placement(opened.num_parameters, opened.stored_dtype, **wanted)
     tokenizer = opened.tokenizer
     device = device_of_rank(where.device)
     group = Group.from_environment(device)

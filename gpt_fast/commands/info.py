@@ -56,19 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _checkpoint_facts(directory: str, o: EngineConfig, device: Any, machine: dict[str, Any]) -> dict[str, Any]:
     from gpt_fast.checkpoint.checkpoint import Checkpoint
     from gpt_fast.kernels.roofline import Roofline
-    from gpt_fast.model.description import describe
     from gpt_fast.model.transformer import weight_bytes
     from gpt_fast.placement import pick_dtype
 
     checkpoint = Checkpoint.open(directory)
     config, defaults, tokenizer = checkpoint.config, checkpoint.defaults, checkpoint.tokenizer
-    dtype = pick_dtype(o.dtype, device, config, checkpoint.stored_dtype)
+    dtype = pick_dtype(o.dtype, device, checkpoint.num_parameters, checkpoint.stored_dtype)
     model = checkpoint.meta_model(dtype, o.quantize)
     weights, token_bytes = weight_bytes(model), model.bytes_per_token(0, dtype.itemsize)
     return {
         **{name: value for name, value in dataclasses.asdict(config).items() if name != "windows"},
         "sliding_window": max(config.windows, default=0) or None,
-        "parameters": describe(config).num_parameters,
+        "parameters": checkpoint.num_parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": o.quantize or checkpoint.format.method,
         "weight_bytes": weights,

@@ -61,7 +61,7 @@ class Runner:
     @property
     def cache_itemsize(self) -> float:
         """Bytes of the cache for each number in it, scales included."""
-        return self.cache_bytes / sum(layer.k.numel() + layer.v.numel() for layer in self.cache)
+        return self.cache_bytes / max(1, sum(layer.k.numel() + layer.v.numel() for layer in self.cache))
 
     def execute(self, plan: StepPlan) -> Tensor:
         """Run one step; returns logits [R, vocab_size] on the device: ``num_logits`` rows of each sequence in order."""

@@ -45,7 +45,7 @@ class CpuModel:
 
     def __init__(self, model: Transformer, ranks: Ranks | None = None) -> None:
         self._ranks, num_ranks = ranks, 1 if ranks is None else ranks.count
-        self.config, self.vocab_size = model.config, model.config.vocab_size * num_ranks
+        self.config, self.vocab_size = model.config, model.config.vocab_size
         heads = PagedLayer(self.config.num_kv_heads, padded(self.config.head_dim))  # filled up to whole vectors
         self.cache_layers = [heads] * self.config.num_layers
         self.device, self.dtype, self.ropes = model.device, model.dtype, model.ropes
@@ -59,7 +59,7 @@ class CpuModel:
         """The steps of this model over ``cache``, which are written in place."""
         caches: Sequence[LayerCache | None] = (None, *cache, None)
         blocks = [(ops, w._replace(cache=c)) for (ops, w), c in zip(self._blocks, caches, strict=True)]
-        return Program(blocks, "logits", rows_before=len(blocks) - 1, ranks=self._ranks)
+        return Program(blocks, "logits", rows_before=len(blocks) - 1, ranks=self._ranks, vocab_size=self.vocab_size)
 
     def make_step(self, cache: KVCache, page_table: Tensor) -> CpuStep:
         """Steps over ``cache``; the layout of each brings the page table."""
@@ -172,9 +172,8 @@ def pack_block(module: Block, tied: Sequence[PackedWeights] = (), num_ranks: int
     tables = {t.name: module.get_parameter(f"{t.name}.weight").detach() for t in block.tables}
     if tied and "tokens" in tables:
         tables["tokens"] = tied[0].data
-    num_rows = {t.name: t.num_rows for t in block.tables}
     splits = {m.name: m.split for m in block.matrices} | {t.name: t.split for t in block.tables}
-    return Weights(matrices, vectors, tables, num_rows=num_rows, splits=splits)
+    return Weights(matrices, vectors, tables, splits=splits)
 
 
 def _num_parts(w: PackedWeights, num_ranks: int) -> int:
@@ -194,7 +193,7 @@ def _take(module: Block, matrix: d.Matrix) -> list[PackedWeights]:
         for part in _parts(module.get_submodule(matrix.name)):
             assert isinstance(part, (nn.Linear, QuantizedLinear))
             n = part.out_features // max(1, matrix.num_experts)
-            found += [_pack_rows(part, slice(i, i + n)) for i in range(0, part.out_features, n)]
+            found += [pack_rows(part, slice(i, i + n)) for i in range(0, part.out_features, n)]
     setattr(module, matrix.name, _Taken())
     return found
 
@@ -206,7 +205,8 @@ class _Taken(nn.Module):
         raise RuntimeError("the weights of this Transformer were packed for the C++ kernels; use what serve() returned")
 
 
-def _pack_rows(module: nn.Linear | QuantizedLinear, rows: slice) -> PackedWeights:
+def pack_rows(module: nn.Linear | QuantizedLinear, rows: slice) -> PackedWeights:
+    """Some of the outputs of ``module``."""
     n, k = rows.stop - rows.start, module.in_features
     bias = None if module.bias is None else module.bias.detach()[rows].float()
     weight = module.weight.detach()[rows]

@@ -372,7 +372,7 @@ def describe(config: ModelConfig) -> Description:
 def _embed(c: ModelConfig) -> Block:
     b = _Builder(c, "embed.")
     b.ops.append(Embed("x", "tokens", c.embedding_scale))
-    b.tables.append(Table("tokens", c.vocab_size, c.dim, b.names["tokens"], "rows"))
+    b.tables.append(Table("tokens", c.vocab_rows or c.vocab_size, c.dim, b.names["tokens"], "rows"))
     if c.learned_positions is not None:
         b.ops.append(AddPositions("x", "positions", c.learned_positions))
         b.tables.append(Table("positions", c.max_seq_len + c.learned_positions, c.dim, b.names["positions"]))
@@ -385,7 +385,7 @@ def _head(c: ModelConfig) -> Block:
     b = _Builder(c, "head.")
     b.norm("norm", "x", "normed")
     b.ops.append(Product("normed", "logits", "output", scale=c.logits_scale))
-    b.matrix("output", c.dim, (c.vocab_size,), c.head_bias)
+    b.matrix("output", c.dim, (c.vocab_rows or c.vocab_size,), c.head_bias)
     if c.logits_cap:
         b.ops.append(Cap("logits", "logits", c.logits_cap))
     return b.block()

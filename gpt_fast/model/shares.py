@@ -19,9 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt_fast.config import VocabShare
 from gpt_fast.model.attention import alibi_slopes
 from gpt_fast.model.transformer import Block, Transformer, mean_of_row
 
@@ -43,18 +45,18 @@ def join(model: Transformer, ranks: Collectives) -> None:
     """Make ``model``, the share of this rank, compute with the others what the whole one computes."""
     for block in (model.embed, *model.layers, model.head):
         assert isinstance(block, Block)
-        _join_block(block, ranks)
+        _join_block(block, ranks, model.config.vocab_size)
     for matrix in model.head.block.matrices:
         if matrix.split == "rows":
-            _behind(model.head.get_submodule(matrix.name), ranks.side_by_side)
+            _behind(model.head.get_submodule(matrix.name), _logits(ranks, model.config.vocab_size))
 
 
-def _join_block(block: Block, ranks: Collectives) -> None:
+def _join_block(block: Block, ranks: Collectives, vocab_size: int) -> None:
     for table in block.block.tables:
         if table.split == "rows":
             weight = block.get_parameter(f"{table.name}.weight")
             assert isinstance(weight, nn.Parameter)
-            block.set_submodule(table.name, _TokenRows(weight, ranks))
+            block.set_submodule(table.name, _TokenRows(weight, ranks, vocab_size))
     for matrix in block.block.matrices:
         if matrix.split != "columns":
             continue
@@ -77,6 +79,20 @@ def _behind(module: nn.Module, collective: Callable[[Tensor], Tensor]) -> None:
     module.register_forward_hook(lambda _module, _inputs, out: collective(out))
 
 
+def _logits(ranks: Collectives, vocab_size: int) -> Callable[[Tensor], Tensor]:
+    """Of each rank's columns those that count as its own: see ``VocabShare``."""
+
+    def joined(own: Tensor) -> Tensor:
+        every = ranks.side_by_side(own)
+        if every.shape[-1] == vocab_size:
+            return every
+        places = [VocabShare.of(vocab_size, rank, ranks.count) for rank in range(ranks.count)]
+        pieces = zip(every.chunk(ranks.count, dim=-1), places, strict=True)
+        return torch.cat([piece[..., place.own - place.first :] for piece, place in pieces], dim=-1)
+
+    return joined
+
+
 def _summed(run: Callable[..., Tensor], ranks: Collectives) -> Callable[..., Tensor]:
     return lambda *arguments: ranks.sum(run(*arguments))
 
@@ -89,12 +105,13 @@ def _mean_of_whole_row(ranks: Collectives) -> Callable[[Tensor], Tensor]:
 class _TokenRows(nn.Module):
     """The embedding table of all ranks; ``weight``: the rows of this one."""
 
-    def __init__(self, weight: nn.Parameter, ranks: Collectives) -> None:
+    def __init__(self, weight: nn.Parameter, ranks: Collectives, vocab_size: int) -> None:
         super().__init__()
         self.weight, self._ranks = weight, ranks
+        _, self._first, self._own = VocabShare.of(vocab_size, ranks.rank, ranks.count)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = tokens - self._ranks.rank * len(self.weight)
-        elsewhere = (rows < 0) | (rows >= len(self.weight))
+        rows = tokens - self._first
+        elsewhere = (tokens < self._own) | (rows >= len(self.weight))
         found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
         return self._ranks.sum(found.masked_fill(elsewhere[..., None], 0.0))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.errors import UnsupportedError
+from gpt_fast.foreign.model import ForeignModel, Loaded
 from gpt_fast.kernels import gpu
 from gpt_fast.kernels.cache import PagedLayer, StepLayout
 from gpt_fast.kernels.cpu import program
@@ -38,7 +39,7 @@ class Ranks(program.Ranks, shares.Collectives, Protocol):
 
 
 def serve(
-    model: Transformer | Served,
+    model: Transformer | Loaded | Served,
     *,
     kernels: bool = True,
     compile: bool = True,
@@ -51,6 +52,8 @@ def serve(
     torch.compile's code does. ``ranks``: ``model`` is the share of one of them, who all serve theirs.
     ``layer_devices``: where each layer is; (): where the rest is.
     """
+    if isinstance(model, Loaded):
+        return ForeignModel(model, kernels=kernels)
     if not isinstance(model, Transformer):
         return model
     if any(device != model.device for device in layer_devices):
@@ -70,7 +73,6 @@ class TorchModel:
         self.device, self.dtype, self.vocab_size = model.device, model.dtype, model.config.vocab_size
         if ranks is not None:
             shares.join(model, ranks)
-            self.vocab_size *= ranks.count
             if kernels and self.device.type == "cuda":
                 log.warning("the GPU kernels have no sums of ranks: plain torch runs this model, and slower")
             self._kernels = False
@@ -81,7 +83,7 @@ class TorchModel:
         return TorchStep(self.transformer, cache, page_table, kernels=self._kernels, compile=self._compile)
 
 
-Served = CpuModel | TorchModel | SplitModel
+Served = CpuModel | TorchModel | SplitModel | ForeignModel
 
 
 class TorchStep:

@@ -116,12 +116,6 @@ class Group:
         for row, found in zip(places, rows, strict=True):
             row.copy_(found)
 
-    def greatest(self, numbers: Tensor) -> Tensor:
-        """The greatest of all ranks' ``numbers``, one by one."""
-        found = numbers.clone()
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found
-
     def close(self) -> None:
         """Wait until all ranks close, and leave."""
         self.wait()

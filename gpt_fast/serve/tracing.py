@@ -20,7 +20,7 @@ MOST_STEPS = 100  # of a long request: a step of a large model has a thousand ev
 
 
 def profiler(device_type: str) -> profile:
-    """A profiler of what all threads compute, not yet started. The engine has a thread of its own."""
+    """A profiler of what all threads compute, not yet started. The engine's thread is one of them."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     return profile(activities=activities, experimental_config=every_thread)

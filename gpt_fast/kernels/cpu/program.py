@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gpt_fast.config import VocabShare
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout, check_cache, padded
 from gpt_fast.kernels.cpu import structs
@@ -49,15 +50,14 @@ class Weights(NamedTuple):
     """What the operations of one block name.
 
     matrices: of one matrix several packed ones where parts of it are stored otherwise, or one for each expert.
-    vectors: weight, and bias or None. tables: float32 or bfloat16, [V, E] or, if the head shares it, packed; num_rows:
-    their V. splits: what ranks divide of each matrix and table.
+    vectors: weight, and bias or None. tables: float32 or bfloat16, [V, E] or, if the head shares it, packed. splits:
+    what ranks divide of each matrix and table.
     """
 
     matrices: Mapping[str, Sequence[PackedWeights]]
     vectors: Mapping[str, tuple[Tensor, Tensor | None]] = {}
     tables: Mapping[str, Tensor] = {}
     cache: LayerCache | None = None
-    num_rows: Mapping[str, int] = {}
     splits: Mapping[str, d.Split] = {}
 
 
@@ -95,9 +95,9 @@ class Program:
 
     ``output``: the buffer that :meth:`run` returns. ``rows_before``: index of the block before which only the wanted
     tokens' rows are kept (the head's); None: all are. ``input``: name and width of a buffer that the caller fills.
-    ``ranks``: the weights are this rank's share; all ranks run the same steps, and each has the whole output. Caches
-    are read and written in place, [pages, page_size, K, padded(D)] of one dtype, float32, bfloat16 or int8 with scales.
-    The program keeps all tensors alive that it reads. Raises UnsupportedError.
+    ``ranks``: the weights are this rank's share, of a vocabulary of ``vocab_size``; all ranks run the same steps, and
+    each has the whole output. Caches are read and written in place, [pages, page_size, K, padded(D)] of one dtype,
+    float32, bfloat16 or int8 with scales. The program keeps all tensors alive that it reads. Raises UnsupportedError.
     """
 
     def __init__(
@@ -108,8 +108,9 @@ class Program:
         rows_before: int | None = None,
         input: tuple[str, int] | None = None,
         ranks: Ranks | None = None,
+        vocab_size: int = 0,
     ) -> None:
-        self._library, self._ranks = library(), ranks
+        self._library, self._ranks, self._vocab_size = library(), ranks, vocab_size
         self._kept: list[object] = [] if ranks is None else [ranks]
         self._ops: list[Structure] = []
         self._buffers = b = _Buffers(output, input)
@@ -251,8 +252,9 @@ class Program:
         self._read_table(done, w.tables[op.table])
         done.out = done.part = self._make(op.out, done.width)
         if self._ranks is not None and w.splits.get(op.table) == "rows":
-            done.shared, done.num_rows = 1, w.num_rows[op.table]
-            done.first_row = self._ranks.rank * done.num_rows
+            done.shared = 1
+            share = VocabShare.of(self._vocab_size, self._ranks.rank, self._ranks.count)
+            done.num_rows, done.first_row, done.own_row = share
 
     def _add_positions(self, op: d.AddPositions, done: Structure, w: Weights) -> None:
         self._read_table(done, w.tables[op.table])
@@ -284,9 +286,8 @@ class Program:
         if split == "columns":
             done.shared, done.part = 1, self._buffers.new(_PART, total)
         elif split == "rows" and op.out == self._buffers.output_name:
-            assert self._ranks is not None
             done.shared, done.part = 2, self._buffers.new(_PART, total)
-            total *= self._ranks.count
+            total = self._vocab_size
         done.out = self._make(op.out, total, apart=done.x)
 
     def _attention_heads(self, op: d.Heads, done: Structure, w: Weights) -> None:
@@ -325,7 +326,7 @@ class Program:
         done.out = self._make(op.out, heads.num_heads * heads.head_dim, apart=done.x)
 
     def _slopes(self, num_heads: int) -> Tensor:
-        """ALiBi's of ``num_heads``, or where ranks have so many each those of this one."""
+        """ALiBi's slopes of ``num_heads`` heads; with ranks, of the ``num_heads`` heads that this rank has."""
         if self._ranks is None:
             return alibi_slopes(num_heads)
         return alibi_slopes(num_heads * self._ranks.count)[self._ranks.rank * num_heads :][:num_heads]

@@ -49,7 +49,8 @@ struct Op {
     // With ranks: of a product 1 where outputs are sums over all ranks, 2 where each rank has some of the outputs; of an
     // embedding 1 where each rank has some of the rows. The own part is made in the buffer `part`.
     int64_t shared, part;
-    int64_t first_row, num_rows;  // of an embedding that ranks share
+    // Of an embedding that ranks share: the rows here, of which those before `own_row` count as another rank's.
+    int64_t num_rows, first_row, own_row;
     Embedding table;
     int64_t position_offset;
     int64_t num_heads, num_kv_heads, head_dim, padded_dim, rotary, rope, window;
@@ -184,7 +185,7 @@ private:
         team.share(n, 1, [&](int64_t i, int64_t) {
             float* out = row(op.out, i);
             const int64_t token = s.tokens[i] - op.first_row;
-            if (!op.shared || (token >= 0 && token < op.num_rows))
+            if (!op.shared || (s.tokens[i] >= op.own_row && token < op.num_rows))
                 embedding_row(op.table, token, op.width, out);
             else
                 std::memset(out, 0, static_cast<size_t>(op.width) * sizeof(float));
@@ -231,7 +232,7 @@ private:
             team.barrier();
             column += op.pieces[i].n;
         }
-        if (op.shared == 2) rows_of_ranks(team, *p.ranks, round, out, n, p.widths[op.part], buffers[op.out]);
+        if (op.shared == 2) rows_of_ranks(team, *p.ranks, round, out, n, p.widths[op.part], buffers[op.out], p.widths[op.out]);
         if (op.shared != 1) return;
         const Linear& w = op.pieces[0];
         sum_of_ranks(team, *p.ranks, round, out, n * w.n, buffers[op.out], [&](int64_t i, float sum) {

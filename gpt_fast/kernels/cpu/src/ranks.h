@@ -148,15 +148,18 @@ void sum_of_ranks(Team& team, Ranks& r, int64_t& round, const float* in, int64_t
     });
 }
 
-// out [rows, ranks, width] of each rank's in [rows, width].
+// out [rows, total] of each rank's in [rows, width], side by side. Where that is more than `total`, the last ranks begin
+// earlier (VocabShare), and only the first one's columns count.
 inline void rows_of_ranks(Team& team, Ranks& r, int64_t& round, const float* in, int64_t rows, int64_t width,
-                          float* out) {
+                          float* out, int64_t total) {
     with_ranks(team, r, round, in, rows * width, [&](int64_t first, int64_t begin, int64_t end) {
-        for (int64_t k = 0; k < r.count; ++k)
+        for (int64_t k = 0; k < r.count; ++k) {
+            const int64_t own = k * width, start = std::min(own, total - width);
             for (int64_t i = begin; i < end; ++i) {
-                const int64_t at = first + i, row = at / width;
-                out[(row * r.count + k) * width + at % width] = place_of(r, round, k)[i];
+                const int64_t at = first + i, row = at / width, column = start + at % width;
+                if (column >= own) out[row * total + column] = place_of(r, round, k)[i];
             }
+        }
     });
 }
 
