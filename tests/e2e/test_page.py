@@ -233,6 +233,29 @@ def test_a_models_text_is_text(page: Page) -> None:
     page.browser.complaints.clear()  # of the last line
 
 
+def told(page: Page, deltas: list[tuple[dict[str, str], list[bytes]]]) -> list[str]:
+    """The text of each token after a chat's stream with these deltas, and the tokens that come with each."""
+    choices = []
+    for delta, tokens in deltas:
+        entries = [{"token": "t", "bytes": list(t), "logprob": -1, "top_logprobs": []} for t in tokens]
+        choices.append({"index": 0, "delta": delta, "logprobs": {"content": entries}})
+    page.browser.evaluate("globalThis.shown = new Answer(document.querySelector('#answer'), 'answer'); 0")
+    page.browser.evaluate(f"{json.dumps(choices)}.forEach((choice) => shown.take(choice))")
+    return list(page.browser.evaluate("shown.tokens.map(({span}) => span.textContent)"))
+
+
+def test_each_token_gets_its_part_of_the_text(page: Page) -> None:
+    page.open()
+    whole = [({"content": "Ab"}, [b" A", b"b"]), ({"content": ""}, [b"\xc3"]), ({"content": "é!"}, [b"\xa9", b"!"])]
+    assert told(page, whole) == ["A", "b", "", "é", "!"], "without the space that the text does not begin with"
+    assert told(page, [({"content": " A"}, [b" A"]), ({"content": "b"}, [b"b"])]) == [" A", "b"]
+    held = [({"content": "a"}, [b"a"]), ({"content": ""}, [b"\nuser"]), ({"content": ""}, [b":"])]
+    assert told(page, held) == ["a", "", ""], "a string that ends the answer is not part of it"
+    thinking = [({"content": ""}, [b"<think>"]), ({"reasoning_content": "hm"}, [b"hm"]), ({"content": "yes"}, [b"yes"])]
+    assert told(page, thinking) == ["<think>", "hm", "yes"]
+    assert page.browser.evaluate("shown.text") == "yes"
+
+
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
