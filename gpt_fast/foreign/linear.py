@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +75,18 @@ def _linears(model: nn.Module) -> list[str]:
     return [name for name, m in model.named_modules() if type(m) in kinds and id(m.weight) not in tables]
 
 
+class _Gone(NamedTuple):
+    """A weight that was packed. No tensor, so that what computes with it fails."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+
+
 class KernelLinear(nn.Module):
     """``linear``, whose weights it packs, by the C++ kernels: [..., K] -> [..., N] in the dtype of the input.
 
-    ``weight`` has the shape and ``dtype`` of what was there, for code that asks; its values are not there.
+    ``weight`` says what was there, for code that asks for its ``dtype``; its values are not there.
     """
 
     def __init__(self, linear: nn.Module, dtype: torch.dtype) -> None:
@@ -86,8 +94,7 @@ class KernelLinear(nn.Module):
         assert isinstance(linear, nn.Linear | QuantizedLinear)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         packed: PackedWeights = pack_rows(linear, slice(0, linear.out_features))
-        shape = (self.out_features, self.in_features)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        self.weight = _Gone(dtype, torch.Size((self.out_features, self.in_features)), packed.data.device)
         self.bias = linear.bias
         self.register_buffer("packed", packed.data, persistent=True)
         weights = Weights({"w": (packed,)}, splits={"w": "whole"})

@@ -46,9 +46,10 @@ class ForeignModel:
 
     def __init__(self, loaded: Loaded, *, kernels: bool = True) -> None:
         model, config = loaded
+        self.module: Any = model.eval()
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if kernels:
             use_kernels(model)
-        self.module: Any = model.eval()
         self.vocab_size = config.vocab_size
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
@@ -73,10 +74,6 @@ class ForeignModel:
             longest = options.max_seq_len or min(WHOLE_PROMPT, self.config.max_seq_len)
             options = replace(options, max_seq_len=longest, prefill_chunk=longest)
         return options
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.module.parameters())
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor) -> Tensor:
