@@ -232,6 +232,8 @@ class GPTFastHandler:
         if piece is not None:
             ctx.set_response_status(200, "OK", index)  # left alone, the status line would have no phrase
             ctx.set_response_content_type(index, piece.content_type)
+            for name, value in piece.headers:
+                ctx.set_response_header(index, name, value)
         return piece
 
     def refused(self, ctx: Any, index: int, error: RequestError) -> Piece:

@@ -198,6 +198,12 @@ def test_pages_need_no_model(worker: Worker) -> None:
     assert json.loads(worker.one({}, headers={"url_path": "v1/models"})[2])["data"][0]["id"] == "gpt-fast"
 
 
+def test_predict_is_one_string(worker: Worker) -> None:
+    body = {"prompt": "a", "max_new_tokens": 2}
+    status, content_type, answer, _ = worker.one(body, headers={"url_path": "predict"})
+    assert (status, content_type, json.loads(answer)) == (200, "application/json", "a w0 w1")
+
+
 def test_a_form_that_arrives_as_nothing_is_explained(worker: Worker) -> None:
     processor = RequestProcessor({"Content-Length": "20", "url_path": ""})
     ctx = worker.service.context

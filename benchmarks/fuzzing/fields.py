@@ -229,6 +229,7 @@ _COMMON: dict[str, Field] = {
     "timeout_s": real(100, 1000, 100, 1000),
     "stream": SWITCH,
     "draft_counts": SWITCH,
+    "return_origins": SWITCH,
 }
 
 NATIVE: dict[str, Field] = _COMMON | {

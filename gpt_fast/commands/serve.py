@@ -139,6 +139,7 @@ def announce(server: Server, run_dir: Path, request: Path | None) -> None:
     print(f"Ready. It serves {server.serves}")
     print(f"  completions        {server.url}")
     print(f"  OpenAI's base_url  {server.url}/1.0/v1")
+    print(f"  in a browser       {server.url}/1.0/page")
     print(f"  logs               {run_dir / 'server.log'}, {run_dir / 'logs'}")
     if not server.host.startswith("127."):
         print(

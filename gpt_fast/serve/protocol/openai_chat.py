@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt_fast.errors import RequestError
 from gpt_fast.fields import check_values, texts_of, values_in
-from gpt_fast.outputs import Completion, Delta, TokenLogprobs
+from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import MAX_STOP_STRINGS
 from gpt_fast.serve.protocol.answer_form import AnswerForm
 from gpt_fast.serve.protocol.answer_parts import AnswerReader, Part
@@ -50,7 +50,7 @@ class ChatRequest(OpenAIRequest):
         if delta.logprobs and not news:
             news = [{"content": ""}]
         for i, each in enumerate(news):
-            chunks.append(choice_of(index, {"delta": each}, self._logprobs(delta.logprobs if i == 0 else ())))
+            chunks.append(choice_of(index, {"delta": each}, self._logprobs(delta, told=i > 0)))
         if delta.finish_reason is not None:
             chunks.append(choice_of(index, {"delta": {}}, None, message.reason(delta.finish_reason)))
         return chunks
@@ -58,7 +58,7 @@ class ChatRequest(OpenAIRequest):
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = self._new_message()
         message.push(completion.text, final=True)
-        logprobs = self._logprobs(completion.logprobs or ())
+        logprobs = self._logprobs(completion)
         return choice_of(index, {"message": message.whole()}, logprobs, message.reason(completion.finish_reason))
 
     def _new_message(self) -> _Message:
@@ -66,13 +66,17 @@ class ChatRequest(OpenAIRequest):
         new_id = self.context.new_id
         return _Message(self._form.reader(), lambda: new_id()[:length] if length else f"call_{new_id()}")
 
-    def _logprobs(self, entries: tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
+    def _logprobs(self, part: Delta | Completion, told: bool = False) -> dict[str, Any] | None:
+        """Those of ``part``; of none of it if they are ``told`` already, in another chunk."""
         if self.params.logprobs is None:
             return None
-        content = []
-        for entry in entries:
+        content: list[dict[str, Any]] = []
+        entries = part.logprobs or ()
+        for entry, origin in () if told else zip(entries, self._origins(part, len(entries)), strict=True):
             top = [self._token(token, logprob) for token, logprob in entry.top]
             content.append(self._token(entry.token, entry.logprob) | {"top_logprobs": top})
+            if origin is not None:
+                content[-1]["origin"] = origin
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:

@@ -63,6 +63,8 @@ def read_request(body: Mapping[str, Any], kinds: Mapping[str, Kind], context: Op
         raise RequestError(f"best_of is not supported: {_INSTEAD['best_of']}", "best_of", "unsupported_parameter")
     if "stream_options" in given and not given.get("stream"):
         raise RequestError('stream_options is only allowed with "stream": true', "stream_options")
+    if given.get("return_origins") and (given.get("logprobs") is None or given["logprobs"] is False):
+        raise RequestError("return_origins needs logprobs, which hold one for each token", "return_origins")
     given.setdefault("temperature", context.default_temperature)
     return given
 
@@ -169,7 +171,7 @@ _BOTH: dict[str, Kind] = {
     "stream": flag,
     "stream_options": Struct(_STREAM_OPTIONS),
     "response_format": _response_format,
-    "draft_counts": flag,  # our own
+    **dict.fromkeys(("draft_counts", "return_origins"), flag),  # our own
 }
 COMPLETION = _BOTH | {"prompt": _prompts, "echo": flag}
 CHAT = _BOTH | {

@@ -28,12 +28,14 @@ Prompt = str | list[int]  # text, or token ids as they are
 
 
 class Piece(NamedTuple):
-    """The next part of an answer. ``plain``: it is the first and the last, so the answer was never a stream."""
+    """The next part of an answer. ``plain``: it is the first and the last, so the answer was never a stream.
+    ``headers``: names and values, beside those that every answer has."""
 
     text: str
     content_type: str
     last: bool = True
     plain: bool = True
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 class WireRequest(ABC):
