@@ -46,11 +46,8 @@ def add_parser(subparsers: Any) -> None:
     of_load = "load, with --url; --dataset, --temperature and --plot also with --checkpoint and --draft"
     load = _add_load_options(parser.add_argument_group(of_load))
     drafts = engine - {"speculate", "prompt_tokens"} | {"dataset", "temperature", "plot"}
-    modes = {
-        "engine": engine - {"draft", "method", "profile", "speculate", "speculate_k"},
-        "drafts": drafts,
-        "load": load,
-    }
+    plain = engine - {"draft", "method", "profile", "speculate", "speculate_k"}
+    modes = {"engine": plain, "drafts": drafts, "load": load}
     parser.set_defaults(run=run, modes=modes, names=engine | load)
 
 
