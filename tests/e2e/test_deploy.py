@@ -112,10 +112,10 @@ def test_no_log_has_what_a_client_wrote_or_was_answered(site: Site) -> None:
         (NATIVE, f'{{"prompt": "{word}'.encode(), 400),
         (NATIVE, word.encode(), 400),
         (f"{NATIVE}/1.0/predict", {"prompt": f"The {word}", "max_tokens": 4}, 200),
-        ("/v1/completions", {"prompt": f"The {word}", "max_tokens": 4, "logprobs": 1}, 200),
+        ("/v1/completions", {"model": "gpt-fast", "prompt": f"The {word}", "max_tokens": 4, "logprobs": 1}, 200),
         ("/v1/completions", {"prompt": f"The {word}", "model": word}, 404),
-        (CHAT, {"messages": [message], "max_tokens": 4, "tools": [tool]}, 200),
-        (CHAT, {"messages": [{"role": word, "content": word}]}, 400),
+        (CHAT, {"model": "gpt-fast", "messages": [message], "max_tokens": 4, "tools": [tool]}, 200),
+        (CHAT, {"model": "gpt-fast", "messages": [{"role": word, "content": word}]}, 400),
     ]
     for path, body, status in requests:
         found, answer = site.begin(path, body)
@@ -157,6 +157,11 @@ def test_a_server_is_replaced_and_no_request_is_lost(site: Site) -> None:
     assert set(answers) == {(200, True)}, answers
     assert old.output.read_text().endswith("at most\nStopping\nStopped.\n"), old.output.read_text()
     assert new.process.is_running()
+    ended = [
+        sum(text.count("request id=") for name, text in site.logs().items() if name == f"{side}/model_log.log")
+        for side in ("old", "new")
+    ]
+    assert min(ended) > 3, "the proxy did not ask both"
 
 
 def test_without_another_server_new_requests_are_told_when_to_come_back(site: Site) -> None:
