@@ -74,7 +74,8 @@ def launch(run_dir: Path, java: Java, properties: str, tmp_dir: str) -> psutil.P
     command = [sys.executable, "-m", "ts.model_server", "--start", "--ncs", "--disable-token-auth"]
     command += ["--ts-config", str(config), "--log-config", str(log_config)]
     command += ["--model-store", str(run_dir / STORE), "--models", f"{MODEL}={MODEL}"]
-    with log.open("wb") as output:
+    log.write_bytes(b"")
+    with log.open("ab") as output:  # who truncates it finds what comes next at its beginning
         subprocess.run(
             command,
             cwd=run_dir,
