@@ -132,6 +132,18 @@ def test_no_log_has_what_a_client_wrote_or_was_answered(site: Site) -> None:
     assert not [name for name, text in logs.items() if word in text.lower() or KEY in text]
 
 
+def test_a_browser_gets_the_page_and_needs_a_key_for_the_rest(site: Site) -> None:
+    found = []
+    for path, key in (("page", ""), ("v1/models", ""), ("v1/models", KEY), ("stats", KEY)):
+        connection = site.proxy.connect()
+        connection.request("GET", f"{NATIVE}/1.0/{path}", headers={"Authorization": f"Bearer {key}"} if key else {})
+        answer = connection.getresponse()
+        found.append((answer.status, answer.headers["Content-Type"].split(";")[0]))
+        answer.read()
+        connection.close()
+    assert found == [(200, "text/html"), (401, "application/json"), *[(200, "application/json")] * 2]
+
+
 def test_a_server_is_replaced_and_no_request_is_lost(site: Site) -> None:
     """Clients ask all the time, one request after the other, streamed and in one piece. Some answers of both kinds are
     half made when the server is asked to end: its worker sleeps at that moment. Each client gets its whole answer."""
