@@ -510,6 +510,8 @@ def load_handler(path: Path) -> ModuleType:
         ("models--TinyLlama--TinyLlama-1.1B/snapshots/0123abcd", "TinyLlama/TinyLlama-1.1B"),
         ("models--gpt2/snapshots/0123abcd", "0123abcd"),
         ("models--a--b/other/0123abcd", "0123abcd"),
+        ("folder/llama-q4_k_m.gguf", "llama-q4_k_m"),
+        ("folder/llama-00001-of-00003.gguf", "llama"),
     ],
 )
 def test_a_model_of_the_hub_has_its_name_there(checkpoint: str, name: str, tmp_path: Path) -> None:
