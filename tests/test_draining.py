@@ -96,6 +96,11 @@ def test_where_nobody_listens_nothing_runs(model: Model) -> None:
     assert draining.drain(model.place, LONG_S)
 
 
+def test_a_server_that_somebody_else_has_stopped_is_not_waited_for(model: Model, tmp_path: Path) -> None:
+    place = draining.Place(model.place.inference, model.place.management, "m", tmp_path / "gone" / "closed")
+    assert draining.drain(place, LONG_S)
+
+
 @pytest.mark.parametrize("linger_s", [0.0, LONG_S])
 def test_it_ends_at_once_when_it_is_told_to(linger_s: float, model: Model) -> None:
     model.states = [IDLE | {"running": 1}]

@@ -46,7 +46,10 @@ def drain(place: Place, seconds: float, at_once: threading.Event | None = None, 
     ended = (at_once or threading.Event()).wait
     if ended(min(linger_s, seconds)):
         return False
-    place.closed.touch()
+    try:
+        place.closed.touch()
+    except FileNotFoundError:
+        return True  # somebody has stopped it meanwhile, and removed its folder
     looks = 0
     while looks < LOOKS:
         if ended(max(0.0, min(POLL_S, deadline - time.monotonic()))) or time.monotonic() >= deadline:
