@@ -130,7 +130,7 @@ class GPTFastHandler:
         if self.settings.profile:
             self.trace = FirstRequest(self.llm.engine, self.llm.device.type)
         names = served_names(ctx.model_name, self.settings.checkpoint)
-        self.routes = Routes(self.llm, self.settings, names, self.metrics)
+        self.routes = Routes(self.llm, self.settings, names, self.metrics, lambda: len(self.sessions))
 
     def build(self, checkpoint: Path, options: Mapping[str, Any]) -> Any:
         """The engine; tests replace it."""
