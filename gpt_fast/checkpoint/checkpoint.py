@@ -8,6 +8,7 @@ leaves behind plus some megabytes. A Hugging Face directory is read here, a file
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from torch import nn
 
 from gpt_fast.checkpoint.families import GenerationDefaults, parse_config, read_generation_defaults, read_json
 from gpt_fast.checkpoint.family_table import FAMILIES
+from gpt_fast.checkpoint.lora import Adapter, adapted, open_adapters, touched
 from gpt_fast.checkpoint.meta_files import read_meta_file
 from gpt_fast.checkpoint.shard import Cut, Shard
 from gpt_fast.checkpoint.stacked import unstacked
@@ -50,7 +52,7 @@ class Checkpoint:
     ``path``: what was opened, for messages. ``directory``: where the tokenizer is. ``raw``: the content of
     ``config.json``. ``config``: the model; its ``tie_embeddings`` says what the files have. ``files``: those that hold
     the weights. ``tensors``: all of theirs by name, without a head that is tied. ``format``: how they hold linear
-    weights. ``defaults``: what the checkpoint says about generation.
+    weights. ``defaults``: what the checkpoint says about generation. ``lora``: the weights of ``adapters`` by folder.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class Checkpoint:
         """``form``: None where ``raw`` says it."""
         self.path, self.directory = path, path if path.is_dir() else path.parent
         self.files, self.raw = files, raw
+        self.lora: Mapping[str, float] = {}
+        self.adapters: list[Adapter] = []
         self.defaults: GenerationDefaults = read_generation_defaults(
             self.directory, raw, FAMILIES[config.family].defaults
         )
@@ -94,6 +98,29 @@ class Checkpoint:
         header, wanted = parse_header(found, where), parts(self.config)
         self.tensors = without_empty_biases(wanted, self.tensors)
         return HubFormat(header, wanted, self.tensors, str(self.directory))
+
+    def with_adapters(self, lora: Mapping[str, float] | None) -> Checkpoint:
+        """This checkpoint with ``EngineConfig.lora`` added to its weights while they are read (lora.py).
+
+        Raises CheckpointError for adapters that do not fit, ConfigError for weights that are quantized.
+        """
+        if not lora or lora == self.lora:
+            return self
+        if self.format.method is not None or self.lora:
+            why = "has adapters already" if self.lora else f"is quantized already ({self.format.method})"
+            todo = "Name the unquantized checkpoint, and say quantize: it is rounded with the adapter"
+            raise ConfigError(f"lora: {self.path} {why}, so its weights can no longer be changed. {todo}")
+        out, adapters = copy.copy(self), open_adapters(lora)
+        names, wanted = FAMILIES[self.config.family].names, touched(adapters)
+        table, head = names["tokens"] + ".weight", names["output"] + ".weight"
+        tensors = dict(self.tensors)
+        if self.config.tie_embeddings and table in wanted:
+            raise CheckpointError(f"lora: {table} has an adapter, and it is the head of {self.path} as well")
+        if self.config.tie_embeddings and head in wanted:  # which is from now on another matrix than the table
+            out.config, tensors[head] = replace(self.config, tie_embeddings=False), tensors[table]
+        transposed = {part.source for part in parts(out.config) if part.layout.kind == "transposed"}
+        out.lora, out.adapters, out.tensors = lora, adapters, adapted(tensors, transposed, adapters)
+        return out
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
