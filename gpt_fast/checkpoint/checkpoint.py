@@ -34,6 +34,8 @@ from gpt_fast.model.building import empty_model
 from gpt_fast.model.description import Part, describe, parts
 from gpt_fast.model.transformer import Transformer, weight_bytes
 from gpt_fast.quantize.apply import SchemeOf, quantized_part, swap_layers
+from gpt_fast.quantize.compressed import METHOD as COMPRESSED
+from gpt_fast.quantize.compressed import read_compressed
 from gpt_fast.quantize.formats import Format, OwnFormat, RoundedFormat, Specs
 from gpt_fast.quantize.hub import HubFormat, parse_header, without_empty_biases
 from gpt_fast.quantize.scheme import METHOD, Scheme, Split, parse_quant_config, quant_config
@@ -95,7 +97,11 @@ class Checkpoint:
             return Format()
         if found["quant_method"] == METHOD:
             return OwnFormat(parse_quant_config(found, where))
-        header, wanted = parse_header(found, where), parts(self.config)
+        wanted = parts(self.config)
+        if found["quant_method"] == COMPRESSED:
+            self.tensors, form = read_compressed(found, where, wanted, self.tensors)
+            return form
+        header = parse_header(found, where)
         self.tensors = without_empty_biases(wanted, self.tensors)
         return HubFormat(header, wanted, self.tensors, str(self.directory))
 
@@ -238,7 +244,7 @@ def resolve_tying(
     table, head = names["tokens"] + ".weight", names["output"] + ".weight"
     tensors = dict(tensors)
     tied = config.tie_embeddings
-    if names["output"] + ".qweight" in tensors:  # a head that others quantized
+    if any(f"{names['output']}.{packed}" in tensors for packed in ("qweight", "weight_packed")):  # others quantized it
         return config, tensors
     if head not in tensors:
         tied = True
