@@ -78,7 +78,7 @@ def test_layers_of_the_library_itself(case: str, tmp_path: Path) -> None:
         most += 15 * own["weight_scale"].float().max() / 255 / 2
     for rows in found.split(n):
         assert (rows - values).abs().max() <= most
-    assert values.std() > 50 * most or case.startswith("w4")
+    assert values.std() > 5 * most
 
 
 def attention_only(stored: dict[str, Tensor]) -> Change:
@@ -283,10 +283,6 @@ def test_the_engine_serves_them(tmp_path: Path) -> None:
         ({"config_groups": {"a": {"weights": WEIGHTS | {"num_bits": 3}}}}, "config_groups.a.weights: int of 3 bits"),
         ({"config_groups": {"a": {"weights": WEIGHTS | {"type": "float"}}}}, "float of 4 bits is not supported"),
         ({"config_groups": {"a": {"weights": WEIGHTS | {"strategy": "block"}}}}, "strategy 'block' is not supported"),
-        (
-            {"config_groups": {"a": {"weights": WEIGHTS, "input_activations": {"num_bits": 4}}}},
-            "input_activations.num_bits 4 is not supported",
-        ),
         (
             {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}}},
             "block_structure None is not two sizes",

@@ -10,13 +10,15 @@ pack-quantized   X.weight_packed            int32 [N, K * bits / 32]: ``q + 2^(b
                  X.weight_g_idx             int32 [K]: the group of each input
 int-quantized    X.weight                   int8 [N, K]
 float-quantized  X.weight                   float8_e4m3fn [N, K]
-all              X.weight_scale             [N, groups], [N, 1] or [1]; of 8-bit floats also one for each block
+mxfp4-           X.weight_packed            uint8 [N, K / 2], and X.weight_scale uint8 [N, K / 32]: stacked.py
+pack-quantized
+others           X.weight_scale             [N, groups], [N, 1] or [1]; of 8-bit floats also one for each block
                  X.input_scale and others   of static activations: not needed
 ===============  =========================  ================================================================
 
 Weights of 8 bits stay as they are, and so do codes of 4 bits; their scales and zeros become those of int4 here
-(``tinygemm.regrid``). 8-bit floats are read as plain weights. Activations are rounded as for our own weights, or not at
-all, whatever the file says of them. What the tensors of a layer are decides how it is read, not the lists of targets.
+(``tinygemm.regrid``). Floats of 8 and 4 bits are read as plain weights. Activations are rounded as for our own weights,
+or not at all, whatever the file says of them. The tensors of a layer decide how it is read, not the lists of targets.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast.checkpoint.shard import Cut
+from gpt_fast.checkpoint.stacked import Mxfp4Tensor
 from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
@@ -42,7 +45,8 @@ from gpt_fast.quantize.scheme import Scheme
 from gpt_fast.quantize.tinygemm import regrid
 
 METHOD = "compressed-tensors"
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_MXFP4 = "mxfp4-pack-quantized"
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", _MXFP4, "naive-quantized", "mixed-precision")
 _PACKED, _SHAPE, _SCALE = "weight_packed", "weight_shape", "weight_scale"
 _ZERO, _GROUPS = "weight_zero_point", "weight_g_idx"
 _OF_ACTIVATIONS = tuple(f"{what}_{kind}" for what in ("input", "output") for kind in ("scale", "zero_point"))
@@ -77,18 +81,18 @@ class ScaledTensor(StoredTensor):
 def read_compressed(
     raw: Mapping[str, Any], where: str, wanted: Sequence[Part], tensors: Tensors
 ) -> tuple[dict[str, StoredTensor], Format]:
-    """How the layers of a checkpoint whose ``quantization_config`` is ``raw`` are held, and its tensors for that:
-    8-bit floats as plain weights, and nothing of activations. Raises CheckpointError naming what is not supported."""
+    """The tensors of a checkpoint whose ``quantization_config`` is ``raw``, floats of 8 and 4 bits as plain weights and
+    without those of activations; and how its layers are held. Raises CheckpointError naming what is not supported."""
     block = _check_header(raw, where)
     linears = [part for part in wanted if part.target.endswith(".weight") and len(part.shape) == 2]
     out = dict(tensors)
     for part in linears:
         for name in _OF_ACTIVATIONS:
             out.pop(beside(part, name), None)
-        weight, scale = tensors.get(part.source), tensors.get(beside(part, _SCALE))
-        if weight is not None and scale is not None and weight.dtype == torch.float8_e4m3fn:
-            out[part.source] = _plain(weight, scale, block, f"{where}: {beside(part, _SCALE)}")
-            del out[beside(part, _SCALE)]
+        if (plain := _floats(part, tensors, block, where)) is not None:
+            out[part.source] = plain
+            for name in (_PACKED, _SCALE):
+                out.pop(beside(part, name), None)
     compressed = CompressedFormat(linears, out, where)
     return out, compressed if compressed.schemes else Format()
 
@@ -108,19 +112,14 @@ def _check_header(raw: Mapping[str, Any], where: str) -> tuple[int, int] | None:
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise CheckpointError(f"{where}.config_groups must give a scheme by name")
     for name, group in groups.items():
-        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        weights = group["weights"] if isinstance(group.get("weights"), dict) else {}
         bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
         found = f"{where}.config_groups.{name}"
-        if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
-            raise CheckpointError(
-                f"{found}.weights: {kind} of {bits} bits is not supported, only int 4, int 8, float 8"
-            )
+        if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)) and form != _MXFP4:
+            known = "int 4, int 8, float 8 and MXFP4"
+            raise CheckpointError(f"{found}.weights: {kind} of {bits} bits is not supported, only {known}")
         if strategy not in ("tensor", "channel", "group", "block") or (strategy == "block" and kind == "int"):
             raise CheckpointError(f"{found}.weights.strategy {strategy!r} is not supported for {kind} of {bits} bits")
-        if inputs and inputs.get("num_bits") != 8:
-            raise CheckpointError(
-                f"{found}.input_activations.num_bits {inputs.get('num_bits')!r} is not supported, only 8"
-            )
         if strategy == "block":
             block = _block(weights.get("block_structure"), block, found)
     return block
@@ -129,7 +128,7 @@ def _check_header(raw: Mapping[str, Any], where: str) -> tuple[int, int] | None:
 def _block(given: object, before: tuple[int, int] | None, where: str) -> tuple[int, int]:
     """``block_structure`` as it is written, [128, 128] or once "128x128"; the same for all."""
     sizes = given.split("x") if isinstance(given, str) else given
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(str(n).isdigit() and int(n) > 0 for n in sizes):
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(str(n).isdecimal() and int(n) > 0 for n in sizes):
         raise CheckpointError(f"{where}.weights.block_structure {given!r} is not two sizes")
     found = (int(sizes[0]), int(sizes[1]))
     if before not in (None, found):
@@ -137,15 +136,24 @@ def _block(given: object, before: tuple[int, int] | None, where: str) -> tuple[i
     return found
 
 
-def _plain(weight: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None, where: str) -> StoredTensor:
-    n, k = weight.shape
-    values = scale.rows(0, scale.num_rows)
+def _floats(part: Part, tensors: Tensors, block: tuple[int, int] | None, where: str) -> StoredTensor | None:
+    """The weight ``part`` where it is stored as floats of 8 or 4 bits; None for others. Raises CheckpointError."""
+    scale, packed, weight = (tensors.get(beside(part, name)) for name in (_SCALE, _PACKED, "weight"))
+    if scale is None or len(part.stored_shape) != 2:
+        return None
+    (n, k), values, where = part.stored_shape, scale.rows(0, scale.num_rows), f"{where}: {beside(part, _SCALE)}"
+    if packed is not None and packed.dtype == scale.dtype == torch.uint8 and packed.shape == (n, k // 2):
+        if k % 32 or values.shape != (n, k // 32):
+            raise CheckpointError(f"{where} is {list(values.shape)} for MXFP4 weights {[n, k]}")
+        return Mxfp4Tensor(packed.data, values, packed.mapped)
+    if weight is None or weight.dtype != torch.float8_e4m3fn or weight.shape != (n, k):
+        return None
     if block is not None and values.shape == (-(-n // block[0]), -(-k // block[1])):
         return ScaledTensor(weight, values, block)
     if values.numel() == 1:
         return ScaledTensor(weight, values.view(1, 1), (n, k))
     if values.dim() != 2 or values.shape[0] != n or not values.shape[1] or k % values.shape[1]:
-        raise CheckpointError(f"{where} is {list(values.shape)} for weights {[n, k]}")
+        raise CheckpointError(f"{where} is {list(values.shape)} for 8-bit floats {[n, k]}")
     return ScaledTensor(weight, values, (1, k // values.shape[1]))
 
 
