@@ -244,6 +244,9 @@ def test_eight_bit_floats_are_plain_weights(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.format.method is None
     assert_values(checkpoint.build(torch.float32), expected, 0)
+    rounded = checkpoint.build(torch.bfloat16, quantize="fp8").get_submodule("layers.1.w2")
+    codes = stored["model.layers.1.mlp.down_proj.weight"]  # every output has one at the end of the range
+    assert torch.equal(rounded.get_buffer("weight").view(torch.uint8), codes.view(torch.uint8))
     by_hand = write(tmp_path / "plain", lambda name, tensor: {name: expected[name]}, {})
     others = load_file(by_hand / "model.safetensors") | {n: t for n, t in stored.items() if t.dtype == torch.float16}
     save_file(others, by_hand / "model.safetensors")
@@ -317,5 +320,5 @@ def test_damage_is_refused_by_name(tmp_path: Path) -> None:
     refused(f"{name}weight_g_idx differs", weight_g_idx=torch.arange(63, -1, -1, dtype=torch.int32) // 32)
     unquantized: dict[str, Any] = dict.fromkeys(("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"))
     refused(r"parts of layers\.1\.w13.* differ: int4-g32, not quantized", weight=torch.zeros(128, 64), **unquantized)
-    eights = {"weight": torch.zeros(128, 64, dtype=torch.int8), "weight_scale": torch.ones(128, 2)}
-    refused(f"{name}weight: int8 in groups", **(unquantized | eights))
+    eights = {"weight": torch.zeros(128, 64, dtype=torch.int8), "weight_scale": torch.ones(128, 1)}
+    refused(f"{name}weight_zero_point: int8 with zeros", **(eights | {"weight_packed": None, "weight_shape": None}))

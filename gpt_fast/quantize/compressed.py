@@ -17,8 +17,9 @@ others           X.weight_scale             [N, groups], [N, 1] or [1]; of 8-bit
 ===============  =========================  ================================================================
 
 Weights of 8 bits stay as they are, and so do codes of 4 bits; their scales and zeros become those of int4 here
-(``tinygemm.regrid``). Floats of 8 and 4 bits are read as plain weights. Activations are rounded as for our own weights,
-or not at all, whatever the file says of them. The tensors of a layer decide how it is read, not the lists of targets.
+(``tinygemm.regrid``). Floats of 8 and 4 bits, and int8 in groups, are read as plain weights. Activations are rounded as
+for our own weights, or not at all, whatever the file says of them. A layer's tensors decide how it is read, not the
+lists of targets.
 """
 
 from __future__ import annotations
@@ -55,13 +56,16 @@ _MIDDLE = 8  # the code of 4 bits that stands for 0 where there is no zero
 
 
 class ScaledTensor(StoredTensor):
-    """8-bit floats ``weight`` [N, K] read as float32, each times its scale of ``scale``, one for each of ``block``
-    outputs and inputs. ``dtype`` is the one of 16 bits that the model had before."""
+    """Numbers of 8 bits read as float32, each times its scale: one of ``scale`` for each ``block``, outputs and inputs.
 
-    def __init__(self, weight: StoredTensor, scale: Tensor, block: tuple[int, int]) -> None:
-        super().__init__(weight.data.view(torch.uint8), mapped=weight.mapped)
+    ``codes``: int8 or float8 [N, K], or int32 that hold four unsigned numbers each (``pack-quantized``). ``dtype``: the
+    one of 16 bits that the model had before.
+    """
+
+    def __init__(self, codes: StoredTensor, shape: tuple[int, ...], scale: Tensor, block: tuple[int, int]) -> None:
+        super().__init__(codes.data.view(torch.uint8)[:, : shape[1]], mapped=codes.mapped)
         self.dtype = scale.dtype if scale.dtype.itemsize == 2 else torch.bfloat16
-        self._stored, self._scale, self._block = weight.dtype, scale.float(), block
+        self._stored, self._scale, self._block = codes.dtype, scale.float(), block
         self.order, self._column = torch.arange(self.shape[0]), 0
 
     def columns(self, start: int, num_columns: int) -> StoredTensor:
@@ -75,23 +79,25 @@ class ScaledTensor(StoredTensor):
         assert self.order is not None
         chosen, inputs = self.order[begin:end], self._column + torch.arange(self.shape[1])
         scale = self._scale[chosen // self._block[0]][:, inputs // self._block[1]]
-        return self.data[chosen].view(self._stored).float().mul_(scale)
+        codes = self.data[chosen]
+        codes = signed(codes) if self._stored == torch.int32 else codes.view(self._stored)
+        return codes.float().mul_(scale)
 
 
 def read_compressed(
     raw: Mapping[str, Any], where: str, wanted: Sequence[Part], tensors: Tensors
 ) -> tuple[dict[str, StoredTensor], Format]:
-    """The tensors of a checkpoint whose ``quantization_config`` is ``raw``, floats of 8 and 4 bits as plain weights and
-    without those of activations; and how its layers are held. Raises CheckpointError naming what is not supported."""
+    """The tensors of a checkpoint whose ``quantization_config`` is ``raw``, some as plain weights and without those of
+    activations; and how its layers are held. Raises CheckpointError naming what is not supported."""
     block = _check_header(raw, where)
     linears = [part for part in wanted if part.target.endswith(".weight") and len(part.shape) == 2]
     out = dict(tensors)
     for part in linears:
         for name in _OF_ACTIVATIONS:
             out.pop(beside(part, name), None)
-        if (plain := _floats(part, tensors, block, where)) is not None:
+        if (plain := _plain(part, tensors, block, where)) is not None:
             out[part.source] = plain
-            for name in (_PACKED, _SCALE):
+            for name in (_PACKED, _SCALE, _SHAPE):
                 out.pop(beside(part, name), None)
     compressed = CompressedFormat(linears, out, where)
     return out, compressed if compressed.schemes else Format()
@@ -136,8 +142,9 @@ def _block(given: object, before: tuple[int, int] | None, where: str) -> tuple[i
     return found
 
 
-def _floats(part: Part, tensors: Tensors, block: tuple[int, int] | None, where: str) -> StoredTensor | None:
-    """The weight ``part`` where it is stored as floats of 8 or 4 bits; None for others. Raises CheckpointError."""
+def _plain(part: Part, tensors: Tensors, block: tuple[int, int] | None, where: str) -> StoredTensor | None:
+    """The weight ``part`` where it is stored as floats of 8 or 4 bits, or as int8 in groups; None for others. Raises
+    CheckpointError."""
     scale, packed, weight = (tensors.get(beside(part, name)) for name in (_SCALE, _PACKED, "weight"))
     if scale is None or len(part.stored_shape) != 2:
         return None
@@ -146,15 +153,20 @@ def _floats(part: Part, tensors: Tensors, block: tuple[int, int] | None, where: 
         if k % 32 or values.shape != (n, k // 32):
             raise CheckpointError(f"{where} is {list(values.shape)} for MXFP4 weights {[n, k]}")
         return Mxfp4Tensor(packed.data, values, packed.mapped)
-    if weight is None or weight.dtype != torch.float8_e4m3fn or weight.shape != (n, k):
+    codes = weight if packed is None else packed
+    if codes is None or (codes.dtype, *codes.shape) not in (
+        (torch.float8_e4m3fn, n, k), (torch.int8, n, k), (torch.int32, n, -(-k // 4))
+    ):  # fmt: skip
         return None
+    if codes.dtype != torch.float8_e4m3fn and (values.numel() in (1, n) or beside(part, _ZERO) in tensors):
+        return None  # int8 as it is here
     if block is not None and values.shape == (-(-n // block[0]), -(-k // block[1])):
-        return ScaledTensor(weight, values, block)
+        return ScaledTensor(codes, (n, k), values, block)
     if values.numel() == 1:
-        return ScaledTensor(weight, values.view(1, 1), (n, k))
+        return ScaledTensor(codes, (n, k), values.view(1, 1), (n, k))
     if values.dim() != 2 or values.shape[0] != n or not values.shape[1] or k % values.shape[1]:
-        raise CheckpointError(f"{where} is {list(values.shape)} for 8-bit floats {[n, k]}")
-    return ScaledTensor(weight, values, (1, k // values.shape[1]))
+        raise CheckpointError(f"{where} is {list(values.shape)} for weights of 8 bits {[n, k]}")
+    return ScaledTensor(codes, (n, k), values, (1, k // values.shape[1]))
 
 
 class CompressedFormat(Format):
@@ -190,8 +202,8 @@ class CompressedFormat(Format):
             raise CheckpointError(f"{where}{_SCALE} is missing")
         groups = scale.shape[1] if len(scale.shape) == 2 else 1
         if self._bits(part) == 8:
-            if groups > 1 or beside(part, _ZERO) in self._tensors:
-                raise CheckpointError(f"{where}weight: int8 in groups or with zeros is not supported")
+            if beside(part, _ZERO) in self._tensors:
+                raise CheckpointError(f"{where}{_ZERO}: int8 with zeros is not supported")
             return Scheme("int8")
         size = k // max(1, groups) if groups != 1 else max(GROUP_SIZES)
         if not groups or k % groups or size % min(GROUP_SIZES):
@@ -241,7 +253,7 @@ class CompressedFormat(Format):
         for begin, rows in weight.pieces(report, max(1, _CHUNK // width)):
             step, middle = (grid.rows(begin, begin + len(rows)) for grid in (steps, middles))
             if layer.scheme.kind == "int8":
-                codes = rows if rows.dtype == torch.int8 else (unpacked(rows, 8)[:, :width] ^ 128).view(torch.int8)
+                codes = rows if rows.dtype == torch.int8 else signed(unpacked(rows, 8)[:, :width])
                 found = {"weight": codes, "scale": step[:, 0]}
             else:
                 codes = unpacked(rows, 4)[:, :width]
@@ -273,6 +285,11 @@ class CompressedFormat(Format):
             order = column_order(group_of.rows(0, group_of.num_rows).long(), size, cut, where)
         store_order(layer, part, order, where)
         return order
+
+
+def signed(codes: Tensor) -> Tensor:
+    """uint8 -> int8: less 128."""
+    return (codes ^ 128).view(torch.int8)
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
