@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -232,6 +233,8 @@ class GPTFastHandler:
         if piece is not None:
             ctx.set_response_status(200, "OK", index)  # left alone, the status line would have no phrase
             ctx.set_response_content_type(index, piece.content_type)
+            for name, value in piece.headers:
+                ctx.set_response_header(index, name, value)
         return piece
 
     def refused(self, ctx: Any, index: int, error: RequestError) -> Piece:
@@ -275,9 +278,14 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
 
 
 def served_names(model_name: str, checkpoint: Path) -> tuple[str, ...]:
-    """What clients may call the model: TorchServe's name for it first, and the folder's of its checkpoint."""
+    """What clients may call the model: TorchServe's name for it first, and the folder's of its checkpoint. In the Hub's
+    cache, models--owner--name/snapshots/COMMIT, that is owner/name. A GGUF file has a name itself."""
+    if checkpoint.suffix == ".gguf":
+        return tuple(dict.fromkeys((model_name, re.sub(r"-\d{5}-of-\d{5}$", "", checkpoint.stem))))
     folder = checkpoint.parent if checkpoint.is_file() else checkpoint
-    return tuple(dict.fromkeys((model_name, folder.name)))
+    kind, *repository = folder.parent.parent.name.split("--")
+    in_cache = (kind, folder.parent.name, len(repository)) == ("models", "snapshots", 2)
+    return tuple(dict.fromkeys((model_name, "/".join(repository) if in_cache else folder.name)))
 
 
 def content_length(headers: Mapping[str, Any]) -> int | None:

@@ -66,19 +66,14 @@ def read_arguments() -> argparse.Namespace:
 @contextmanager
 def started(checkpoint: str, port: int) -> Iterator[str]:
     """A server with the settings that the repository ships; gives its URL."""
-    from gpt_fast.serve.archive import build_archive
-
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        build_archive(checkpoint, name=MODEL, output=folder, by_reference=True)
-        control = [sys.executable, str(ROOT / "scripts" / "server.py"), "--run-dir", f"{folder}/run"]
-        start = ["start", "--model", MODEL, "--archive", MODEL, "--model-store", folder, "--port", str(port)]
+        serve = [sys.executable, "-m", "gpt_fast", "serve", "--run-dir", folder]
         try:
-            subprocess.run(
-                [*control, *start, "--config", str(ROOT / "config.properties")], check=True, stdout=sys.stderr
-            )
+            start = ["--background", "--checkpoint", checkpoint, "--port", str(port)]
+            subprocess.run([*serve, *start], check=True, stdout=sys.stderr)
             yield f"http://127.0.0.1:{port}/predictions/{MODEL}"
         finally:
-            subprocess.run([*control, "stop"], check=False, stdout=sys.stderr)
+            subprocess.run([*serve, "--stop"], check=False, stdout=sys.stderr)
 
 
 async def replay(target: Target, seed: int, index: int) -> int:

@@ -3,7 +3,7 @@
     scripts/quickstart.sh --config configs/model_config_tp.yaml --port 18080
     python benchmarks/rank_kills.py --url http://127.0.0.1:18080/predictions/gpt-fast --pid PID [--kills 100]
 
-PID: TorchServe's (scripts/server.py status says it). Clients ask for greedy completions whose texts are known, streamed
+PID: TorchServe's (`pid` in .run/server.json). Clients ask for greedy completions whose texts are known, streamed
 and in one piece. An answer that comes with status 200 in one piece must be the known text, and a stream its beginning.
 After each kill the server must answer again without a hand, and the processes of before must be gone. The last line is
 JSON. A third of the victims is stopped (SIGSTOP) and not killed: it hangs.

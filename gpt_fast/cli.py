@@ -1,4 +1,4 @@
-"""``gpt-fast``: generate, batch, bench, info, download, convert, quantize, eval, archive and kernels from a shell."""
+"""``gpt-fast``: generate, serve, batch, bench, info, download, convert, quantize, eval, archive, kernels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from gpt_fast import __version__
-from gpt_fast.commands import archive, batch, bench, convert, download, generate, info, kernels, quantize
+from gpt_fast.commands import archive, batch, bench, convert, download, generate, info, kernels, quantize, serve
 from gpt_fast.commands import eval as evaluate
 
-COMMANDS = (generate, batch, bench, info, download, convert, quantize, evaluate, archive, kernels)
+COMMANDS = (generate, serve, batch, bench, info, download, convert, quantize, evaluate, archive, kernels)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,10 @@ class DownloadError(CheckpointError):
     """A checkpoint cannot be fetched; the message says what to do about it."""
 
 
+class ServerError(RuntimeError):
+    """A server cannot be started, asked or stopped; the message is for the person at the terminal."""
+
+
 class TokenizerError(ValueError):
     """A tokenizer file or a token id is wrong; the message names it and says what to do."""
 

@@ -76,7 +76,7 @@ class LLM:
         begin = time.perf_counter()
         opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
         opened = opened.with_adapters(o.lora)
-        self.checkpoint, self.config, self.defaults = opened.directory, opened.config, opened.defaults
+        self.checkpoint, self.config, self.defaults = opened.vocabulary, opened.config, opened.defaults
         self.num_parameters = opened.num_parameters
         try:
             self.tokenizer: Tokenizer | None = opened.tokenizer
@@ -312,6 +312,7 @@ class LLM:
         for name in ("stop_token_ids", "logit_bias"):
             self._check_ids(getattr(resolved, name), name)
         eos_ids = () if resolved.ignore_eos else self.eos_token_ids
+        detokenizer = IncrementalDetokenizer(self.tokenizer, token_ids, resolved.shown_special_tokens)
         return Request(
             id=f"{os.getpid()}-{next(self._ids)}",
             token_ids=token_ids,
@@ -319,7 +320,7 @@ class LLM:
             seed=secrets.randbits(63) if resolved.seed is None else resolved.seed,
             max_tokens=min(room, resolved.max_tokens or room),
             end_ids=frozenset((*eos_ids, *resolved.stop_token_ids)),
-            text=TextStream(IncrementalDetokenizer(self.tokenizer, token_ids), resolved.stop),
+            text=TextStream(detokenizer, resolved.stop),
             grammar=self._grammars.compile(resolved),
         )
 

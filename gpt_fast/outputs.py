@@ -62,3 +62,4 @@ class Delta:
     completion: Completion | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     origins: tuple[Origin, ...] = ()  # of each token, where a drafter is loaded
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache

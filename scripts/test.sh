@@ -32,7 +32,7 @@ GPT_FAST_TEST_RUN="$$-$(date +%s)"
 export GPT_FAST_TEST_RUN
 on_exit() {
   if [ -x "$VENV/bin/python" ]; then
-    "$VENV/bin/python" "$ROOT/scripts/server.py" --run-dir "$RUN_DIR" sweep GPT_FAST_TEST_RUN "$GPT_FAST_TEST_RUN" 2>/dev/null || true
+    "$VENV/bin/python" -m gpt_fast.serve.launch.processes GPT_FAST_TEST_RUN="$GPT_FAST_TEST_RUN" 2>/dev/null || true
   fi
 }
 

@@ -41,7 +41,7 @@ class FakeLLM:
         changed = threading.Condition()
         self.tokenizer = None
         self.defaults = GenerationDefaults((), None, SamplingParams())
-        scheduler = SimpleNamespace(running=[], num_preemptions=0, pages=PageAllocator(2, 1))
+        scheduler = SimpleNamespace(running=[], num_preemptions=0, max_batch=8, pages=PageAllocator(2, 1))
         self.engine = SimpleNamespace(
             scheduler=scheduler, speculation=None, num_waiting=0, max_waiting=None,
             changed=changed, begun_or_ended=changed,

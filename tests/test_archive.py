@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -9,7 +10,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -20,13 +20,12 @@ import yaml
 
 from gpt_fast.checkpoint.files import belongs
 from gpt_fast.errors import ConfigError
-from gpt_fast.serve.archive import ROOT, build_archive, set_key
+from gpt_fast.serve.archive import build_archive, set_key
+from gpt_fast.serve.repository import ROOT
 from gpt_fast.serve.settings import read_settings
 
 needs_archiver = pytest.mark.skipif(
-    not (Path(sysconfig.get_path("scripts")) / "torch-model-archiver").exists()
-    and not shutil.which("torch-model-archiver"),
-    reason="torch-model-archiver is not installed",
+    importlib.util.find_spec("model_archiver") is None, reason="torch-model-archiver is not installed"
 )
 
 
@@ -355,21 +354,39 @@ def test_no_space_left_is_told_with_the_place(
 
 
 @needs_archiver
-def test_an_installed_package_says_what_it_lacks(checkpoint: Path, tmp_path: Path) -> None:
-    """A wheel holds the package alone: as a copy of the folder does."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "gpt_fast", tmp_path / "site" / "gpt_fast", ignore=ignored)
-    options: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(tmp_path / "site")}}
-    refused = archive_command("--checkpoint", checkpoint, **options)
-    assert refused.returncode == 1
-    for words in ("model_config.yaml and handler.py", "--config FILE and --handler FILE", "checkout of the repository"):
-        assert words in refused.stderr
-    given = ["--config", ROOT / "model_config.yaml"]
-    refused = archive_command("--checkpoint", checkpoint, *given, **options)
-    assert "without handler.py. Give --handler FILE, or" in refused.stderr
-    done = archive_command("--checkpoint", checkpoint, *given, "--handler", ROOT / "handler.py", **options)
+def test_a_package_that_is_read_only_and_ships_files_makes_an_archive_that_can_be_replaced(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """As an installed one of root: handler and configuration lie inside it, and do not go into the archive twice."""
+    package = tmp_path / "site" / "gpt_fast"
+    shutil.copytree(ROOT / "gpt_fast", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("handler.py", "model_config.yaml"):
+        shutil.copy(ROOT / name, package / "serve" / "shipped" / name)
+    folders = [Path(folder) for folder, _, _ in os.walk(package)]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        options: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(tmp_path / "site")}}
+        done = archive_command("--checkpoint", checkpoint, **options)
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
     assert done.returncode == 0, done.stderr
-    assert {"handler.py", "gpt_fast/llm.py"} <= names(Path(done.stdout.strip()))
+    archive = Path(done.stdout.strip())
+    assert {"handler.py", "model_config.yaml", "gpt_fast/llm.py"} <= names(archive)
+    assert not [name for name in names(archive) if "shipped" in name]
+    assert all(mode(Path(folder)) & stat.S_IWUSR for folder, _, _ in os.walk(archive))
+
+
+@needs_archiver
+def test_keys_of_the_handler_replace_those_of_the_file(checkpoint: Path, tmp_path: Path) -> None:
+    keys = {"quantize": "int4", "draft": "lookup", "device_map": ["cuda:0", "cpu"], "kernels": False, "max_batch": 3}
+    block = handler_of(build_archive(checkpoint, name="m", output=tmp_path, keys=keys))
+    assert {key: block[key] for key in keys} == keys
+    assert block["checkpoint"] == "checkpoint"
+    with pytest.raises(ConfigError, match="max_batch"):
+        build_archive(checkpoint, name="m", output=tmp_path / "none", keys={"max_batch": 0})
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

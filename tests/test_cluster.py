@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from server_script import load_container_script
+from container_script import load_container_script
 
 from gpt_fast.serve import metrics
 from gpt_fast.serve.model_yaml import read_model_yaml

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from server_script import load_container_script
+from container_script import load_container_script
 
 ROOT = Path(__file__).resolve().parent.parent
 IDLE, BUSY = {"running": 0, "waiting": 0}, {"running": 1, "waiting": 2}

@@ -198,6 +198,12 @@ def test_pages_need_no_model(worker: Worker) -> None:
     assert json.loads(worker.one({}, headers={"url_path": "v1/models"})[2])["data"][0]["id"] == "gpt-fast"
 
 
+def test_predict_is_one_string(worker: Worker) -> None:
+    body = {"prompt": "a", "max_new_tokens": 2}
+    status, content_type, answer, _ = worker.one(body, headers={"url_path": "predict"})
+    assert (status, content_type, json.loads(answer)) == (200, "application/json", "a w0 w1")
+
+
 def test_a_form_that_arrives_as_nothing_is_explained(worker: Worker) -> None:
     processor = RequestProcessor({"Content-Length": "20", "url_path": ""})
     ctx = worker.service.context
@@ -474,6 +480,21 @@ def load_handler(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        ("tiny", "tiny"),
+        ("models--TinyLlama--TinyLlama-1.1B/snapshots/0123abcd", "TinyLlama/TinyLlama-1.1B"),
+        ("models--gpt2/snapshots/0123abcd", "0123abcd"),
+        ("models--a--b/other/0123abcd", "0123abcd"),
+        ("folder/llama-q4_k_m.gguf", "llama-q4_k_m"),
+        ("folder/llama-00001-of-00003.gguf", "llama"),
+    ],
+)
+def test_a_model_of_the_hub_has_its_name_there(checkpoint: str, name: str, tmp_path: Path) -> None:
+    assert handler.served_names("gpt-fast", tmp_path / checkpoint) == ("gpt-fast", name)
 
 
 def test_without_the_package_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,20 @@ def test_gauges_follow_the_engine() -> None:
     assert found.value("vllm:e2e_request_latency_seconds_count") == 0
 
 
+def test_stats_are_the_numbers_of_the_exposition() -> None:
+    simulation, metrics = busy()
+    found, stats = parse(metrics.exposition()), metrics.stats()
+    for family in FAMILIES:
+        told, name = stats.pop(family.name), f"vllm:{family.name}"
+        if family.kind == "histogram":
+            assert told == {"count": found.value(f"{name}_count"), "sum": pytest.approx(found.value(f"{name}_sum"))}
+        elif family.label:
+            assert told == {value: found.value(name, **{family.label: value}) for value in family.label_values}
+        else:
+            assert told == found.value(name)
+    assert stats == {"max_batch": simulation.scheduler.max_batch, "pages_used": 0, "pages_total": 13}
+
+
 def test_a_prefix_cache_that_is_off_has_no_queries() -> None:
     simulation, metrics = busy(prefix_cache=False)
     assert simulation.scheduler.pages.queries > 0

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_fast.errors import RequestError
-from gpt_fast.outputs import Completion, Delta, FinishReason, TokenLogprobs
+from gpt_fast.outputs import Completion, Delta, FinishReason, Origin, TokenLogprobs
 from gpt_fast.params import MAX_STOP_STRINGS, SamplingParams
 from gpt_fast.serve.protocol.openai_chat import ChatRequest, parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
@@ -112,6 +112,8 @@ def text_params(**fields: Any) -> SamplingParams:
 # ---- an engine that says what it is told ----------------------------------------------------------------------------
 
 NUM_DRAFTED, NUM_ACCEPTED = 6, 4  # for each answer
+NUM_CACHED = 3  # tokens of each prompt
+ORIGINS: tuple[Origin, ...] = ("plain", "accepted", "corrected")  # of the tokens in turns
 
 
 def entry(token: int, num_top: int) -> TokenLogprobs:
@@ -128,6 +130,7 @@ def deltas(
     ids += [261] if reason == "stop" else []
     stream = IncrementalDetokenizer(tokenizer, prompt)
     numbers = [] if params.logprobs is None else [entry(token, params.logprobs) for token in ids]
+    origins = tuple(ORIGINS[i % 3] for i in range(len(ids)))
     about_prompt = None
     if params.prompt_logprobs is not None:
         about_prompt = (None, *(entry(token, params.prompt_logprobs) for token in prompt[1:]))
@@ -139,10 +142,10 @@ def deltas(
         done = None
         if last:
             logprobs = None if params.logprobs is None else tuple(numbers)
-            done = Completion(
-                said, tuple(ids), reason, logprobs, about_prompt, len(prompt), 3, NUM_DRAFTED, NUM_ACCEPTED
-            )
-        yield Delta(new, (token,), reason if last else None, done, tuple(numbers[i : i + 1]))
+            counts = (len(prompt), NUM_CACHED, NUM_DRAFTED, NUM_ACCEPTED, origins)
+            done = Completion(said, tuple(ids), reason, logprobs, about_prompt, *counts)
+        about = (tuple(numbers[i : i + 1]), origins[i : i + 1], NUM_CACHED)
+        yield Delta(new, (token,), reason if last else None, done, *about)
 
 
 def run(request: ChatRequest | CompletionRequest, *answers: Any, reason: FinishReason = "stop") -> str:
@@ -263,8 +266,8 @@ REFUSED = [
     ({"model": None}, "model", "missing_required_parameter"),
     ({"model": 5}, "model", "invalid_type"),
     ({"temprature": 1}, "temprature", "unknown_parameter"),
-    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+    ({"function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
     ({"functions": [{}]}, "functions", "unsupported_parameter"),
     ({"n": 2, "best_of": 3}, "best_of", "unsupported_parameter"),
     ({"best_of": 2}, "best_of", "unsupported_parameter"),
@@ -297,6 +300,8 @@ REFUSED = [
     ({"logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
     ({"stream": "yes"}, "stream", "invalid_type"),
     ({"draft_counts": 1}, "draft_counts", "invalid_type"),
+    ({"return_origins": 1}, "return_origins", "invalid_type"),
+    ({"return_origins": True}, "return_origins", "invalid_value"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_type"),
@@ -347,7 +352,7 @@ def message(**fields: Any) -> dict[str, Any]:
             "unsupported_value",
         ),
         (message(content=[{"type": "input_audio"}]), "messages.1.content.0.type", "unsupported_value"),
-        (message(tool_calls=[{"id": "x"}]), "messages.1.tool_calls", "unsupported_parameter"),
+        (message(tool_calls=[{"id": "x"}]), "messages.1.tool_calls.0.function", "invalid_type"),
         (message(contents="x"), "messages.1.contents", "unknown_parameter"),
         (message(name="<|eot_id|>"), "messages.1.name", "invalid_value"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens", "invalid_value"),
@@ -667,6 +672,56 @@ def test_completion_logprobs(stream: bool) -> None:
         "text_offset": [0, 1, 1, 2],
     }
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "aéab"
+
+
+def chunks_of(request: ChatRequest | CompletionRequest, *answers: Any, **how: Any) -> list[Any]:
+    """The choices of an answer, streamed or not."""
+    body = run(request, *answers, **how)
+    return [choice for part in (events(body) if request.stream else [json.loads(body)]) for choice in part["choices"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_origins_come_with_log_probabilities_one_a_token(stream: bool) -> None:
+    fields = {"return_origins": True, "stream": stream}
+    asked = parse_chat(chat(logprobs=True, **fields), context())
+    entries = [e for choice in chunks_of(asked, "aé") if choice["logprobs"] for e in choice["logprobs"]["content"]]
+    assert [(e["token"], e["origin"]) for e in entries][:2] == [("a", "plain"), ("\ufffd", "accepted")]
+    assert [e["origin"] for e in entries] == ["plain", "accepted", "corrected", "plain"]
+    asked_text = parse_completion(text(logprobs=0, **fields), context())
+    found = [choice["logprobs"] for choice in chunks_of(asked_text, "aé")]
+    assert [o for one in found for o in one["origins"]] == ["plain", "accepted", "corrected", "plain"]
+    assert all(len(one["origins"]) == len(one["tokens"]) for one in found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_choice_begins_with_its_prompts_tokens(stream: bool) -> None:
+    body = text(prompt=["Hiab", "é"], n=2, logprobs=0, return_origins=True, stream=stream)
+    choices = chunks_of(parse_completion(body, context()), *["xy"] * 4)
+    told = {choice["index"]: choice["prompt_tokens"] for choice in choices if "prompt_tokens" in choice}
+    assert sum("prompt_tokens" in choice for choice in choices) == len(told) == 4
+    assert told[0] == told[1] == [
+        {"token": "<|begin_of_text|>", "bytes": [], "origin": "cached"},
+        {"token": "H", "bytes": [72], "origin": "cached"},
+        {"token": "i", "bytes": [105], "origin": "cached"},
+        {"token": "ab", "bytes": [97, 98], "origin": "computed"},
+    ]  # fmt: skip
+    assert [token["bytes"] for token in told[2]] == [[], [0xC3], [0xA9]]
+
+
+def test_origins_of_an_echo_include_the_prompts() -> None:
+    body = text(echo=True, logprobs=0, return_origins=True)
+    [choice] = chunks_of(parse_completion(body, context()), "x", reason="length")
+    assert choice["logprobs"]["origins"] == ["cached"] * 3 + ["plain"]
+    nothing = parse_completion({**body, "max_tokens": 0}, context())
+    [choice] = chunks_of(nothing, "x", reason="length")
+    assert choice["logprobs"]["origins"] == ["cached"] * 3
+
+
+def test_without_a_drafter_each_token_is_plain() -> None:
+    request = parse_completion(text(logprobs=0, return_origins=True), context())
+    done = Completion("a", (97,), "length", (TokenLogprobs(97, -0.5),))
+    [choice] = json.loads(request.write_end([done]))["choices"]
+    assert choice["logprobs"]["origins"] == ["plain"]
 
 
 def test_the_sampled_token_is_among_the_top_ones_and_infinity_is_a_number() -> None:

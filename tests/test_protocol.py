@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_fast.errors import RequestError
-from gpt_fast.outputs import Completion
+from gpt_fast.outputs import Completion, Delta, Origin, TokenLogprobs
 from gpt_fast.serve.protocol import native
 from gpt_fast.serve.protocol.body import parse_json, read_body
+from gpt_fast.serve.protocol.predict import parse_predict
 from gpt_fast.serve.protocol.request import error_body
 
 LIMIT = 1000
@@ -228,9 +229,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("stream string", {"stream": "true"}, "stream"),
     ("stream number", {"stream": 1}, "stream"),
     ("return_token_ids number", {"return_token_ids": 1, "stream": False}, "return_token_ids"),
-    ("return_token_ids in a stream", {"return_token_ids": True}, "return_token_ids"),
+    ("return_origins number", {"return_origins": 1}, "return_origins"),
     ("draft_counts number", {"draft_counts": 1, "stream": False}, "draft_counts"),
-    ("draft_counts in a stream", {"draft_counts": True}, "draft_counts"),
     ("unknown field", {"max_token": 5}, "max_token"),
     ("unknown field of another API", {"messages": []}, "messages"),
     ("the empty field", {"": 1}, ""),
@@ -276,6 +276,69 @@ def test_completion_body() -> None:
     request = native.parse_request({"prompt": "a", "stream": False, "draft_counts": True})
     usage = json.loads(request.write_end([done]))["usage"]
     assert (usage["cached_tokens"], usage["draft_n"], usage["draft_n_accepted"]) == (2, 8, 1)
+
+
+def test_origins_are_one_a_token_also_where_nothing_is_drafted() -> None:
+    request = native.parse_request({"prompt": "a", "stream": False, "return_origins": True})
+    for origins, told in (((), ["plain", "plain"]), (("accepted", "bonus"), ["accepted", "bonus"])):
+        assert json.loads(request.write_end([Completion("ab", (5, 6), "stop", origins=origins)]))["origins"] == told
+
+
+MORE_THAN_TEXT = {"return_token_ids": True, "return_origins": True, "logprobs": 0, "prompt_logprobs": 1}
+
+
+@pytest.mark.parametrize("field", [*MORE_THAN_TEXT, "draft_counts"])
+def test_a_stream_with_more_than_text_is_one_of_json_lines(field: str) -> None:
+    request = native.parse_request({"prompt": "a", field: MORE_THAN_TEXT.get(field, True)})
+    assert request.content_type == "application/x-ndjson"
+    assert native.parse_request({"prompt": "a", "return_origins": False}).content_type.startswith("text/plain")
+
+
+def test_the_lines_joined_are_the_answer_in_one_piece() -> None:
+    entries = tuple(TokenLogprobs(token, -0.5, ((token, -0.5),)) for token in (5, 6, 7))
+    origins: tuple[Origin, ...] = ("plain", "accepted", "corrected")
+    done = Completion("a\u2028é", (5, 6, 7), "stop", entries, (None, entries[0]), 2, origins=origins)
+    streaming = native.parse_request({"prompt": "a", **MORE_THAN_TEXT})
+    deltas = [Delta("a\u2028", (5, 6), None, None, entries[:2], origins[:2])]
+    deltas += [Delta("é", (7,), "stop", done, entries[2:], origins[2:])]
+    written = "".join(streaming.write_delta(0, delta) for delta in deltas) + streaming.write_end([done])
+    assert written.isascii(), "readers that know more line ends than one"
+    joined: dict[str, Any] = {}
+    for line in map(json.loads, written.splitlines()):
+        joined |= {name: joined[name] + value if name in joined else value for name, value in line.items()}
+    whole = native.parse_request({"prompt": "a", "stream": False, **MORE_THAN_TEXT})
+    assert joined == json.loads(whole.write_end([done]))
+    assert joined["origins"] == list(origins)
+    error = RequestError("time is up", "timeout_s", "timeout", 504)
+    assert json.loads(streaming.write_error(error))["error"]["code"] == "timeout"
+
+
+def test_predict_answers_as_the_server_whose_route_it_is() -> None:
+    request = parse_predict({"prompt": "Once é"})
+    assert request.prompts == ["Once é"]
+    params = request.params
+    assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (40, 1.0, 10, 0.9)
+    assert request.content_type == "application/json"
+    assert json.loads(request.write_end([Completion(" upon", (5,), "length")])) == "Once é upon"
+    changed = parse_predict({"prompt": "a", "max_new_tokens": 3, "temperature": 0, "top_k": None, "stream": False})
+    assert (changed.params.max_tokens, changed.params.temperature, changed.params.top_k) == (3, 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": "a", "stream": True}, "stream"),
+        ({"prompt": "a", "logprobs": 0}, "logprobs"),
+        ({"prompt": "a", "top_p": 2}, "top_p"),
+        ({"prompt": "a", "messages": []}, "messages"),
+    ],
+)
+def test_predict_refuses_by_name(body: dict[str, Any], field: str) -> None:
+    error = refusal(parse_predict, body)
+    assert error.param == field
+    assert field in error.message
 
 
 def test_error_body_can_always_be_sent() -> None:

@@ -295,6 +295,8 @@ UNSERVED: list[dict[str, Any]] = [
     {"json_schema": {"type": "object"}},
     {"regex": "a+"},
     {"choice": ("a", "b")},
+    {"grammar": 'start: "a"'},
+    {"shown_special_tokens": (1,)},
     {"timeout_s": 9.0},
 ]
 

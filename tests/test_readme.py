@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from gpt_fast import LLM
 from gpt_fast.checkpoint.family import Family
 from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.cli import COMMANDS, main
+from gpt_fast.commands import serve
 from gpt_fast.config import EngineConfig
 from gpt_fast.serve import metrics, model_yaml
 from gpt_fast.serve.protocol import native
@@ -38,6 +40,7 @@ NOT_RUN = {"from openai import OpenAI": "asks a server; tests/e2e runs the same 
 # Commands of gpt-fast that are parsed and not run.
 ONLY_PARSED = {
     "download": "needs the network",
+    "serve": "stays until it is stopped; tests/e2e/test_wheel_served.py",
     "bench --url": "asks a server",
     "bench --shape": "takes minutes and gigabytes",
     "kernels": "compiles for a minute; tests/test_kernels_cpu.py",
@@ -47,7 +50,7 @@ NOT_CHECKED = {
     "python3 -m venv": "makes an environment",
     "pip install": "installs; scripts/lib.sh runs the same",
     "export": "sets a variable",
-    "torchserve": "tests/e2e starts it by scripts/server.py",
+    "torchserve": "gpt_fast/serve/launch/server.py runs the same",
     "torch-model-archiver": "tests/e2e/test_example_served.py runs the same",
     "python -m pytest": "pytest's own; its paths are checked",
     "docker": "needs an engine; tests/test_cluster.py reads the container file",
@@ -302,6 +305,13 @@ def test_the_options_of_quickstart_are_those_of_the_script() -> None:
     text = (ROOT / "scripts" / "quickstart.sh").read_text()
     usage = set(re.findall(r"^#   (--[\w-]+)", text, re.M))
     assert {"--" + name.lstrip("-") for name in first_column(SERVING, "option of quickstart.sh")} == usage
+
+
+def test_the_table_of_serve_has_its_options() -> None:
+    own = set(re.findall(r'(?:add|add_argument)\("--([\w-]+)"', inspect.getsource(serve.add_parser)))
+    shown = {name.lstrip("-") for name in first_column(SERVING, "option of serve")}
+    assert shown - own == {"draft", "quantize", "device"}, "they are options of the engine"
+    assert own <= shown
 
 
 def quick_commands(document: str) -> list[str]:

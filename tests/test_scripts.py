@@ -1,21 +1,16 @@
-"""The scripts without what they start: syntax, help, refusals, and the parts of server.py that are functions."""
+"""The shell scripts without what they start: syntax, help, refusals, environments."""
 
 from __future__ import annotations
 
-import argparse
-import io
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 import venv
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from server_script import load_server_script
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
@@ -43,13 +38,6 @@ def bash(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Some bash after lib.sh."""
     code = f'set -euo pipefail\n. "{ROOT}/scripts/lib.sh"\n{code}'
     return run("bash", "-c", code, env={**os.environ, **environment})
-
-
-@pytest.fixture(scope="module")
-def server() -> ModuleType:
-    """scripts/server.py as a module."""
-    pytest.importorskip("psutil")
-    return load_server_script()
 
 
 # ---- the shell scripts ----------------------------------------------------------------------------------------------
@@ -83,11 +71,7 @@ def test_help_says_how_to_use_it(name: str, tmp_path: Path) -> None:
     [
         ("quickstart.sh", ["--bogus"]),
         ("quickstart.sh", ["--venv"]),
-        ("quickstart.sh", ["--port", "eighty"]),
-        ("quickstart.sh", ["--port", "80"]),
         ("quickstart.sh", ["--draft"]),
-        ("quickstart.sh", ["--speculative", "--checkpoint", "mine"]),
-        ("quickstart.sh", ["--draft", "mine", "--speculative"]),
         ("test.sh", ["--venv"]),
         ("prepare.sh", []),
         ("prepare.sh", ["--bogus"]),
@@ -100,15 +84,6 @@ def test_a_wrong_command_line_gives_usage_and_status_2(name: str, arguments: lis
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert "usage:" in refused.stderr
     assert not list(tmp_path.iterdir()), "it began to work before it had read its options"
-
-
-@pytest.mark.parametrize("option", ["--checkpoint", "--draft"])
-def test_a_missing_checkpoint_is_said_before_anything_is_installed(option: str, tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
-    refused = run(ROOT / "scripts" / "quickstart.sh", option, tmp_path / "none", "--venv", venv)
-    assert refused.returncode == 1
-    assert refused.stderr.strip()
-    assert not venv.exists()
 
 
 def test_a_folder_that_is_no_virtual_environment_is_left_alone(tmp_path: Path) -> None:
@@ -133,16 +108,8 @@ printf '%s\\n' "$0 $*" >>"$ASKED"
 case "$*" in
   *importlib.metadata*) printf '%s\\n' "$OWNER" ;;
   *hashlib*) cat >/dev/null; echo key ;;
-  *" status") exit 3 ;;
+  *launch.java*) echo 'Java 17 of a test' ;;
 esac
-"""
-CURL = """\
-#!/bin/sh
-while [ $# -gt 0 ]; do
-  if [ "$1" = -D ]; then echo 'HTTP/1.1 200 OK' >"$2"; fi
-  shift
-done
-echo Lily
 """
 
 
@@ -159,62 +126,35 @@ def installed(tmp_path: Path) -> dict[str, str]:
     venv = tmp_path / "my venv"
     program(venv / "bin" / "python", PYTHON)
     (venv / "gpt-fast-installed.txt").write_text("key\nextra serve\n")
-    program(tmp_path / "bin" / "curl", CURL)
-    program(tmp_path / "java" / "bin" / "java", "#!/bin/sh\necho 'openjdk version \"17.0.1\"' >&2\n")
-    variables = {
-        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "JAVA_HOME": str(tmp_path / "java"),
-        "ASKED": str(tmp_path / "asked"),
-        "OWNER": "",
-    }
+    variables = {"ASKED": str(tmp_path / "asked"), "OWNER": ""}
     return {**{k: v for k, v in os.environ.items() if not k.startswith("GPT_FAST_")}, **variables}
 
 
-@pytest.mark.parametrize("named_by", ["option", "variable"])
-@pytest.mark.parametrize("cwd", [".", ROOT, ROOT / "scripts"], ids=["elsewhere", "the root", "scripts"])
-def test_the_printed_stop_command_works_as_printed(
-    installed: dict[str, str], tmp_path: Path, cwd: str | Path, named_by: str
-) -> None:
-    where = tmp_path / cwd
-    asked, run_dir, venv = tmp_path / "asked", tmp_path / "it's run", tmp_path / "my venv"
-    chosen = {"GPT_FAST_RUN_DIR": str(run_dir), "GPT_FAST_PORT": "9080"}
-    if named_by == "variable":
-        chosen["GPT_FAST_VENV"] = str(venv)
-    options = ["--venv", os.path.relpath(venv, where)] if named_by == "option" else []
-    started = run(ROOT / "scripts" / "quickstart.sh", *options, cwd=where, env={**installed, **chosen})
-    assert started.returncode == 0, started.stdout + started.stderr
-    assert "Lily" in started.stdout
-    assert "http://127.0.0.1:9080/predictions/gpt-fast" in started.stdout
-    (printed,) = (line for line in started.stdout.splitlines() if line.startswith("Stop the server:"))
-    asked.unlink()
-    stopped = run("bash", "-c", printed.partition(":")[2], cwd=where, env=installed)  # without what was chosen
-    assert stopped.returncode == 0, stopped.stderr
-    by, _, what = asked.read_text().strip().partition("bin/python ")
-    assert os.path.realpath(by) == str(venv)
-    assert what == f"{ROOT}/scripts/server.py --run-dir {run_dir} stop"
-
-
 @pytest.mark.parametrize(
-    ("options", "draft", "config"),
+    ("options", "asked"),
     [
-        ([], None, "model_config.yaml"),
-        (["--speculative"], f"{ROOT}/model_store/demo/draft", "configs/model_config_speculative.yaml"),
-        (["--speculative", "--config", "request.json"], f"{ROOT}/model_store/demo/draft", "request.json"),
-        (["--draft", f"{ROOT}/model_store/demo"], f"{ROOT}/model_store/demo", "model_config.yaml"),
+        ([], ["--port 9080"]),
+        (["--port", "7080"], ["--port 9080", "--port 7080"]),
+        (["--speculative", "--config", "my config"], ["--speculative", "--config my config"]),
+        (
+            ["--checkpoint", "a/b", "--draft", "c", "--request", "r.json"],
+            ["--checkpoint a/b --draft c --request r.json"],
+        ),
     ],
 )
-def test_a_draft_goes_into_the_archive_and_into_what_the_server_is_known_by(
-    options: list[str], draft: str | None, config: str, installed: dict[str, str], tmp_path: Path
+def test_options_go_on_to_the_command_and_the_last_one_holds(
+    options: list[str], asked: list[str], installed: dict[str, str], tmp_path: Path
 ) -> None:
-    variables = {**installed, "GPT_FAST_RUN_DIR": str(tmp_path / "run"), "GPT_FAST_VENV": str(tmp_path / "my venv")}
-    done = run(ROOT / "scripts" / "quickstart.sh", *options, cwd=ROOT, env=variables)
-    assert done.returncode == 0, done.stderr
-    asked = (tmp_path / "asked").read_text().splitlines()
-    (packed,) = (line for line in asked if "-m gpt_fast archive" in line)
-    (started,) = (line for line in asked if "server.py" in line and " start " in line)
-    assert f"--config {ROOT}/{config} " in packed
-    assert (f"--draft {draft} " in packed) == (draft is not None)
-    assert (f" and the draft model {draft} " in started) == (draft is not None)
+    chosen = {"GPT_FAST_RUN_DIR": str(tmp_path / "it's run"), "GPT_FAST_PORT": "9080", "GPT_FAST_START_TIMEOUT": "77"}
+    options += ["--venv", "my venv"]
+    done = run(ROOT / "scripts" / "quickstart.sh", *options, cwd=tmp_path, env={**installed, **chosen})
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (line for line in (tmp_path / "asked").read_text().splitlines() if "-m gpt_fast serve" in line)
+    assert line.startswith(
+        f"{tmp_path}/my venv/bin/python -m gpt_fast serve --run-dir {tmp_path}/it's run --background "
+    )
+    places = [line.index(words) for words in (f"--request {ROOT}/request.json", "--timeout 77", *asked)]
+    assert places[2:] == sorted(places[2:])
 
 
 def test_stop_finds_the_environment_that_the_server_was_started_with(installed: dict[str, str], tmp_path: Path) -> None:
@@ -224,7 +164,8 @@ def test_stop_finds_the_environment_that_the_server_was_started_with(installed: 
     assert run(script, "--venv", tmp_path / "my venv", env=variables).returncode == 0
     (tmp_path / "asked").unlink()
     assert run(script, "--stop", env=variables).returncode == 0
-    assert (tmp_path / "asked").read_text().startswith(f"{tmp_path / 'my venv'}/bin/python ")
+    assert (tmp_path / "asked").read_text().startswith(f"{tmp_path / 'my venv'}/bin/python -m gpt_fast serve ")
+    assert (tmp_path / "asked").read_text().endswith(" --stop\n")
     (tmp_path / "my venv" / "bin" / "python").unlink()
     stuck = run(script, "--stop", env=variables)
     assert stuck.returncode == 1, "nobody looked, so nobody can say that no server runs"
@@ -276,23 +217,6 @@ def test_whose_an_environment_is_comes_from_pips_own_note(direct_url: str | None
     assert (told.returncode, told.stdout.strip()) == (0, owner), told.stderr
 
 
-@pytest.mark.parametrize(
-    ("says", "major"),
-    [
-        ('openjdk version "17.0.15" 2025-04-15', "17"),
-        ('Picked up JAVA_TOOL_OPTIONS: -Xmx1g\nopenjdk version "21" 2023-09-19', "21"),
-        ('java version "1.8.0_402"', "8"),
-        ('openjdk version "22-ea" 2024-03-19', "22"),
-        ("The operation couldn't be completed. Unable to locate a Java Runtime.", ""),
-    ],
-)
-def test_java_versions(says: str, major: str, tmp_path: Path) -> None:
-    java = tmp_path / "java"
-    java.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{says}\nEND\nexit 1\n")
-    java.chmod(0o755)
-    assert bash(f'java_major "{java}"').stdout.strip() == major
-
-
 def test_an_old_python_is_refused_by_name(tmp_path: Path) -> None:
     old = tmp_path / "python3"
     old.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python 3.8.18'\nexit 1\n")
@@ -331,112 +255,3 @@ def test_an_interrupted_stage_leaves_nothing_running(tmp_path: Path) -> None:
             return
         time.sleep(0.05)
     pytest.fail(f"the stage's process {pid} outlived the script")
-
-
-# ---- server.py ------------------------------------------------------------------------------------------------------
-
-
-def test_derived_config_moves_the_ports_and_nothing_else(server: ModuleType) -> None:
-    given = "# ours\ninference_address=http://localhost:8080\nmodel_store=model_store\ngrpc_inference_port=7070\n"
-    lines = server.derive_config(given, 9080).splitlines()
-    assert "# ours" in lines
-    assert "model_store=model_store" in lines
-    assert "inference_address=http://localhost:9080" in lines
-    assert "management_address=http://127.0.0.1:9081" in lines, "an address that is not given stays on loopback"
-    assert "metrics_address=http://127.0.0.1:9082" in lines
-    assert "grpc_inference_port=8070" in lines
-    assert len([line for line in lines if line.startswith("grpc_inference_port")]) == 1
-
-
-def test_the_servers_compile_cache_is_not_where_others_can_guess_it(
-    server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker puts it into the user's own cache folder, unless the environment says where."""
-    given: list[dict[str, str]] = []
-    monkeypatch.setattr(server.subprocess, "run", lambda *_, env, **__: given.append(env))
-    arguments = argparse.Namespace(model="m", archive="a", model_store="s", cwd=".")
-    for own in ({}, {"TORCHINDUCTOR_CACHE_DIR": "mine"}):
-        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-        for name, value in own.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(server.ServerError):  # nothing was started
-            server.launch(arguments, tmp_path, tmp_path / "config", tmp_path / "log", str(tmp_path / "tmp"))
-    assert [env.get("TORCHINDUCTOR_CACHE_DIR") for env in given] == [None, "mine"]
-
-
-def test_a_taken_port_is_found(server: ModuleType) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        base = port if port <= 65533 else port - 2
-        assert port in server.busy_ports(base)
-
-
-LOG = """\
-2025-01-01T00:00:00,000 [INFO ] main org.pytorch.serve.ModelServer - Model server started.
-2025-01-01T00:00:01,000 [INFO ] W-9000-m_1.0-stdout MODEL_LOG - Torch worker started.
-2025-01-01T00:00:01,000 [INFO ] W-9000-m_1.0-stdout MODEL_LOG - loading weights
-2025-01-01T00:00:02,000 [INFO ] W-9000-m_1.0-stdout MODEL_LOG - Traceback (most recent call last):
-2025-01-01T00:00:02,000 [INFO ] W-9000-m_1.0-stdout MODEL_LOG - CheckpointError: no such checkpoint
-2025-01-01T00:00:02,000 [INFO ] W-9000-m_1.0-stdout MODEL_LOG -
-2025-01-01T00:00:02,000 [INFO ] W-9000-m_1.0-stdout MODEL_LOG - Traceback (most recent call last):
-2025-01-01T00:00:02,000 [INFO ] W-9000-m_1.0-stdout MODEL_LOG - RuntimeError: no model
-2025-01-01T00:00:03,000 [INFO ] epollEventLoopGroup-5-1 org.pytorch.serve.wlm.WorkerThread - 9000 Worker disconnected. X
-2025-01-01T00:00:04,000 [INFO ] W-9000-m_1.0-stdout MODEL_LOG - Torch worker started.
-2025-01-01T00:00:04,000 [INFO ] W-9000-m_1.0-stdout MODEL_LOG - Traceback (most recent call last):
-2025-01-01T00:00:04,000 [INFO ] W-9000-m_1.0-stdout MODEL_LOG - OSError: of the second try
-"""
-
-
-def test_a_dead_worker_is_seen_and_its_first_error_shown(server: ModuleType, tmp_path: Path) -> None:
-    log = tmp_path / "server.log"
-    log.write_text(LOG)
-    assert server.DIED.search(LOG)
-    shown = server.last_lines(log)
-    assert "CheckpointError: no such checkpoint" in shown
-    assert shown.endswith("RuntimeError: no model")
-    assert "second try" not in shown
-
-
-def test_the_phase_comes_from_the_log(server: ModuleType) -> None:
-    lines = LOG.splitlines()
-    assert server.phase("") == "starting TorchServe"
-    assert server.phase(lines[0]) == "starting a worker"
-    assert server.phase("\n".join(lines[:3])) == "loading the model: loading weights"
-
-
-@pytest.mark.parametrize(
-    ("page", "says"),
-    [
-        ('vllm:num_requests_running{a="b"} 1\n', ""),
-        ("{draft} 0\n{accepted} 0\n", "No tokens were guessed ahead so far."),
-        ("{draft} 8\n{accepted} 6\n", "8 tokens were guessed ahead so far, and 6 of them were right (75%)."),
-    ],
-)
-def test_what_became_of_drafts_is_told(
-    page: str, says: str, server: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("draft", "accepted"):
-        page = page.replace(f"{{{name}}}", f'vllm:spec_decode_num_{name}_tokens_total{{model_name="m",engine="0"}}')
-    monkeypatch.setattr(server.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(page.encode()))
-    assert server.drafts(server.Server(1, 0.0, 8080, "m", "", "")) == says
-
-
-def test_a_pid_that_is_someone_elses_is_not_our_server(server: ModuleType) -> None:
-    mine = server.Server(os.getpid(), 0.0, 8080, "m", "", "")
-    assert not mine.is_alive()
-
-
-def test_sweep_ends_marked_processes_and_no_others(server: ModuleType) -> None:
-    value = f"test-{os.getpid()}"
-    marked = subprocess.Popen(["sleep", "60"], env={**os.environ, "GPT_FAST_SWEEP": value}, start_new_session=True)
-    other = subprocess.Popen(["sleep", "600"], env={**os.environ, "GPT_FAST_SWEEP": "other"})
-    try:
-        server.end_processes(server.marked_processes("GPT_FAST_SWEEP", value), grace_s=10)
-        assert marked.wait(timeout=HANG_S) != 0
-        assert other.poll() is None
-    finally:
-        other.kill()
-        marked.kill()
-        other.wait()

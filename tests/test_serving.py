@@ -32,7 +32,7 @@ class SlowLLM(FakeLLM):
 
     def submit(self, prompt: Any, params: SamplingParams, max_uncollected: int | None = None) -> FakeHandle:
         self.threads.append(threading.current_thread().name)
-        if str(prompt).startswith("slow") or params.grammar:
+        if str(prompt).startswith("slow") or params.grammar_field:
             self.entered.set()
             assert self.gate.wait(HANG_S)
         return super().submit(prompt, params, max_uncollected)

@@ -15,7 +15,8 @@ Body = dict[str, Any]
 _NAME_OF_PROMPT = {"native": "prompt", "v1/completions": "prompt", "v1/chat/completions": "messages"}
 # Without them a grammar can be followed to its end: each forbids tokens that it may need.
 _AGAINST_GRAMMARS = ("min_tokens", "logit_bias", "ignore_eos", "stop_token_ids")
-_WHOLE = {"logprobs", "prompt_logprobs", "return_token_ids", "draft_counts"}  # what a native stream has no room for
+# What makes a native stream one of JSON lines. The judge, which compares answers wherever they are cut, joins none.
+_WHOLE = {"logprobs", "prompt_logprobs", "return_token_ids", "return_origins", "draft_counts"}
 MILLION = 1_000_000
 
 
@@ -50,7 +51,7 @@ def _agree(rng: random.Random, protocol: str, body: Body) -> None:
     grammars = [name for name in GRAMMARS if name in body]
     for name in grammars[1:]:
         del body[name]
-    if grammars:
+    if grammars or body.get("tools"):
         for name in _AGAINST_GRAMMARS:
             body.pop(name, None)
     for alias in ("max_new_tokens", "max_completion_tokens"):
@@ -63,6 +64,8 @@ def _agree(rng: random.Random, protocol: str, body: Body) -> None:
         body["stream"] = True
     if protocol == "native" and not _WHOLE.isdisjoint(body):
         body["stream"] = False
+    if protocol != "native" and body.get("return_origins"):
+        body["logprobs"] = body.get("logprobs", 1) if protocol == "v1/completions" else True
     if body.get("echo") and "logprobs" in body:
         body["stream"] = False
         body.pop("stream_options", None)

@@ -17,8 +17,11 @@ from fuzzing.grammars import (
     bad_format,
     bad_regex,
     bad_schema,
+    bad_tool_choice,
+    bad_tools,
     choices,
     response_format,
+    tools,
 )
 from fuzzing.values import INTEGERS, NAMES, WORDS, Raw, anything, number, string, text
 from gpt_fast.serve.protocol.openai_fields import UNSUPPORTED, WITHOUT_EFFECT
@@ -226,6 +229,7 @@ _COMMON: dict[str, Field] = {
     "timeout_s": real(100, 1000, 100, 1000),
     "stream": SWITCH,
     "draft_counts": SWITCH,
+    "return_origins": SWITCH,
 }
 
 NATIVE: dict[str, Field] = _COMMON | {
@@ -255,6 +259,9 @@ CHAT: dict[str, Field] = _OPENAI | {
     "top_logprobs": whole(0, 5),
     "add_generation_prompt": SWITCH,
     "chat_template_kwargs": Field(pick(None), odd_kwargs),
+    "tools": Field(tools, bad_tools),
+    "tool_choice": Field(pick("none", "auto"), bad_tool_choice),
+    "parallel_tool_calls": SWITCH,
 }
 
 PROTOCOLS: dict[str, dict[str, Field]] = {

@@ -218,6 +218,36 @@ def bad_regex(rng: random.Random) -> Any:
     return anything(rng) if rng.random() < 0.1 else rng.choice(BAD_REGEXES)
 
 
+def _tool(rng: random.Random, name: Any, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": rng.choice(WORDS), "parameters": parameters}}
+
+
+def tools(rng: random.Random) -> list[dict[str, Any]]:
+    """One or two functions."""
+    objects = [schema for schema in SCHEMAS if schema.get("type") == "object"]
+    return [_tool(rng, name, rng.choice(objects)) for name in ("f", "get-it.now")[: rng.randrange(1, 3)]]
+
+
+def bad_tools(rng: random.Random) -> Any:
+    """``tools`` gone wrong: no list, names that are none or twice there, schemas that cannot be."""
+    made: tuple[Draw, ...] = (
+        anything,
+        lambda r: [anything(r)],
+        lambda r: [{"type": r.choice(("function", "custom", None)), "function": anything(r)}],
+        lambda r: [_tool(r, anything(r), {})],
+        lambda r: [_tool(r, "f", bad_schema(r))],
+        lambda r: [_tool(r, "f", {"type": "object", "properties": {string(r): bad_schema(r)}})],
+        lambda r: tools(r) * 2,
+    )
+    return rng.choice(made)(rng)
+
+
+def bad_tool_choice(rng: random.Random) -> Any:
+    """A choice of what is not there."""
+    named = {"type": "function", "function": {"name": string(rng)}}
+    return rng.choice(("required", "any", named, {"type": "function"}, anything(rng)))
+
+
 def bad_format(rng: random.Random) -> Any:
     """``response_format`` gone wrong."""
     made: tuple[Draw, ...] = (

@@ -30,7 +30,16 @@ _FRONT_END = re.compile(
 )
 _BARE = (413, 417)  # these come from the front end, without a body
 # From one time to the next.
-_CHANGING = ("id", "created", "cached_tokens", "prompt_tokens_details", "draft_n", "draft_n_accepted")
+_CHANGING = {
+    "id",
+    "created",
+    "cached_tokens",
+    "prompt_tokens_details",
+    "draft_n",
+    "draft_n_accepted",
+    "origin",
+    "origins",
+}
 
 
 def faults(shot: Shot, answer: Answer, secrets: Iterable[bytes] = ()) -> Iterator[tuple[str, str]]:
@@ -154,7 +163,8 @@ def _merged(stream: list[dict[str, Any]]) -> dict[str, Any]:
             into["text"] = into.get("text", "") + (choice.get("text") or delta.get("content") or "")
             into["reason"] = choice.get("finish_reason") or into.get("reason")
             for name, entries in (choice.get("logprobs") or {}).items():
-                into[name] = into.get(name, []) + (entries or [])
+                if name not in _CHANGING:
+                    into[name] = into.get(name, []) + _constant(entries or [])
         merged |= {name: _constant(event[name]) for name in ("usage", "error", "model") if event.get(name)}
     return merged
 

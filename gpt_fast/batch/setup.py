@@ -60,7 +60,7 @@ def set_up(checkpoint: Path, options: Mapping[str, Any], names: tuple[str, ...],
     if config.lora is not None:  # workers may stand in other folders
         decided["lora"] = {str(Path(folder).expanduser().resolve()): weight for folder, weight in config.lora.items()}
     every = tuple(dict.fromkeys(("gpt-fast", opened.directory.resolve().name, *names)))
-    return Setup(opened.directory.resolve(), decided, fingerprint(opened, progress=True), every)
+    return Setup(opened.path.absolute(), decided, fingerprint(opened, progress=True), every)
 
 
 def open_llm(setup: Setup, progress: bool = False) -> LLM:

@@ -41,6 +41,7 @@ from gpt_fast.fields import OneOf, Whole
 from gpt_fast.llm import LLM
 from gpt_fast.outputs import Completion
 from gpt_fast.params import SamplingParams
+from gpt_fast.serve.tracing import traced
 
 _POLL_S = 0.002  # how often the caller looks; what it measures is stamped by the engine
 TARGET = "target"  # the method that all others are compared with
@@ -239,6 +240,13 @@ class Bench:
                 if not each.method.own_tokens:
                     _check_tokens(each.method.name, tokens, expected)
         return rows(found, batch_size)
+
+    def trace(self, folder: Path) -> None:
+        """Write a profiler's trace of each method into ``folder``, of its answers to one batch of prompts."""
+        for method in self.methods():
+            name = method.name.replace(" = ", "").replace(" ", "-")
+            with traced(folder / f"{name}.trace.json", self.llm.device.type):
+                method.ask(self._batches(min(self.wanted.batch_sizes))[0])
 
     def _batches(self, batch_size: int) -> list[Asked]:
         """All prompts, ``batch_size`` at a time; the first ones again where the last batch would not be full."""

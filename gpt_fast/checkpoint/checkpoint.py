@@ -3,13 +3,16 @@
 :class:`Checkpoint` knows the configuration, the tensors (mapped, not read), how they are quantized, what the checkpoint
 says about generation, and its tokenizer. It builds the model: every parameter is allocated once, in its final dtype on
 its final device, and filled from the mapped files piece by piece (stored.py), so that a load peaks at the weights it
-leaves behind plus some megabytes. A Hugging Face directory is read here, a file of Meta's line by meta_files.py.
+leaves behind plus some megabytes. A Hugging Face directory is read here, a file of Meta's line by meta_files.py, a GGUF
+file by gguf_models.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,14 +25,17 @@ from torch import nn
 
 from gpt_fast.checkpoint.families import GenerationDefaults, parse_config, read_generation_defaults, read_json
 from gpt_fast.checkpoint.family_table import FAMILIES
+from gpt_fast.checkpoint.files import RIGHTS, companions, is_one, the_checkpoint
+from gpt_fast.checkpoint.gguf_models import read_gguf
 from gpt_fast.checkpoint.lora import Adapter, adapted, open_adapters, touched
 from gpt_fast.checkpoint.meta_files import read_meta_file
 from gpt_fast.checkpoint.shard import Cut, Shard
 from gpt_fast.checkpoint.stacked import unstacked
 from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
-from gpt_fast.checkpoint.weight_files import open_weights, the_checkpoint, weight_files
+from gpt_fast.checkpoint.weight_files import open_weights, weight_files
 from gpt_fast.config import ModelConfig
-from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.errors import CheckpointError, ConfigError, TokenizerError, TokenizerMissing
+from gpt_fast.gguf import is_gguf
 from gpt_fast.model.building import empty_model
 from gpt_fast.model.description import Part, describe, parts
 from gpt_fast.model.transformer import Transformer, weight_bytes
@@ -37,10 +43,13 @@ from gpt_fast.quantize.apply import SchemeOf, quantized_part, swap_layers
 from gpt_fast.quantize.compressed import METHOD as COMPRESSED
 from gpt_fast.quantize.compressed import read_compressed
 from gpt_fast.quantize.formats import Format, OwnFormat, RoundedFormat, Specs
+from gpt_fast.quantize.gguf import GgufFormat
 from gpt_fast.quantize.hub import HubFormat, parse_header, without_empty_biases
 from gpt_fast.quantize.scheme import METHOD, Scheme, Split, parse_quant_config, quant_config
 from gpt_fast.quantize.tinygemm import GRIDS
 from gpt_fast.tokenizer import Tokenizer, load_tokenizer
+from gpt_fast.tokenizer.gguf_vocabulary import tokenizer_files
+from gpt_fast.tokenizer.loading import sniff
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +60,12 @@ _OF_QUANTIZED = (".scale", ".scales", ".row_scale", GRIDS)  # tensors whose dtyp
 class Checkpoint:
     """A directory or a file that has been opened: see :meth:`open`.
 
-    ``path``: what was opened, for messages. ``directory``: where the tokenizer is. ``raw``: the content of
-    ``config.json``. ``config``: the model; its ``tie_embeddings`` says what the files have. ``files``: those that hold
-    the weights. ``tensors``: all of theirs by name, without a head that is tied. ``format``: how they hold linear
-    weights. ``defaults``: what the checkpoint says about generation. ``lora``: the weights of ``adapters`` by folder.
+    ``path``: what was opened, for messages. ``directory``: where it is. ``alone``: it is a GGUF file, and nothing else
+    belongs to it. ``vocabulary``: what tokenizer and chat template are read from, ``directory`` or that file.
+    ``raw``: the content of ``config.json``. ``config``: the model; its ``tie_embeddings`` says what the files
+    have. ``files``: those that hold the weights. ``tensors``: all of theirs by name, without a head that is tied.
+    ``format``: how they hold linear weights. ``defaults``: what the checkpoint says about generation. ``lora``: the
+    weights of ``adapters`` by folder.
     """
 
     def __init__(
@@ -63,11 +74,13 @@ class Checkpoint:
     ) -> None:  # fmt: skip
         """``form``: None where ``raw`` says it."""
         self.path, self.directory = path, path if path.is_dir() else path.parent
+        self.alone = is_gguf(path)
+        self.vocabulary = path if self.alone else self.directory
         self.files, self.raw = files, raw
         self.lora: Mapping[str, float] = {}
         self.adapters: list[Adapter] = []
         self.defaults: GenerationDefaults = read_generation_defaults(
-            self.directory, raw, FAMILIES[config.family].defaults
+            None if self.alone else self.directory, raw, FAMILIES[config.family].defaults
         )
         self.config, tensors = resolve_tying(config, tensors)
         self.tensors = unstacked(tensors, (part.source for part in parts(self.config)))
@@ -76,14 +89,17 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path, config: ModelConfig | str | Path | None = None) -> Checkpoint:
-        """Read ``path``, a Hugging Face directory, a file in it, or a file that meta_files.py reads; every file is
-        opened once, the tokenizer's when it is asked for. A directory may also hold one such file and nothing else.
+        """Read ``path``, a Hugging Face directory, a file in it, a GGUF file, or a file that meta_files.py reads; every
+        file is opened once, the tokenizer's when it is asked for. A directory may also hold one such file alone.
 
         ``config``: of a file that does not say it all (``read_meta_file``). Raises CheckpointError, naming files, keys
         and tensors, for whatever is missing, unexpected, not supported, mis-shaped or damaged. Nothing of the size that
         ``config.json`` claims is built or allocated before that.
         """
         path = the_checkpoint(Path(path))
+        if is_gguf(path):
+            model = read_gguf(path)
+            return cls(path, *model, GgufFormat(model.config, model.tensors))
         if path.is_file():
             return cls(path, [path], *read_meta_file(path, config))
         where = path / "config.json"
@@ -131,12 +147,37 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises TokenizerMissing where there is none, TokenizerError for one that is damaged."""
-        return load_tokenizer(self.directory)
+        return load_tokenizer(self.vocabulary)
+
+    def companions(self) -> dict[str, Path | bytes]:
+        """What goes along with the weights, by the name of the file: a path to copy, or the content. Where
+        ``vocabulary`` is a tokenizer's file, it takes the place of all of the checkpoint's.
+
+        Raises CheckpointError for such a file that is none, TokenizerError for a vocabulary that cannot be read.
+        """
+        found: dict[str, Path | bytes] = {}
+        if not self.alone:
+            found = {path.name: path for path in companions(self.directory)}
+        if is_gguf(self.vocabulary):
+            with contextlib.suppress(TokenizerMissing):
+                found |= tokenizer_files(self.vocabulary)
+        elif self.vocabulary != self.directory:
+            kept = {name: path for name, path in found.items() if is_one(name, (*RIGHTS, "generation_config.json"))}
+            found = {**kept, _tokenizer_name(self.vocabulary): self.vocabulary}
+        return found
+
+    def save_companions(self, out: Path) -> None:
+        """Write :meth:`companions` into the folder ``out``. Raises OSError too."""
+        for name, content in self.companions().items():
+            if isinstance(content, bytes):
+                (out / name).write_bytes(content)
+            else:
+                shutil.copyfile(content, out / name)
 
     @property
     def stored_dtype(self) -> torch.dtype:
         """The floating-point dtype of most bytes of the weights, quantized ones left out. Raises CheckpointError."""
-        return most_common_dtype(self.tensors, str(self.path))
+        return self.format.dtype or most_common_dtype(self.tensors, str(self.path))
 
     @property
     def num_parameters(self) -> int:
@@ -147,7 +188,7 @@ class Checkpoint:
         """How weights are read with the mode ``quantize`` (``quant_config``). Raises ConfigError for quantized ones."""
         if quantize is None:
             return self.format
-        if self.format.method is not None:
+        if not self.format.has_values:
             raise ConfigError(f"quantize: {self.path} is quantized already ({self.format.method}); leave it out")
         return RoundedFormat(quant_config(quantize))
 
@@ -214,6 +255,19 @@ def most_common_dtype(tensors: Mapping[str, StoredTensor], where: str) -> torch.
     if not num_bytes:
         raise CheckpointError(f"{where} holds no floating-point weights")
     return max(num_bytes, key=lambda dtype: num_bytes[dtype])
+
+
+def _tokenizer_name(path: Path) -> str:
+    """What the tokenizer's file ``path`` is called in a checkpoint. Raises CheckpointError for a file that is none."""
+    if not path.is_file():
+        raise CheckpointError(f"tokenizer {path} does not exist")
+    with open(path, "rb") as file:
+        start = file.read(4096)
+    try:
+        return "tokenizer.json" if sniff(start, str(path)) == "json" else "tokenizer.model"
+    except TokenizerError as e:
+        hint = "llama2.c's tokenizer.bin does not hold all of a tokenizer, give the tokenizer.model it was made from"
+        raise CheckpointError(f"tokenizer {e}; {hint}") from None
 
 
 def _read_by(part: Part, shard: Shard | None, scheme_of: SchemeOf) -> tuple[Part, Cut]:

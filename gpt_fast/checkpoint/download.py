@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 
 from huggingface_hub import HfApi, errors, snapshot_download
@@ -45,6 +46,17 @@ def download(
             f"{repo}: {len(missing)} files did not arrive, such as {missing[0]}; run the same command again"
         )
     return Path(found)
+
+
+def find_local(named: str) -> Path | None:
+    """The absolute path of the folder or file ``named``; None where that is no path but may be a repository of the Hub,
+    "owner/name". Raises DownloadError for what is neither."""
+    path = Path(named).expanduser()
+    if path.exists():
+        return path.absolute()
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", named):
+        raise DownloadError(f"{named} does not exist, and is no name of the Hub, which is owner/name")
+    return None
 
 
 def choose(names: list[str], repo: str) -> list[str]:

@@ -28,7 +28,7 @@ def open_draft(
     if options.drafter in (None, "lookup"):
         return None
     if options.drafter in DRAFTS:
-        if target.format.method is not None or options.quantize == options.drafter:
+        if not target.format.has_values or options.quantize == options.drafter:
             raise ConfigError(f"draft: {options.drafter} is the target in fewer bits, but the target is quantized too")
         assert isinstance(target, Checkpoint)  # ForeignCheckpoint.check has refused the others
         return Draft(target, options.drafter)

@@ -361,16 +361,18 @@ class GenerationDefaults:
     sampling: SamplingParams  # fields the checkpoint does not set are None
 
 
-def read_generation_defaults(directory: Path, raw: Mapping[str, Any], usual: Mapping[str, Any]) -> GenerationDefaults:
-    """From ``generation_config.json`` of ``directory`` where it exists, else from ``raw``, its ``config.json``.
+def read_generation_defaults(
+    directory: Path | None, raw: Mapping[str, Any], usual: Mapping[str, Any]
+) -> GenerationDefaults:
+    """From ``generation_config.json`` of ``directory`` where both exist, else from ``raw``, its ``config.json``.
 
     Token ids missing from the first are taken from the second, then from ``usual``, the family's. Sampling defaults
     count only with ``do_sample`` true, and then an unwritten temperature is 1.0, as in transformers; unlike there
     an unwritten top_k stays off. Raises CheckpointError for a value of the wrong type.
     """
-    path = directory / "generation_config.json"
-    generation = read_json(path) if path.exists() else {}
-    where, chosen = (str(path), generation) if generation else (str(directory / "config.json"), raw)
+    path = (directory or Path()) / "generation_config.json"
+    generation = read_json(path) if directory is not None and path.exists() else {}
+    where, chosen = (str(path), generation) if generation else (str(path.with_name("config.json")), raw)
     said = {**usual, **raw, **{key: value for key, value in generation.items() if value is not None}}
     eos, bos = (_token_ids(key, said.get(key), where) for key in ("eos_token_id", "bos_token_id"))
     return GenerationDefaults(eos, bos[0] if bos else None, _sampling(chosen, where))

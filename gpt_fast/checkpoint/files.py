@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from gpt_fast.errors import ConfigError
+from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.gguf import all_parts, first_part, is_gguf
 
 # By name, in small letters. What goes along with weights into every copy of them: tokenizer, generation, licence.
 RIGHTS = ("license*", "licence*", "copying*", "notice*", "use_policy*")
@@ -19,8 +20,26 @@ COMPANIONS = (
 WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.index.json")
 # All that a checkpoint has. Whatever else lies in the folder (notes, code, keys) is nobody's business.
 PATTERNS = (*WEIGHTS, "*config.json", "params.json", "*.model", "readme*", *COMPANIONS)
+SINGLE = ("model.safetensors", "pytorch_model.bin")  # Hugging Face's weights, whole; in shards they have an index
 # What a training run leaves beside the weights, under endings of weights.
 TRAINING = ("optimizer*", "scheduler*", "training_args*", "rng_state*")
+
+
+def the_checkpoint(path: Path) -> Path:
+    """What ``path`` stands for: the directory around one of Hugging Face's files, the only ``.pth`` or GGUF model of a
+    directory that has none of their weights, the first file of such a model, else ``path`` itself. Raises
+    CheckpointError for a directory of several."""
+    if is_gguf(path):
+        return first_part(path)
+    if path.is_file():
+        of_hub = path.suffix in (".safetensors", ".json") or path.name.startswith("pytorch_model")
+        return path.parent if of_hub else path
+    if not path.is_dir() or any((path / (name + end)).is_file() for name in SINGLE for end in ("", ".index.json")):
+        return path
+    found = [*sorted(path.glob("*.pth")), *sorted({first_part(file) for file in path.glob("*.gguf")})]
+    if len(found) > 1:
+        raise CheckpointError(f"{path} holds several checkpoints, name one: {', '.join(file.name for file in found)}")
+    return found[0] if found else path
 
 
 def belongs(name: str) -> bool:
@@ -42,15 +61,20 @@ def choose_files(folder: Path, named: str = "", follow_links: bool = False) -> t
     """Sort what lies in ``folder``, an absolute path without links: the files that belong to a checkpoint, and the
     names of all that does not, folders with a slash.
 
-    ``named``: a file that belongs to the checkpoint whatever its name; a ``.pth`` or ``.pt`` is all of its weights.
-    Folders are left out: they hold other formats of the same weights. Raises ConfigError for a link that leads nowhere
-    or, without ``follow_links``, out of the folder; the links of the Hugging Face cache (``snapshots/<commit>/file`` to
-    ``blobs/<hash>``) are followed.
+    ``named``: a file that belongs to the checkpoint whatever its name; a ``.pth`` or ``.pt`` is all of its weights. A
+    GGUF model, named or the only one of a folder without other weights, is all of the checkpoint. Folders are left out:
+    they hold other formats of the same weights. Raises CheckpointError for a folder of several models, ConfigError for
+    a link that leads nowhere or, without ``follow_links``, out of the folder; the links of the Hugging Face cache
+    (``snapshots/<commit>/file`` to ``blobs/<hash>``) are followed.
     """
     files, left_out = [], []
     others = WEIGHTS if is_one(named, ("*.pth", "*.pt")) else ()
+    model = the_checkpoint(folder / named)
+    whole = all_parts(model) if is_gguf(model) else []
     for path in sorted(folder.iterdir()):
         known = belongs(path.name) and not is_one(path.name, others)
+        if whole:
+            known = path in whole or is_one(path.name, (*RIGHTS, "readme*"))
         wanted = not path.is_dir() and (path.name == named or known)
         if wanted and path.is_symlink():
             _check_link(path, follow_links)

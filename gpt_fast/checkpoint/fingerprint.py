@@ -25,8 +25,9 @@ _PIECE = 2**22  # bytes read at a time
 
 def fingerprint(checkpoint: Checkpoint | ForeignCheckpoint, progress: bool = False) -> str:
     """SHA-256 of what decides the answers of ``checkpoint``, in hexadecimal. ``progress`` shows a bar on a terminal."""
-    others = [path for path in companions(checkpoint.directory) if not is_one(path.name, RIGHTS)]
-    files = sorted({*checkpoint.files, checkpoint.directory / "config.json", *others})
+    folder = checkpoint.directory
+    others = [] if checkpoint.alone else [folder / "config.json", *companions(folder)]
+    files = sorted({*checkpoint.files, *(path for path in others if not is_one(path.name, RIGHTS))})
     with progress_bar(sum(file.stat().st_size for file in files), progress, "digest of the weights") as report:
         digests: list[tuple[str | float, ...]] = [(file.name, _file_digest(file, report)) for file in files]
         for adapter in checkpoint.adapters:

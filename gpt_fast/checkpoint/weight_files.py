@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from gpt_fast.checkpoint.families import read_json
+from gpt_fast.checkpoint.files import SINGLE
 from gpt_fast.checkpoint.stored import Report, StoredTensor, map_file
 from gpt_fast.errors import CheckpointError
 
 # Buffers that old versions of transformers saved: rotary frequencies, causal masks.
 _BUFFERS = ("rotary_emb.inv_freq", *(f".{n}.{kind}" for n in ("attn", "attention") for kind in ("bias", "masked_bias")))
-_SINGLE = ("model.safetensors", "pytorch_model.bin")
 # fmt: off
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -38,23 +38,9 @@ _MAX_HEADER = 100_000_000  # bytes; the limit of the reference implementation
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor by name
 
 
-def the_checkpoint(path: Path) -> Path:
-    """What ``path`` stands for: the directory around one of Hugging Face's files, the only ``.pth`` of a directory that
-    has none of their weights, else ``path`` itself. Raises CheckpointError for a directory of several ``.pth``."""
-    if path.is_file():
-        of_hub = path.suffix in (".safetensors", ".json") or path.name.startswith("pytorch_model")
-        return path.parent if of_hub else path
-    if not path.is_dir() or any((path / (name + end)).is_file() for name in _SINGLE for end in ("", ".index.json")):
-        return path
-    found = sorted(path.glob("*.pth"))
-    if len(found) > 1:
-        raise CheckpointError(f"{path} holds several checkpoints, name one: {', '.join(file.name for file in found)}")
-    return found[0] if found else path
-
-
 def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights of ``directory``; safetensors come before torch's format."""
-    for single in _SINGLE:
+    for single in SINGLE:
         index = directory / f"{single}.index.json"
         if (directory / single).is_file():
             return [directory / single]
@@ -71,7 +57,7 @@ def weight_files(directory: Path) -> list[Path]:
             return files
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
-    raise CheckpointError(f"{directory} has no weights: none of {', '.join(_SINGLE)}, whole or with an index")
+    raise CheckpointError(f"{directory} has no weights: none of {', '.join(SINGLE)}, whole or with an index")
 
 
 def open_weights(files: list[Path]) -> dict[str, StoredTensor]:

@@ -1,4 +1,4 @@
-"""``gpt-fast convert``: a foreign checkpoint (gpt-fast .pth, llama2.c .pt or .bin) to a Hugging Face directory."""
+"""``gpt-fast convert``: a foreign checkpoint (gpt-fast .pth, llama2.c .pt, .bin, GGUF) to a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("convert", help="import a foreign checkpoint", description=__doc__)
     parser.add_argument("source", metavar="SOURCE", help="a file in one of those formats, or a Hugging Face directory")
     parser.add_argument("--out", required=True, metavar="DIR", help="where the Hugging Face directory goes")
-    beside = "tokenizer to put beside it (default: found next to SOURCE)"
+    beside = "tokenizer to put beside it (default: found next to SOURCE, or in it)"
     parser.add_argument("--tokenizer", metavar="FILE", help=beside)
     parser.add_argument("--config", metavar="FILE", help="config.json, params.json or a shape's name, for a bare .pth")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as stored")

@@ -14,7 +14,9 @@ from gpt_fast.config import EngineConfig
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("eval", help="perplexity, or evaluation tasks", description=__doc__)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, as it is")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory or GGUF file, as it is"
+    )
     options.add_options(parser, options.MODEL)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--perplexity", metavar="FILE", help="a text file; documents end with the separator")

@@ -18,7 +18,9 @@ _MODES = ("int8", "int4", "int4-gptq", "fp8")
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("quantize", help="write a quantized checkpoint", description=__doc__)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, unquantized")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory, unquantized, or a GGUF file"
+    )
     parser.add_argument("--mode", required=True, choices=_MODES)
     parser.add_argument("--out", required=True, metavar="DIR", help="where the quantized directory goes")
     parser.add_argument("--group-size", type=int, default=None, metavar="G", help="int4: 32, 64 or 128 (default: 32)")

@@ -1,4 +1,4 @@
-"""Completions that must match a JSON schema, a regular expression or one of several strings, by llguidance.
+"""Completions that must match a JSON schema, a regular expression, one of several strings or a grammar, by llguidance.
 
 llguidance is optional; without it a request that needs it is refused by name. Compiling takes up to a second, without
 Python's lock, in the thread that calls ``compile``. Every request has its own compiled grammar: two that shared one
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt_fast.engine.closed_schema import ONE_SPELLING, close_objects
 from gpt_fast.errors import RequestError
 from gpt_fast.params import SamplingParams, try_later
 from gpt_fast.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ class GrammarCompiler:
     def compile(self, params: SamplingParams) -> CompiledGrammar | None:
         """The grammar that ``params`` asks for, or None. Raises RequestError naming the field: 400 for a grammar that
         is wrong, too large or matches nothing, 503 when those of other requests take all the memory for grammars."""
-        if (field := params.grammar) is None:
+        if (field := params.grammar_field) is None:
             return None
         try:
             from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -57,7 +58,9 @@ class GrammarCompiler:
         source = _source(params, LLMatcher, field)
         with self._building:
             if self._vocabulary is None:
-                self._vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer, self._eos_token_ids)))
+                vocabulary = _Vocabulary(self._tokenizer, self._eos_token_ids)
+                ends = list(self._eos_token_ids or (vocabulary.eos_token_id,))  # any of them may end a completion
+                self._vocabulary = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=ends)
         # Verbose errors would quote the whole grammar.
         limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self._count(len(source))
@@ -150,14 +153,15 @@ class CompiledGrammar:
 
 
 def _source(params: SamplingParams, matcher: Any, field: str) -> str:
+    if params.grammar is not None:
+        return str(matcher.grammar_from_lark(params.grammar))
     # Choices as one regular expression: more than 2,000 alternatives of a grammar exceed a limit of the parser.
     regex = params.regex if params.choice is None else "|".join(map(re.escape, params.choice))
     if regex is not None:
         return str(matcher.grammar_from_regex(regex))
     try:
-        # One spelling of JSON: with free white space a weak model can go on with blanks for ever.
-        spelling = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        return str(matcher.grammar_from_json_schema(json.dumps(params.json_schema), overrides=spelling))
+        closed = close_objects(params.json_schema or {})
+        return str(matcher.grammar_from_json_schema(json.dumps(closed), overrides=ONE_SPELLING))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{field} is not usable: {str(error)[:300]}", field) from None
 

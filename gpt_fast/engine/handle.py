@@ -78,7 +78,8 @@ class Handle:
         new = slice(self._num_fetched, self._num_fetched + len(tokens))
         logprobs, origins = tuple(self.request.logprobs[new]), tuple(self.request.origins[new])
         self._num_fetched += len(tokens)
-        return Delta(text, tokens, done.finish_reason if done else None, done, logprobs, origins)
+        reason = done.finish_reason if done else None
+        return Delta(text, tokens, reason, done, logprobs, origins, self.request.num_cached)
 
     # The engine's side, called with the lock held.
 

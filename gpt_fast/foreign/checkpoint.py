@@ -15,10 +15,11 @@ from torch import nn
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint, most_common_dtype
 from gpt_fast.checkpoint.families import read_generation_defaults, read_json
+from gpt_fast.checkpoint.files import the_checkpoint
 from gpt_fast.checkpoint.lora import Adapter, adapted, open_adapters, touched
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor
-from gpt_fast.checkpoint.weight_files import open_weights, the_checkpoint, weight_files
+from gpt_fast.checkpoint.weight_files import open_weights, weight_files
 from gpt_fast.config import EngineConfig, ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError, UnknownFamilyError
 from gpt_fast.foreign.linear import round_linears
@@ -52,8 +53,10 @@ class ForeignCheckpoint:
     """What ``Checkpoint`` is for the families that are known here: the same attributes, as far as they are needed to
     serve it. Code that lies in the checkpoint never runs. Raises CheckpointError, ImportError without transformers."""
 
+    alone = False  # the tokenizer lies beside the weights
+
     def __init__(self, directory: Path) -> None:
-        self.path = self.directory = directory
+        self.path = self.directory = self.vocabulary = directory
         self.raw = read_json(directory / "config.json")
         self._config = _read_config(directory)
         self.config, self.files = shape_of(self._config), weight_files(directory)

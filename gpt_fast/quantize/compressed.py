@@ -172,7 +172,7 @@ def _plain(part: Part, tensors: Tensors, block: tuple[int, int] | None, where: s
 class CompressedFormat(Format):
     """Layers of integers, each as its tensors say. ``schemes``: by the name of the module."""
 
-    method = METHOD
+    method, has_values = METHOD, False
 
     def __init__(self, linears: Sequence[Part], tensors: Tensors, where: str) -> None:
         """Raises CheckpointError for a layer that cannot be read, or that is fused of differently quantized ones."""

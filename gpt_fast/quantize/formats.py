@@ -5,7 +5,7 @@ A format says which stored tensors a part of the model needs, and fills rows of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -57,6 +57,8 @@ class Format:
     """Weights as they are. ``quant``: of the formats that are made here."""
 
     method: str | None = None  # quant_method of the checkpoint's config.json
+    has_values = True  # the tensors of the checkpoint can be read as the weights' values, and rounded anew
+    dtype: torch.dtype | None = None  # of what is not quantized; None: as it is stored
 
     def __init__(self, quant: QuantConfig | None = None) -> None:
         self.quant = quant
@@ -100,22 +102,29 @@ class Format:
 
 
 class RoundedFormat(Format):
-    """Weights as they are, rounded to nearest while they are read.
+    """Weights as they are, quantized while they are read.
 
     A few rows at a time, so that no matrix is ever held in full precision. A rank that has columns reads whole rows:
     their largest value decides the scale, and ranks together hold what one alone would.
     """
 
+    def pieces(
+        self, stored: StoredTensor, scheme: Scheme, device: torch.device | str, report: Report = None
+    ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """``stored`` as the tensors of ``scheme``, a few rows at a time: the number of the first one, and the tensors.
+        Here it is rounded to nearest."""
+        return quantized_pieces(stored, scheme, device, report)
+
     def fill(self, layer: QuantizedLinear, part: Part, tensors: Tensors, cut: Cut, report: Report) -> None:
         stored = cut.rows_of(plain_weight(part, tensors))
-        for begin, rows in quantized_pieces(stored, layer.scheme, layer.weight.device, report):
+        for begin, rows in self.pieces(stored, layer.scheme, layer.weight.device, report):
             layer.store(part.start + begin, {name: cut.columns_of(tensor) for name, tensor in rows.items()})
 
 
 class OwnFormat(Format):
     """Weights in the tensors that scheme.py declares; rows of all tensors in the parameters' order."""
 
-    method = METHOD
+    method, has_values = METHOD, False
 
     def tensors(self, part: Part, scheme: Scheme | None) -> Specs:
         if scheme is None:

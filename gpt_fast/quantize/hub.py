@@ -75,6 +75,8 @@ def parse_header(raw: Mapping[str, Any], where: str) -> Header:
 class HubFormat(Format):
     """The tensors of a GPTQ or AWQ checkpoint, each layer's as its ``quantization_config`` says."""
 
+    has_values = False
+
     def __init__(self, header: Header, wanted: Sequence[Part], tensors: Tensors, where: str) -> None:
         """``tensors``: all of the checkpoint's. Raises CheckpointError for a fused layer that is quantized in part."""
         super().__init__()

@@ -24,8 +24,9 @@ register come out of one mask and one shift.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.kernels.cpu.packing import GROUP_SIZES
 from gpt_fast.model.description import describe
 
+_MODULE = re.compile(r"(layers\.\d+|head)\.\w+", re.ASCII)  # names of linear layers in a Transformer
 METHOD = "gpt_fast"  # quant_method of the checkpoints written here
 MODES = ("int8", "int4", "fp8")
 
@@ -72,20 +74,29 @@ class Split(NamedTuple):
     keys_values: Scheme
     num_queries: int  # outputs that are queries: the first ones
 
+    def __str__(self) -> str:
+        """As ``config.json`` spells it."""
+        return f"{self.queries}, {self.keys_values}"
+
 
 @dataclass(frozen=True)
 class QuantConfig:
     """The schemes of the kinds of linear layers; None leaves them as they are.
 
     ``exceptions``: of shared keys and values, and of layers that do not fill whole groups; None: as ``blocks``.
+    ``named``: schemes of modules of a Transformer by name, in the place of the rule: a file of others decided them.
     """
 
     blocks: Scheme | None
     head: Scheme | None
     exceptions: Scheme | None = None
+    named: Mapping[str, Scheme | Split] = field(default_factory=dict)
 
     def scheme(self, module: str, config: ModelConfig) -> Scheme | Split | None:
         """For the module ``module`` of a Transformer of ``config``, named as there; None: it stays as it is."""
+        if self.named:
+            found = self.named.get(module)
+            return found._replace(num_queries=config.q_dim) if isinstance(found, Split) else found
         matrix = describe(config).matrix(module)
         if matrix is None or matrix.tied or matrix.split == "whole":
             return None  # also a router: few weights, and every one of them decides
@@ -101,9 +112,9 @@ class QuantConfig:
 
     def to_json(self) -> dict[str, Any]:
         """``quantization_config`` of a checkpoint's ``config.json``."""
-        main = self.blocks or self.head
-        assert main is not None
-        schemes = (("layers", self.blocks), ("exceptions", self.exceptions), ("output", self.head))
+        schemes = [("layers", self.blocks), ("exceptions", self.exceptions), ("output", self.head), *self.named.items()]
+        used = [s.queries if isinstance(s, Split) else s for _, s in schemes if s is not None]
+        main = next((scheme for scheme in used if scheme.kind == "int4"), used[0])
         return {
             "quant_method": METHOD,
             "bits": 4 if main.kind == "int4" else 8,
@@ -126,15 +137,19 @@ def quant_config(mode: str, group_size: int = 32, quantize_head: bool = True) ->
 
 def parse_quant_config(raw: Mapping[str, Any], where: str) -> QuantConfig:
     """The inverse of ``QuantConfig.to_json``. Raises CheckpointError naming the key."""
-    modules = raw.get("modules")
-    if not isinstance(modules, dict) or not modules or not modules.keys() <= {"layers", "exceptions", "output"}:
-        raise CheckpointError(
-            f"{where}: quantization_config.modules must give schemes for layers, exceptions and output, not {modules!r}"
-        )
+    key, modules = f"{where}: quantization_config.modules", raw.get("modules")
+    rule = isinstance(modules, dict) and modules.keys() <= {"layers", "exceptions", "output"}
+    if not isinstance(modules, dict) or not modules or not (rule or all(map(_MODULE.fullmatch, modules))):
+        raise CheckpointError(f"{key} must give schemes for layers, exceptions and output, not {modules!r}")
     known = {str(s): s for s in (Scheme("int8"), Scheme("fp8"), *(Scheme("int4", size) for size in GROUP_SIZES))}
-    for spelling in modules.values():
-        if str(spelling) not in known:
-            names = ", ".join(sorted(known))
-            raise CheckpointError(f"{where}: quantization_config.modules: {spelling!r} is not one of {names}")
-    schemes = {name: known[str(spelling)] for name, spelling in modules.items()}
+    schemes: dict[str, Scheme] = {}
+    named: dict[str, Scheme | Split] = {}
+    for name, spelling in modules.items():
+        words = str(spelling).split(", ")
+        if not known.keys() >= set(words) or len(words) > 1 + name.endswith(".wqkv"):
+            raise CheckpointError(f"{key}: {spelling!r} is not one of {', '.join(sorted(known))}")
+        schemes[name] = known[words[0]]
+        named[name] = Split(known[words[0]], known[words[1]], 0) if len(words) > 1 else schemes[name]
+    if not rule:
+        return QuantConfig(None, None, named=named)
     return QuantConfig(schemes.get("layers"), schemes.get("output"), schemes.get("exceptions"))

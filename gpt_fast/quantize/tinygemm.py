@@ -167,7 +167,7 @@ def _distance_from_zero(packed: list[tuple[StoredTensor, StoredTensor]], order: 
 class TinygemmFormat(Format):
     """The tensors that :func:`unpacked` gives, in groups of ``group_size``: every linear layer but routers."""
 
-    method = "gpt-fast int4"
+    method, has_values = "gpt-fast int4", False
 
     def __init__(self, group_size: int, tensors: Tensors) -> None:
         scheme = Scheme("int4", min(group_size, max(GROUP_SIZES)))
@@ -206,7 +206,7 @@ def dequantized(codes: Tensor, grid: Tensor) -> Tensor:
 
 
 def regrid(codes: Tensor, grid: Tensor, scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors of ``scheme`` for ``codes`` uint8 [n, P] in the groups of ``grid`` bfloat16 [n, groups, 2]."""
+    """The tensors of ``scheme`` for ``codes`` uint8 [n, P] in the groups of ``grid``, floating [n, groups, 2]."""
     step, middle = grid.float().unbind(-1)
     row_scale = (step.amax(1) / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
     scale = (step / row_scale[:, None]).round_()
@@ -214,9 +214,10 @@ def regrid(codes: Tensor, grid: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     half = LEVELS / 2
     zero = half - ((half - _MIDDLE) * step + middle) / (scale * row_scale[:, None])
     storable = ((zero >= 0) & (ZERO_STEPS * zero <= LARGEST) & (scale >= 1)).all(1)  # False for NaN too
-    found = {"weight": nibbles(codes), "scale": scale, "zero": ZERO_STEPS * to_zero(zero), "row_scale": row_scale}
+    bytes_of = {"scale": scale, "zero": ZERO_STEPS * to_zero(zero)}
+    found = {"weight": nibbles(codes), **{n: t.to(torch.uint8) for n, t in bytes_of.items()}, "row_scale": row_scale}
     if not storable.all():
         anew = quantize_rows(dequantized(codes[~storable], grid[~storable]), scheme)
         for name, rows in anew.items():
-            found[name][~storable] = rows.to(found[name].dtype)
+            found[name][~storable] = rows
     return found

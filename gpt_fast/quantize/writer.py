@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -23,13 +22,11 @@ from torch import Tensor
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import read_json
-from gpt_fast.checkpoint.files import companions
 from gpt_fast.checkpoint.stored import Report, progress_bar
 from gpt_fast.checkpoint.weight_files import layout, write_rows
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.description import Part, parts
-from gpt_fast.quantize.formats import OwnFormat, beside, plain_weight
-from gpt_fast.quantize.rtn import quantized_pieces
+from gpt_fast.quantize.formats import OwnFormat, RoundedFormat, beside, plain_weight
 from gpt_fast.quantize.scheme import QuantConfig
 
 _PROGRESS = "progress.json"
@@ -38,16 +35,19 @@ _PROGRESS = "progress.json"
 class CheckpointWriter:
     """Writes ``source``, quantized as ``quant`` says, to ``out``: a context that leaves it complete, or to be resumed.
 
-    ``settings``: what else decides the result. ``resume`` goes on with what an interrupted run with the same arguments
+    ``settings``: what else decides the result. ``rounding``: how weights become what ``quant`` says; None: to nearest.
+    ``resume`` goes on with what an interrupted run with the same arguments
     left behind. ``blocks``: the parts of each block of the model by its prefix; ``done``: prefixes of blocks on disk.
     Raises CheckpointError for a ``source`` that is quantized already, when ``out`` exists, or when something is left
     behind and it is not to be resumed or does not fit; ConfigError for groups that fit no layer.
     """
 
     def __init__(
-        self, source: Checkpoint, quant: QuantConfig, out: Path, settings: Mapping[str, Any], resume: bool
-    ) -> None:
+        self, source: Checkpoint, quant: QuantConfig, out: Path, settings: Mapping[str, Any], resume: bool,
+        rounding: RoundedFormat | None = None,
+    ) -> None:  # fmt: skip
         self.source, self.quant, self.out, self.form = source, quant, out, OwnFormat(quant)
+        self.rounding = rounding or RoundedFormat(quant)
         self._check_source()
         self.blocks = {
             f"{name}.": list(own) for name, own in groupby(parts(source.config), lambda p: p.target.rsplit(".", 2)[0])
@@ -59,7 +59,8 @@ class CheckpointWriter:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise CheckpointError(f"{out} exists and is not empty; choose another output directory")
         specs = self.form.specs(source.config)
-        self._specs = {name: (dtype or source.tensors[name].dtype, shape) for name, (dtype, shape) in specs.items()}
+        kept = source.format.dtype
+        self._specs = {n: (dtype or kept or source.tensors[n].dtype, shape) for n, (dtype, shape) in specs.items()}
         header, self._begin = layout(self._specs)
         if self.partial.exists():
             self._take_up(resume)
@@ -74,7 +75,7 @@ class CheckpointWriter:
 
     def _check_source(self) -> None:
         form, path, wanted = self.source.format, self.source.path, self.quant.blocks
-        if form.method is not None:
+        if not form.has_values:
             raise CheckpointError(f"{path} is quantized already ({form.method}); start from the unquantized checkpoint")
         schemes = [self.form.held(part, self.source.config)[1] for part in parts(self.source.config)]
         if wanted is not None and wanted not in schemes:
@@ -108,13 +109,13 @@ class CheckpointWriter:
         write_rows(self._file, rows)
 
     def write_part(self, part: Part, report: Report = None) -> None:
-        """Write one tensor of the source, rounded to nearest if it is to be quantized and as it is otherwise."""
+        """Write one tensor of the source, quantized if it is to be and as it is otherwise."""
         stored, (_, scheme) = plain_weight(part, self.source.tensors), self.form.held(part, self.source.config)
         if scheme is None:
             for begin, rows in stored.pieces(report):
-                self.write(part.source, begin, rows)
+                self.write(part.source, begin, rows.to(self._specs[part.source][0]))
         else:
-            for begin, tensors in quantized_pieces(stored, scheme, "cpu", report):
+            for begin, tensors in self.rounding.pieces(stored, scheme, "cpu", report):
                 for name, rows in tensors.items():
                     self.write(beside(part, name), begin, rows)
 
@@ -150,8 +151,7 @@ class CheckpointWriter:
         tied = self.source.config.tie_embeddings
         raw = self.source.raw | {"quantization_config": self.quant.to_json(), "tie_word_embeddings": tied}
         (self.partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        for path in companions(self.source.directory):
-            shutil.copyfile(path, self.partial / path.name)
+        self.source.save_companions(self.partial)
         (self.partial / _PROGRESS).unlink()
         if self.out.exists():
             self.out.rmdir()  # empty, as __init__ saw
@@ -168,13 +168,14 @@ def _fingerprint(source: Checkpoint) -> str:
 
 
 def quantize_checkpoint(
-    checkpoint: Checkpoint, out: Path, quant: QuantConfig, *, resume: bool = False, progress: bool = False
-) -> None:
-    """Write ``checkpoint`` quantized by rounding to nearest as ``out``, which must not exist yet.
+    checkpoint: Checkpoint, out: Path, quant: QuantConfig, *, resume: bool = False, progress: bool = False,
+    rounding: RoundedFormat | None = None,
+) -> None:  # fmt: skip
+    """Write ``checkpoint`` quantized as ``out``, which must not exist yet; by ``rounding``, or to nearest.
 
     Holds a few megabytes of weights at a time. Raises as :class:`CheckpointWriter` does.
     """
-    with CheckpointWriter(checkpoint, quant, out, {"method": "rtn"}, resume) as writer:
+    with CheckpointWriter(checkpoint, quant, out, {"method": "rtn"}, resume, rounding) as writer:
         left = [block for block in writer.blocks if block not in writer.done]
         with progress_bar(sum(map(writer.num_bytes, left)), progress, "quantizing") as report:
             for block in left:

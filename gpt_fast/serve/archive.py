@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
-import sysconfig
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,11 +26,9 @@ from gpt_fast.checkpoint.files import choose_files, copy_files, narrow
 from gpt_fast.config import DRAFTS
 from gpt_fast.errors import ConfigError
 from gpt_fast.serve.model_yaml import NAME, parse_model_yaml
-from gpt_fast.serve.settings import ALIASES, check_file, find_named
+from gpt_fast.serve.repository import PACKAGE, ROOT, SHIPPED
+from gpt_fast.serve.settings import ALIASES, check, check_file, find_named
 
-PACKAGE = Path(__file__).resolve().parent.parent
-ROOT = PACKAGE.parent
-SHIPPED = {"config": ROOT / NAME, "handler": ROOT / "handler.py"}  # an installed package has neither
 SUFFIXES = {"no-archive": "", "default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
 
@@ -52,6 +51,7 @@ def build_archive(
     archive_format: str = "no-archive",
     config: str | Path | None = None,
     handler: str | Path | None = None,
+    keys: Mapping[str, Any] | None = None,
     output: str | Path = "model_store",
     by_reference: bool = False,
     follow_links: bool = False,
@@ -63,19 +63,20 @@ def build_archive(
     ``checkpoint``; with ``by_reference`` the archive names the absolute path instead and stays small. ``draft``: the
     same for a model that guesses tokens ahead; None: the one that ``config`` names by a relative path, if it does.
     ``archive_format``: "no-archive" (a folder, the fastest), "default" (.mar), "zip-store" (.mar, not compressed,
-    the better one for weights) or "tgz". ``config`` and ``handler``: None means the repository's. ``follow_links``:
-    copy files of the checkpoint that are links out of its folder, too. ``say`` is told what was left out.
+    the better one for weights) or "tgz". ``config`` and ``handler``: None means the repository's. ``keys``: of the
+    handler block, in the place of those that ``config`` has. ``follow_links``: copy files of the checkpoint that are
+    links out of its folder, too. ``say`` is told what was left out.
 
     Raises ConfigError for what cannot be packed, for a wrong configuration (with file and line) and for a full disk."""
-    _check_options(name, archive_format, {"config": config, "handler": handler})
-    config, handler = Path(config or SHIPPED["config"]), Path(handler or SHIPPED["handler"])
+    _check_options(name, archive_format)
+    config, handler, keys = Path(config or ROOT / NAME), Path(handler or ROOT / "handler.py"), keys or {}
     for what, path in (("config", config), ("handler", handler)):
         if not path.exists():
             raise ConfigError(f"{what}: {path} does not exist")
     before = check_file(config).config
-    sources = {"checkpoint": checkpoint, "draft": draft or _draft_of(config, before.get("handler") or {})}
+    sources = {"checkpoint": checkpoint, "draft": draft or _draft_of(config, {**(before.get("handler") or {}), **keys})}
     models = [_model(k, Path(v), by_reference, follow_links, say) for k, v in sources.items() if v is not None]
-    text = _config_with(config, before, models)
+    text = _config_with(config, before, {**keys, **{model.key: model.value for model in models}})
     target = Path(output).resolve() / (name + SUFFIXES[archive_format])
     if target.is_dir() and any(target.iterdir()) and not (target / "MAR-INF" / "MANIFEST.json").is_file():
         raise ConfigError(f"{target} exists and is not an archive; it is left alone")
@@ -97,19 +98,14 @@ def build_archive(
     return target
 
 
-def _check_options(name: str, archive_format: str, files: Mapping[str, object]) -> None:
+def _check_options(name: str, archive_format: str) -> None:
     if archive_format not in SUFFIXES:
         raise ConfigError(f"format: {archive_format!r} is not one of {', '.join(SUFFIXES)}")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"name: {name!r} must be letters, digits, '_', '-' and '.', not starting with a sign")
-    missing = [what for what, given in files.items() if given is None and not SHIPPED[what].is_file()]
-    if missing:
-        names, flags = " and ".join(SHIPPED[w].name for w in missing), " and ".join(f"--{w} FILE" for w in missing)
-        otherwise = "or run scripts/archive.sh in a checkout of the repository, which has them"
-        raise ConfigError(f"the installed package comes without {names}. Give {flags}, {otherwise}")
 
 
-def set_key(yaml_text: str, key: str, value: str) -> str:
+def set_key(yaml_text: str, key: str, value: Any) -> str:
     """``yaml_text`` with ``key: value`` in its handler block, every other line and comment as it was."""
     lines, found = yaml_text.splitlines(), re.compile(rf"\s+(?:{'|'.join(_names(key))})\s*:")
     start = next((i for i, line in enumerate(lines) if re.match(r"handler\s*:", line)), len(lines))
@@ -164,24 +160,27 @@ def _model(key: str, path: Path, by_reference: bool, follow_links: bool, say: Ca
     return _Model(key, f"{key}/{named}".rstrip("/"), files)
 
 
-def _config_with(config: Path, before: Mapping[str, Any], models: Sequence[_Model]) -> str:
-    """The text of the file ``config``, which holds ``before``, with the keys of ``models``. Raises ConfigError."""
+def _config_with(config: Path, before: Mapping[str, Any], keys: Mapping[str, Any]) -> str:
+    """The text of the file ``config``, which holds ``before``, with ``keys`` in its handler block; ConfigError."""
     text, block = config.read_text(encoding="utf-8"), before.get("handler") or {}
-    for key, value, _ in models:
+    for key, value in keys.items():
         text = set_key(text, key, value)
         block = {k: v for k, v in block.items() if k not in _names(key)} | {key: value}
+    check({**before, "handler": block})
     with contextlib.suppress(ConfigError):
         if parse_model_yaml(text, str(config)).config == {**before, "handler": block}:
             return text
-    keys = " and ".join(model.key for model in models)
-    raise ConfigError(f"{config}: write the handler block with one key a line, indented, so that {keys} can be set")
+    named = " and ".join(keys)
+    raise ConfigError(f"{config}: write the handler block with one key a line, indented, so that {named} can be set")
 
 
 def _pack(work: Path, models: Sequence[_Model], name: str, version: str, archive_format: str, handler: Path) -> Path:
     """The finished archive, somewhere in ``work``, where the configuration lies already."""
     staging = work / "staging"
-    ignored = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.so", ".*")
+    ignored = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.so", ".*", SHIPPED.name)
     shutil.copytree(PACKAGE, staging / PACKAGE.name, ignore=ignored)
+    for folder, _, _ in os.walk(staging / PACKAGE.name):
+        os.chmod(folder, 0o755)  # an installed package may be read-only; an archive will be replaced
     copied = {model.key: model.files for model in models if model.files}
     for folder, files in copied.items() if archive_format != "no-archive" else ():
         (staging / folder).mkdir()
@@ -197,15 +196,13 @@ def _pack(work: Path, models: Sequence[_Model], name: str, version: str, archive
 
 
 def _run_archiver(work: Path, staging: Path, name: str, version: str, archive_format: str, handler: Path) -> Path:
-    script = Path(sysconfig.get_path("scripts")) / "torch-model-archiver"
-    program = str(script) if script.exists() else shutil.which("torch-model-archiver")
-    if program is None:
-        raise ConfigError("torch-model-archiver is not installed: pip install torch-model-archiver==0.12.0")
+    if importlib.util.find_spec("model_archiver") is None:
+        raise ConfigError("torch-model-archiver is not installed:  pip install 'gpt-fast-serve[serve]'")
     out, temporary = work / "out", work / "tmp"
     out.mkdir()
     temporary.mkdir()
-    command = [program, "--model-name", name, "--version", version, "--handler", str(handler.resolve())]
-    command += ["--config-file", str(work / NAME), "--extra-files", str(staging)]
+    command = [sys.executable, "-m", "model_archiver.model_packaging", "--model-name", name, "--version", version]
+    command += ["--handler", str(handler.resolve()), "--config-file", str(work / NAME), "--extra-files", str(staging)]
     command += ["--archive-format", archive_format, "--export-path", str(out)]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, errors="replace")

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, get_args
 
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import StepPlan
@@ -228,6 +228,23 @@ class Metrics:
         for family, name, samples in self._read():
             lines += [f"# HELP vllm:{name} {family.help}", f"# TYPE vllm:{name} {family.kind}", *map(_exposed, samples)]
         return "\n".join(lines) + "\n"
+
+    def stats(self) -> dict[str, Any]:
+        """The numbers of the page: every gauge and counter by its name (one with a label of its own as an object of
+        its values), every histogram as the ``count`` of what it saw and their ``sum``; and the batch and the pages."""
+        found: dict[str, Any] = {}
+        for family, name, samples in self._read():
+            if name == family.former:
+                continue
+            if family.kind == "histogram":
+                found[name] = {"count": samples[-1].value, "sum": samples[-2].value}
+            elif family.label:
+                found[name] = {sample.labels[-1][1]: sample.value for sample in samples}
+            else:
+                found[name] = samples[0].value
+        scheduler = self._engine.scheduler
+        pages = {"pages_used": scheduler.pages.num_used, "pages_total": scheduler.pages.num_pages - 1}
+        return found | {"max_batch": scheduler.max_batch} | pages
 
     def flush(self, emit: Emit) -> None:
         """Give ``emit`` what changed since the last flush: a gauge's new value, a counter's increase. The first flush

@@ -1,7 +1,8 @@
 """The routes below ``/predictions/<model>/<version>/``: which protocol answers where.
 
-Nothing: native.py. ``v1/...``: OpenAI's. ``health``: whether the model is loaded, compiled and warm, and what runs.
-``metrics``: Prometheus' text format under vLLM's names.
+Nothing: native.py. ``v1/...``: OpenAI's. ``predict``: predict.py. ``health``: whether the model is loaded, compiled and
+warm, and what runs. ``metrics``: Prometheus' text format under vLLM's names; ``stats``: the same numbers as JSON.
+``page``: for people.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from gpt_fast.errors import RequestError
 from gpt_fast.fields import show
 from gpt_fast.serve.metrics import CONTENT_TYPE, Metrics
+from gpt_fast.serve.page import page
 from gpt_fast.serve.protocol import native
 from gpt_fast.serve.protocol.body import read_body
 from gpt_fast.serve.protocol.openai_chat import parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_completions import parse_completion
+from gpt_fast.serve.protocol.predict import parse_predict
 from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, WireRequest
 from gpt_fast.serve.settings import HandlerSettings
 from gpt_fast.tokenizer.chat import load_template
@@ -25,7 +28,7 @@ from gpt_fast.tokenizer.chat import load_template
 if TYPE_CHECKING:
     from gpt_fast.llm import LLM
 
-ROUTES = ("v1/chat/completions", "v1/completions", "v1/models", "health", "metrics")
+ROUTES = ("v1/chat/completions", "v1/completions", "v1/models", "health", "metrics", "stats", "page", "predict")
 
 
 class Routes:
@@ -40,14 +43,18 @@ class Routes:
         TorchServe delivers it (protocol/body.py)."""
         route = route.strip("/")
         if route == "health":  # only a model that is ready answers at all
-            return _page({"status": "ready", "loaded": True, "warm": True, **self._llm.status()})
+            return _json({"status": "ready", "loaded": True, "warm": True, **self._llm.status()})
         if route == "metrics":
             return Piece(self._metrics.exposition(), CONTENT_TYPE)
+        if route == "stats":
+            return _json(self._metrics.stats())
+        if route == "page":
+            return page()
         if route == "v1/models":
             models = [self._openai.model_facts(name) for name in self._openai.models]
-            return _page({"object": "list", "data": models})
+            return _json({"object": "list", "data": models})
         if route.startswith("v1/models/"):
-            return _page(self._openai.model_facts(route.removeprefix("v1/models/")))
+            return _json(self._openai.model_facts(route.removeprefix("v1/models/")))
         if route and route not in ROUTES:
             message = f"there is no route {show(route)}; there are {', '.join(ROUTES)}, and the model itself"
             raise RequestError(message, None, "not_found", 404)
@@ -78,14 +85,16 @@ def parse(
     default_max_tokens: int | None = None,
     default_stream: bool = True,
 ) -> WireRequest:
-    """The request ``body`` of one of OpenAI's two routes, or of our own; the defaults are for the latter. Raises
-    RequestError."""
+    """The request ``body`` of one of OpenAI's two routes, of ``predict``, or of our own; the defaults are for the
+    latter. Raises RequestError."""
     if route == "v1/chat/completions":
         return parse_chat(body, openai)
     if route == "v1/completions":
         return parse_completion(body, openai)
+    if route == "predict":
+        return parse_predict(body)
     return native.parse_request(body, default_max_tokens, default_stream)
 
 
-def _page(answer: dict[str, Any]) -> Piece:
+def _json(answer: dict[str, Any]) -> Piece:
     return Piece(json.dumps(answer) + "\n", JSON_TYPE)

@@ -123,7 +123,7 @@ class Session:
         if isinstance(opened, Piece):
             return opened
         self._request = opened
-        return None if opened.params.grammar and self.num_bytes <= LIGHT_BYTES else self._submit()
+        return None if opened.params.grammar_field and self.num_bytes <= LIGHT_BYTES else self._submit()
 
     def _submit(self) -> list[Handle]:
         request, params = self._request, self._request.params

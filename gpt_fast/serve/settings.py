@@ -20,7 +20,7 @@ BLOCK = "the handler block of model_config.yaml"
 
 ALIASES = {"converted_ckpt_dir": "checkpoint", "draft_checkpoint_path": "draft"}
 _WITHOUT_EFFECT = {"fx_graph_cache": "torch caches compiled graphs by itself"}
-_WEIGHTS = ("*.safetensors", "*.pth", "*.pt", "*.bin")
+_WEIGHTS = ("*.safetensors", "*.pth", "*.pt", "*.bin", "*.gguf")
 
 
 def _path(value: Any, name: str) -> Path:

@@ -13,7 +13,9 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpt_fast.errors import RequestError
+from gpt_fast.gguf import is_gguf
 from gpt_fast.params import MAX_SHOWN
+from gpt_fast.tokenizer.gguf_vocabulary import tokenizer_config
 from gpt_fast.tokenizer.settings import read_json_object, token_text
 
 
@@ -26,7 +28,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-        self._special = dict(special)
+        self.source, self._special = source, dict(special)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -43,11 +45,11 @@ class ChatTemplate:
             raise RequestError(message, "messages") from None
 
 
-def load_template(directory: str | Path) -> ChatTemplate | None:
-    """The template in chat_template.jinja or tokenizer_config.json, or None where the checkpoint has none. Of several
-    named ones, ``default``. Raises ValueError for a file that cannot be read."""
-    where, alone = Path(directory, "tokenizer_config.json"), Path(directory, "chat_template.jinja")
-    config = read_json_object(where)
+def load_template(checkpoint: str | Path) -> ChatTemplate | None:
+    """The template in chat_template.jinja or tokenizer_config.json of a directory, or in a GGUF file; None where there
+    is none. Of several named ones, ``default``. Raises ValueError for a file that cannot be read."""
+    where, alone = Path(checkpoint, "tokenizer_config.json"), Path(checkpoint, "chat_template.jinja")
+    config = tokenizer_config(Path(checkpoint)) if is_gguf(Path(checkpoint)) else read_json_object(where)
     source = config.get("chat_template")
     if isinstance(source, list):
         source = next((t.get("template") for t in source if t.get("name") == "default"), None)

@@ -12,7 +12,7 @@ inside a message would become a system turn. Two cases:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from gpt_fast.tokenizer.chat import ChatTemplate
 FALLBACK = "fallback:plain"
 # So that a model without a chat format does not go on with the user's next words.
 FALLBACK_STOPS = ("\nuser:", "\nsystem:")
+_WORD = re.compile(r"[\w.-]*", re.ASCII)
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
@@ -68,49 +69,72 @@ def special_names(tokenizer: Tokenizer) -> SpecialNames:
 def encode_chat(
     template: ChatTemplate | None,
     tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """The prompt's token ids. ``variables``: more of what the template may refer to. Without a template the messages
-    become lines "role: content", the last one "assistant:". Raises RequestError when the template refuses the
-    messages."""
+    """The prompt's token ids. ``variables``: more of what the template may refer to. ``tools``: for a template that
+    writes them. Without a template the messages become lines "role: content", the last one "assistant:". Raises
+    RequestError when the template refuses the messages."""
     if template is None:
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return tokenizer.encode("\n".join([*lines, "assistant:"] if add_generation_prompt else lines))
     names = special_names(tokenizer)
-    safe, hidden = _hide(messages, names)
+    safe, safe_tools, hidden = _hide(messages, tools, names)
     # transformers gives these two to every template, and some only ask whether they are none.
-    rendered = template.render(safe, add_generation_prompt, tools=None, documents=None, **(variables or {}))
+    rendered = template.render(safe, add_generation_prompt, tools=safe_tools, documents=None, **(variables or {}))
     if not hidden:
         return tokenizer.encode(rendered, bos=False, allow_special=True)
     return _encode_parts(tokenizer, names.split(rendered), hidden)
 
 
 def _hide(
-    messages: Sequence[Mapping[str, str]], names: SpecialNames
-) -> tuple[Sequence[Mapping[str, str]], dict[int, str]]:
-    """The messages with a character for each dangerous string, and the string by its character's number."""
-    # The role is one of a few words, checked where it was read, and templates compare it.
-    cut = [
-        {key: [(text, False)] if key == "role" else names.pieces(text) for key, text in message.items()}
-        for message in messages
-    ]
-    found = [text for message in cut for pieces in message.values() for text, dangerous in pieces if dangerous]
-    if not found:
-        return messages, {}
-    strings = dict.fromkeys(map(str.strip, found))  # white space stays outside, for the template to trim or keep
-    used = {ord(char) for message in messages for text in message.values() for char in text}
-    hidden = dict(zip((code for code in _PRIVATE_USE if code not in used), strings, strict=False))
-    if len(hidden) < len(strings):
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, names: SpecialNames
+) -> tuple[list[dict[str, Any]], Any, dict[int, str]]:
+    """Messages and tools with a character for each dangerous string, and the string by its character's number."""
+    found: dict[str, None] = {}
+    used: set[str] = set()
+
+    def note(text: str) -> str:
+        used.update(text)
+        # White space stays outside, for the template to trim or keep.
+        found.update(dict.fromkeys(piece.strip() for piece, dangerous in names.pieces(text) if dangerous))
+        return text
+
+    def hide(text: str) -> str:
+        pieces = names.pieces(text)
+        return "".join(p.replace(p.strip(), in_place_of[p.strip()], 1) if dangerous else p for p, dangerous in pieces)
+
+    def everywhere(change: Callable[[str], str]) -> tuple[list[dict[str, Any]], Any]:
+        # The role is one of a few words, checked where it was read, and templates compare it.
+        changed = [
+            {key: text if key == "role" else _changed(text, change, names, "messages") for key, text in message.items()}
+            for message in messages
+        ]
+        return changed, _changed(tools, change, names, "tools")
+
+    everywhere(note)
+    hidden = dict(zip((code for code in _PRIVATE_USE if chr(code) not in used), found, strict=False))
+    if len(hidden) < len(found):
         raise RequestError("messages use every private-use character there is", "messages")
     in_place_of = {string: chr(code) for code, string in hidden.items()}
+    return *everywhere(hide), hidden
 
-    def shown(text: str, dangerous: bool) -> str:
-        return text.replace(text.strip(), in_place_of[text.strip()], 1) if dangerous else text
 
-    safe = [{key: "".join(shown(*piece) for piece in pieces) for key, pieces in message.items()} for message in cut]
-    return safe, hidden
+def _changed(value: Any, change: Callable[[str], str], names: SpecialNames, field: str, inside: bool = False) -> Any:
+    """A copy of a JSON value in which ``change`` has been at the strings. ``inside`` a call or a tool not at words such
+    as types and names: templates compare them, and none writes the rest of a special token around them. Raises
+    RequestError for an object's key that holds a special token."""
+    if isinstance(value, str):
+        return value if inside and _WORD.fullmatch(value) else change(value)
+    if isinstance(value, Mapping):
+        if forged := next((key for key in value if len(names.split(key)) > 1), None):
+            raise RequestError(f"{field}: the property {forged[:60]!r} holds the name of a special token", field)
+        return {key: _changed(inner, change, names, field, inside=True) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_changed(inner, change, names, field, inside=True) for inner in value]
+    return value
 
 
 def _encode_parts(tokenizer: Tokenizer, parts: Sequence[str], hidden: Mapping[int, str]) -> list[int]:

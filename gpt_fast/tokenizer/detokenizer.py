@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gpt_fast.tokenizer.base import Tokenizer, drop_leading_spaces
 
@@ -23,10 +23,12 @@ class IncrementalDetokenizer:
     ``prompt_ids``: the tokens before. Their text is not returned, but it decides whether a leading space is the dummy
     prefix of a text or a space between words, and it may end in half a character. Ids past the tokenizer's vocabulary
     have no text: models pad their vocabulary, and a broken one may choose such a token. Without a tokenizer no id has
-    text. The cost of a push does not grow with the text."""
+    text. ``shown``: special tokens whose names count as text. The cost of a push does not grow with the text."""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer or _NO_TOKENIZER
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int] = (), shown: Collection[int] = ()
+    ) -> None:
+        self._tokenizer, self._shown = tokenizer or _NO_TOKENIZER, frozenset(shown)
         known = [id for id in prompt_ids if id < self._tokenizer.vocab_size]
         self._window = None if self._tokenizer.bytewise else _Window(self._tokenizer, known)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -52,6 +54,9 @@ class IncrementalDetokenizer:
         """The text that is certain now; empty while a character is unfinished."""
         if id >= self._tokenizer.vocab_size:
             return ""
+        if id in self._shown and self._tokenizer.is_special(id):
+            self._droppable_spaces = 0
+            return self.flush() + self._tokenizer.token_bytes(id, skip_special=False).decode(errors="replace")
         return self._window.push(id) if self._window else self._decoder.decode(self._take(id))
 
     def flush(self) -> str:

@@ -18,6 +18,7 @@ from gpt_fast.tokenizer.tiktoken_ranks import QWEN_PATTERN
 # GPT-2's alphabet for bytes: printable Latin-1 stands for itself, the other bytes are the characters from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTES = [*_PRINTABLE, *(value for value in range(256) if value not in _PRINTABLE)]
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BYTE_OF_CHAR = dict(zip(map(chr, [*_PRINTABLE, *range(0x100, 0x200)]), _BYTES, strict=False))
 
 
@@ -75,20 +76,29 @@ def gpt2_spec(vocab: Mapping[str, int], merges: str, settings: Settings, source:
     """vocab.json and the text of merges.txt as a tokenizer.json object; ``tokenizer_class`` decides the splitting.
     Raises TokenizerError for a class whose splitting rules are not known."""
     name = (settings.tokenizer_class or "GPT2Tokenizer").removesuffix("Fast")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    split = {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False}
-    qwen_steps = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
-    splitting: dict[str, dict[str, Any]] = {
-        "GPT2Tokenizer": {"normalizer": None, "pre_tokenizer": byte_level},
-        "Qwen2Tokenizer": {"normalizer": {"type": "NFC"}, "pre_tokenizer": qwen_steps},
+    qwen_steps = {"type": "Sequence", "pretokenizers": [split(QWEN_PATTERN), BYTE_LEVEL | {"use_regex": False}]}
+    splitting: dict[str, tuple[Mapping[str, Any] | None, Mapping[str, Any]]] = {
+        "GPT2Tokenizer": (None, BYTE_LEVEL),
+        "Qwen2Tokenizer": ({"type": "NFC"}, qwen_steps),
     }
     if name not in splitting:
         todo = "save its tokenizer.json (transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         raise TokenizerError(f"{source}: how {name} splits text is not known from vocab.json and merges.txt; {todo}")
     lines = [line for line in merges.split("\n") if line.strip(" \r") and not line.startswith("#version")]
-    model = {"type": "BPE", "vocab": dict(vocab), "merges": [line.rstrip("\r") for line in lines]}
-    spec = splitting[name] | {"decoder": byte_level, "model": model}
-    return {"version": "1.0", "added_tokens": [], "post_processor": None} | spec
+    normalizer, pre_tokenizer = splitting[name]
+    return bpe_spec(vocab, [line.rstrip("\r") for line in lines], pre_tokenizer) | {"normalizer": normalizer}
+
+
+def split(pattern: str) -> dict[str, Any]:
+    """The step that cuts what the regular expression ``pattern`` matches from what is around it."""
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def bpe_spec(vocab: Mapping[str, int], merges: Sequence[str], pre_tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json object of byte pairs in GPT-2's alphabet, without added tokens."""
+    model = {"type": "BPE", "vocab": dict(vocab), "merges": list(merges)}
+    steps = {"normalizer": None, "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": BYTE_LEVEL}
+    return {"version": "1.0", "added_tokens": [], "model": model} | steps
 
 
 def bytes_decoder(decoder: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], int] | None:

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpt_fast.errors import TokenizerError, TokenizerMissing
+from gpt_fast.gguf import is_gguf
 from gpt_fast.tokenizer.base import Tokenizer
+from gpt_fast.tokenizer.gguf_vocabulary import load_gguf
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, gpt2_spec
 from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from gpt_fast.tokenizer.settings import Settings, parse_json_object, read_json_object, read_settings
@@ -20,7 +22,7 @@ _GPT2_END = "<|endoftext|>"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory, or of one tokenizer file with what lies beside it.
+    """The tokenizer of a checkpoint directory, of one tokenizer file with what lies beside it, or of a GGUF file.
 
     Of several in a directory the first is taken: SentencePiece's tokenizer.model, tokenizer.json, tiktoken ranks
     (tokenizer.model or ``*.tiktoken``), vocab.json with merges.txt. The first is what the model was trained with; a
@@ -32,6 +34,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if not path.exists():
         raise TokenizerError(f"{path} does not exist; give a checkpoint directory or a tokenizer file")
+    if is_gguf(path):
+        return load_gguf(path)
     directory = path if path.is_dir() else path.parent
     names = ["tokenizer.model", "tokenizer.json", *sorted(file.name for file in directory.glob("*.tiktoken"))]
     files = [directory / name for name in names] if path.is_dir() else [path, directory / "tokenizer.json"]

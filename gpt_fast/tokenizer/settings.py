@@ -51,15 +51,23 @@ class Settings:
 
 def read_settings(directory: Path) -> Settings:
     """Reads what is there of the three files. Raises TokenizerError if one is not what it should be."""
-    config = read_json_object(directory / "tokenizer_config.json")
-    names = {**read_json_object(directory / "special_tokens_map.json"), **config}
+    names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    config, special, added = (read_json_object(directory / name) for name in names)
+    return settings_of(config, special, added, directory)
+
+
+def settings_of(
+    config: Mapping[str, Any], special: Mapping[str, Any], extra: Mapping[str, Any], source: object
+) -> Settings:
+    """The facts in the objects ``config``, ``special`` and ``extra`` of the three files. Raises TokenizerError, naming
+    ``source``."""
+    names = {**special, **config}
     # added_tokens.json has no flags. What is added beyond a vocabulary is nearly always markup of chats.
-    extra = read_json_object(directory / "added_tokens.json")
     bare = [(id, {"content": content, "special": True}) for content, id in extra.items()]
     strings = [token_text(names.get(name)) for name in _NAMED_TOKENS]
     strings += [token_text(entry) for entry in names.get("additional_special_tokens") or ()]
     return Settings(
-        added=_added_tokens(lambda: [*bare, *config.get("added_tokens_decoder", {}).items()], directory),
+        added=_added_tokens(lambda: [*bare, *config.get("added_tokens_decoder", {}).items()], source),
         special_names=frozenset(name for name in strings if name),
         bos_token=token_text(names.get("bos_token")),
         eos_token=token_text(names.get("eos_token")),

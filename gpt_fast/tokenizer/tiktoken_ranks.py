@@ -21,6 +21,7 @@ _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA3_PATTERN = _PATTERN.replace("DIGITS", "{1,3}")
 QWEN_PATTERN = _PATTERN.replace("DIGITS", "")
 
 # The regular expression engine gives up on very long runs, so these are cut, at the length that Llama 3's code uses.
@@ -50,7 +51,7 @@ class Vocabulary(NamedTuple):
 VOCABULARIES = {
     128_000: Vocabulary(
         name="Llama 3",
-        pattern=_PATTERN.replace("DIGITS", "{1,3}"),
+        pattern=LLAMA3_PATTERN,
         special_names=[*_LLAMA3_NAMES.split(), *(f"reserved_special_token_{i}" for i in range(2, 246))],
         bos_token="<|begin_of_text|>",
         eos_tokens=("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"),

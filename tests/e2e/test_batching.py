@@ -321,6 +321,28 @@ def test_openai_chat_plain_and_streamed(client: Any) -> None:
     assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "play"}}])
+def test_openai_tools_whole_and_streamed(client: Any, choice: Any) -> None:
+    pytest.importorskip("llguidance")
+    toy = {"type": "object", "properties": {"toy": {"enum": ["ball", "car"]}}, "required": ["toy"]}
+    fields: dict[str, Any] = {
+        "model": "gpt-fast",
+        "messages": [{"role": "user", "content": "Tom has a ball."}],
+        "tools": [{"type": "function", "function": {"name": "play", "parameters": toy}}],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": 0,
+    }
+    whole = client.chat.completions.create(**fields).choices[0]
+    [call] = whole.message.tool_calls
+    assert (whole.finish_reason, whole.message.content, call.function.name) == ("tool_calls", None, "play")
+    assert json.loads(call.function.arguments)["toy"] in ("ball", "car")
+    with client.chat.completions.stream(**fields) as stream:
+        again = stream.get_final_completion().choices[0]
+    assert again.message.tool_calls[0].function.arguments == call.function.arguments
+    assert again.finish_reason == "tool_calls"
+
+
 def test_openai_models(client: Any) -> None:
     assert client.models.list().data[0].id == "gpt-fast"
 

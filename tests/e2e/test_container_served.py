@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from server_script import load_server_script
-from serving import ROOT, TORCHSERVE, free_ports, java_home, wait_for
+from serving import ROOT, TORCHSERVE, base_port, java_home, wait_for
 
 from gpt_fast.kernels.cpu import library as kernels
+from gpt_fast.serve.launch.ports import derive_config
 
 
 class Container:
@@ -29,12 +29,9 @@ class Container:
         for name in ("handler.py", "model_config.yaml", "configs/log4j2.xml", "scripts/container.py"):
             (image / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, image / name)
-        server = load_server_script()
-        (self.port,) = free_ports(1)
-        while server.busy_ports(self.port):
-            (self.port,) = free_ports(1)
+        self.port = base_port()
         text = (ROOT / "config.properties").read_text()
-        (image / "config.properties").write_text(server.derive_config(text, self.port))
+        (image / "config.properties").write_text(derive_config(text, self.port))
         java = java_home()
         assert java is not None
         # The sockets of TorchServe lie here; their paths may have no more than a hundred characters.

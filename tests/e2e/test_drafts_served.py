@@ -189,3 +189,24 @@ def test_a_request_is_told_of_its_drafts(server: Server, plain: tuple[LLM, Route
     told = server.predict({**body, "draft_counts": True}).json()
     assert 0 < told["usage"].pop("draft_n_accepted") < told["usage"].pop("draft_n")
     assert told == server.predict(body).json() == json.loads(expected(plain, ("", body)))
+
+
+def test_origins_come_token_by_token_and_at_the_end(server: Server) -> None:
+    body = {"prompt": "Once upon a time", "max_new_tokens": 40, "return_origins": True, "return_token_ids": True}
+    whole = server.predict({**body, "stream": False}).json()
+    assert len(whole["origins"]) == len(whole["token_ids"]) == 40
+    reply = server.predict(body)
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    *parts, last = map(json.loads, reply.text.splitlines())
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert [token for part in parts for token in part["token_ids"]] == whole["token_ids"]
+    assert [origin for part in parts for origin in part["origins"]] == whole["origins"]
+    assert {"accepted", "corrected"} <= set(whole["origins"])
+    assert last == {"finish_reason": whole["finish_reason"], "usage": whole["usage"]}
+
+
+def test_predict_continues_its_prompt(server: Server) -> None:
+    reply = server.request("POST", "/predictions/gpt-fast/1.0/predict", b'{"prompt": "Once upon a time"}')
+    assert reply.status == 200
+    assert reply.json().startswith("Once upon a time")
+    assert len(reply.json()) > len("Once upon a time")

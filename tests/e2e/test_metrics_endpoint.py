@@ -192,7 +192,9 @@ def test_the_log_has_a_line_for_each_request_and_none_for_each_message(server: S
     assert "Lily" not in server.log
     for chatter in ("[METRICS]", "Flushing req", "Looping backend", "Backend response"):
         assert chatter not in server.log
-    assert "State change WORKER_STARTED -> WORKER_MODEL_LOADED" in server.log, "scripts/server.py looks for these"
+    assert "State change WORKER_STARTED -> WORKER_MODEL_LOADED" in server.log, (
+        "gpt_fast/serve/launch/watching.py looks for these"
+    )
     assert "Failed to" not in server.log
 
 

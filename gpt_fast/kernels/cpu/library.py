@@ -154,6 +154,7 @@ def build_variant(name: str, cxx: str, folder: Path | None = None) -> Path:
     try:
         target = (folder or private_folder("kernels")) / f"{_stem(name)}-{_digest(version.encode())}.so"
         if not trusted(target):
+            log.info("compiling the C++ kernels (%s) for the first time; that takes 10 to 60 seconds", name)
             _compile([cxx, *FLAGS, *VARIANTS[name], str(SOURCES / "kernels.cpp")], target)
     except OSError as error:  # a full disk, a read-only cache
         raise UnavailableError(f"the kernels could not be built: {error}") from error

@@ -1,7 +1,8 @@
 """This project's own request and answer: ``{"prompt": ..., "max_new_tokens": 50, "temperature": 0.8, ...}``.
 
-A completion is streamed as plain text, or comes in one piece as JSON with ``"stream": false``. What is refused is
-told as ``{"error": {"message", "type", "param", "code"}}``.
+A completion is streamed as plain text, or comes in one piece as JSON with ``"stream": false``. A stream that has more
+to say of its tokens than their text (``logprobs``, ``return_origins`` ...) is JSON too, one object a line. What is
+refused is told as ``{"error": {"message", "type", "param", "code"}}``.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ _KINDS: dict[str, Kind] = {
     "prompt": _prompt,
     "stream": flag,
     "return_token_ids": flag,
+    "return_origins": flag,
     "draft_counts": flag,
 }
 FIELDS = tuple(sorted(_KINDS))
+# What plain text has no room for.
+MORE_THAN_TEXT = ("return_token_ids", "return_origins", "draft_counts", "logprobs", "prompt_logprobs")
+LINES_TYPE = "application/x-ndjson"
 
 
 class NativeRequest(WireRequest):
@@ -51,29 +56,43 @@ class NativeRequest(WireRequest):
 
     _stream_type = "text/plain; charset=utf-8"
 
+    def __init__(self, *facts: Any) -> None:
+        super().__init__(*facts)
+        self._lines = self.stream and any(self.given.get(name, False) is not False for name in MORE_THAN_TEXT)
+        if self._lines:
+            self.content_type = LINES_TYPE
+
     def write_delta(self, index: int, delta: Delta) -> str:
-        return delta.text
+        return _line(self._part(delta), ascii_only=True) if self._lines else delta.text
 
     def write_end(self, completions: Sequence[Completion]) -> str:
-        if self.stream:
+        if self.stream and not self._lines:
             return ""
         (completion,) = completions
-        answer: dict[str, Any] = {"text": completion.text}
-        if self.given.get("return_token_ids"):
-            answer["token_ids"] = list(completion.token_ids)
+        answer = {} if self.stream else self._part(completion)
         answer["finish_reason"] = completion.finish_reason
-        for name in ("logprobs", "prompt_logprobs"):
-            if (entries := getattr(completion, name)) is not None:
-                answer[name] = [None if entry is None else _logprobs(entry) for entry in entries]
+        if (entries := completion.prompt_logprobs) is not None:
+            answer["prompt_logprobs"] = [None if entry is None else _logprobs(entry) for entry in entries]
         usage = token_counts(completion.num_prompt_tokens, len(completion.token_ids))
         answer["usage"] = usage | {"cached_tokens": completion.num_cached_tokens}
         if self.given.get("draft_counts"):
             answer["usage"] |= draft_counts(completions)
-        return json.dumps(answer, ensure_ascii=False) + "\n"
+        return _line(answer, ascii_only=self._lines)
 
     def write_error(self, error: RequestError) -> str:
         """The error in a line below the text: the status and the headers have been sent, only the body is left."""
-        return "\n" + error_body(error)
+        return error_body(error) if self._lines else "\n" + error_body(error)
+
+    def _part(self, part: Delta | Completion) -> dict[str, Any]:
+        """The text of ``part``, and of its tokens what was asked for."""
+        written: dict[str, Any] = {"text": part.text}
+        if self.given.get("return_token_ids"):
+            written["token_ids"] = list(part.token_ids)
+        if self.given.get("return_origins"):
+            written["origins"] = list(part.origins or ("plain",) * len(part.token_ids))
+        if self.params.logprobs is not None:
+            written["logprobs"] = [_logprobs(entry) for entry in part.logprobs or ()]
+        return written
 
 
 def parse_request(
@@ -87,10 +106,12 @@ def parse_request(
     if params.n != 1:
         raise RequestError("n must be 1 here; v1/completions gives several samples", "n")
     stream = given.get("stream", default_stream)
-    for name in ("return_token_ids", "draft_counts", "logprobs", "prompt_logprobs"):
-        if stream and given.get(name, False) is not False:
-            raise RequestError(f'{name} needs "stream": false; streamed text has no room for it', name)
     return NativeRequest(given, [prompt], params, stream)
+
+
+def _line(written: Mapping[str, Any], ascii_only: bool) -> str:
+    # In a stream: some readers take U+2028 and U+0085 for line ends.
+    return json.dumps(written, ensure_ascii=ascii_only) + "\n"
 
 
 def _logprobs(entry: TokenLogprobs) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from gpt_fast.errors import RequestError
@@ -20,6 +21,7 @@ from gpt_fast.params import SamplingParams
 from gpt_fast.serve.protocol.request import WRITTEN, WireRequest, draft_counts, error_body, token_counts
 from gpt_fast.tokenizer import Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
+from gpt_fast.tokenizer.chat_formats import Dialect, find_dialect
 from gpt_fast.tokenizer.chat_prompt import FALLBACK, special_names
 
 _DONE = "data: [DONE]\n\n"
@@ -46,6 +48,11 @@ class OpenAIContext:
             special_names(self.tokenizer)  # slow the first time
         elif self.tokenizer is not None:
             log.warning("the checkpoint has no chat template: v1/chat/completions uses plain lines (%s)", FALLBACK)
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How the checkpoint writes tool calls and thinking."""
+        return find_dialect(None if self.template is None else self.template.source)
 
     def check_length(self, prompt: Sequence[int], given: Mapping[str, Any], params: SamplingParams, param: str) -> None:
         """Refuse a prompt, the field ``param``, that leaves no room, and a number of new tokens that does not fit."""
@@ -94,6 +101,7 @@ class OpenAIRequest(WireRequest):
         self.id = self._prefix + context.new_id()
         self.created = int(context.clock())
         self._counts_drafts: bool = given.get("draft_counts", False)
+        self._returns_origins: bool = given.get("return_origins", False)
         self._options: dict[str, Any] = dict(given.get("stream_options", {}))
         if self._counts_drafts:
             self._options["include_usage"] = True
@@ -114,7 +122,10 @@ class OpenAIRequest(WireRequest):
         self._num_new += len(delta.token_ids)
         counted = self._options.get("continuous_usage_stats")
         usage = token_counts(sum(map(len, self.prompts)), self._num_new) if counted else None
-        return "".join(self._event([choice], usage) for choice in self._chunks(index, delta, first))
+        choices = self._chunks(index, delta, first)
+        if first and choices and self._returns_origins:
+            choices[0]["prompt_tokens"] = self._prompt_tokens(index, delta.num_cached_tokens)
+        return "".join(self._event([choice], usage) for choice in choices)
 
     def write_end(self, completions: Sequence[Completion]) -> str:
         # A prompt counts once, however many samples are drawn from it.
@@ -127,6 +138,9 @@ class OpenAIRequest(WireRequest):
         if self.stream:
             return (self._event([], usage) if self._options.get("include_usage") else "") + _DONE
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
+        if self._returns_origins:
+            for i, completion in enumerate(completions):
+                choices[i]["prompt_tokens"] = self._prompt_tokens(i, completion.num_cached_tokens)
         return json.dumps(self._frame(self._object, choices) | {"usage": usage}, ensure_ascii=False) + "\n"
 
     def write_error(self, error: RequestError) -> str:
@@ -142,6 +156,26 @@ class OpenAIRequest(WireRequest):
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.given["model"]}
         return {**head, "system_fingerprint": None, "choices": choices}
+
+    def _prompt(self, index: int) -> Sequence[int]:
+        """The prompt of sequence ``index``."""
+        return self.prompts[index // self.params.n]
+
+    def _prompt_tokens(self, index: int, num_cached: int) -> list[dict[str, Any]]:
+        """For ``return_origins``: the prompt's tokens, each with its name, its bytes, and whether its keys and values
+        were found in the prefix cache."""
+        return [
+            {
+                "token": self._token_name(token).decode(errors="replace"),
+                "bytes": list(self._token_bytes(token) or b""),
+                "origin": "cached" if i < num_cached else "computed",
+            }
+            for i, token in enumerate(self._prompt(index))
+        ]
+
+    def _origins(self, part: Delta | Completion, count: int) -> Sequence[str | None]:
+        """Where each of the ``count`` tokens of ``part`` came from; None where nobody asked."""
+        return (part.origins or ("plain",) * count) if self._returns_origins else (None,) * count
 
     def _token_bytes(self, token: int, skip_special: bool = True) -> bytes | None:
         """What ``token`` adds to the text; of a special token nothing, or its name; None for an id without a text."""

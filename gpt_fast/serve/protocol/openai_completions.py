@@ -42,6 +42,7 @@ class CompletionRequest(OpenAIRequest):
     def write_end(self, completions: Sequence[Completion]) -> str:
         if self._scores_only:  # one token was generated all the same: the engine ends a request with a token
             nothing: dict[str, Any] = {"text": "", "token_ids": (), "finish_reason": "length", "logprobs": None}
+            nothing["origins"] = ()
             completions = [dataclasses.replace(completion, **nothing) for completion in completions]
         return super().write_end(completions)
 
@@ -49,36 +50,41 @@ class CompletionRequest(OpenAIRequest):
         text = (self._echo(index) if first else "") + delta.text
         if not (text or delta.logprobs or delta.finish_reason):
             return []
-        logprobs = self._logprobs(index, delta.logprobs)
+        logprobs = self._logprobs(index, delta)
         return [choice_of(index, {"text": text}, logprobs, delta.finish_reason)]
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        logprobs = self._logprobs(index, completion.logprobs or ())
+        logprobs = self._logprobs(index, completion)
         if logprobs is not None and completion.prompt_logprobs is not None:
-            front = self._prompt_logprobs(index, completion.prompt_logprobs)
+            front = self._prompt_logprobs(index, completion)
             logprobs = {name: front[name] + logprobs[name] for name in front}
         return choice_of(index, {"text": self._echo(index) + completion.text}, logprobs, completion.finish_reason)
-
-    def _prompt(self, index: int) -> list[int]:
-        return self.prompts[index // self.params.n]
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self.params.n]
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]] | None:
+    def _logprobs(self, index: int, part: Delta | Completion) -> dict[str, list[Any]] | None:
         """Of the next tokens of sequence ``index``."""
         if self.params.logprobs is None:
             return None
         if index not in self._offsets:
             self._offsets[index] = _Offsets(self.context.tokenizer, self._prompt(index), len(self._echo(index)))
-        return self._lists(self._offsets[index], entries)
+        entries = part.logprobs or ()
+        lists = self._lists(self._offsets[index], entries)
+        if self._returns_origins:
+            lists["origins"] = list(self._origins(part, len(entries)))
+        return lists
 
-    def _prompt_logprobs(self, index: int, entries: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
+    def _prompt_logprobs(self, index: int, completion: Completion) -> dict[str, list[Any]]:
+        entries = completion.prompt_logprobs or ()
         # Nothing predicts the first token; it has a place in the lists, and null for its numbers.
         first = TokenLogprobs(self._prompt(index)[0], 0.0)
         lists = self._lists(_Offsets(self.context.tokenizer, (), 0), [entry or first for entry in entries])
         lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
         lists["text_offset"] = [min(offset, len(self._echo(index))) for offset in lists["text_offset"]]
+        if self._returns_origins:
+            tokens = self._prompt_tokens(index, completion.num_cached_tokens)
+            lists["origins"] = [token["origin"] for token in tokens]
         return lists
 
     def _lists(self, offsets: _Offsets, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:

@@ -7,7 +7,6 @@ happens anyway (``UNSUPPORTED``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from gpt_fast.fields import Kind, OneOf, Struct, Text, Whole, as_given, flag, js
 from gpt_fast.params import MAX_LOGPROBS
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.request import SAMPLING, Prompt, read_fields, read_prompt, require
+from gpt_fast.serve.protocol.tool_fields import call_list, label, tool_choice, tool_list
 
 # Notes about the caller, and hints to OpenAI's cache of prompts; the cache here finds common prefixes without them.
 WITHOUT_EFFECT = frozenset(
@@ -25,6 +25,7 @@ WITHOUT_EFFECT = frozenset(
 # Field: the values besides null that ask for what happens anyway. read_request checks best_of.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("best_of", "audio", "prediction", "web_search_options", "moderation"), ()),
+    # Of a completion: a chat takes tools, tool_choice and parallel_tool_calls (CHAT below).
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "parallel_tool_calls": (True, False), "suffix": ("",), "modalities": (["text"],), "reasoning_effort": ("none",),
@@ -44,6 +45,8 @@ _INSTEAD = {
     "guided_json": "use response_format or json_schema",
     "guided_regex": "use regex",
     "guided_choice": "use choice",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
 }
 
 
@@ -60,6 +63,8 @@ def read_request(body: Mapping[str, Any], kinds: Mapping[str, Kind], context: Op
         raise RequestError(f"best_of is not supported: {_INSTEAD['best_of']}", "best_of", "unsupported_parameter")
     if "stream_options" in given and not given.get("stream"):
         raise RequestError('stream_options is only allowed with "stream": true', "stream_options")
+    if given.get("return_origins") and (given.get("logprobs") is None or given["logprobs"] is False):
+        raise RequestError("return_origins needs logprobs, which hold one for each token", "return_origins")
     given.setdefault("temperature", context.default_temperature)
     return given
 
@@ -95,19 +100,25 @@ def _response_format(value: Any, name: str) -> Mapping[str, Any] | None:
     return json_object(schema, path)
 
 
-def _label(value: Any, name: str) -> str:
-    if isinstance(value, str) and _LABEL.fullmatch(value):
-        return value
-    raise RequestError(f"{name} must have 1 to 64 characters without white space, <, >, |, / and \\", name)
-
-
-def _messages(value: Any, name: str) -> list[dict[str, str]]:
+def _messages(value: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         refuse(name, "a list of messages", value, "invalid_type")
     if not value:
         raise RequestError(f"{name} is empty; give at least one message", name)
-    read = (_MESSAGE(message, f"{name}.{i}") for i, message in enumerate(value))
+    read = (_message(message, f"{name}.{i}") for i, message in enumerate(value))
     return [{key: text for key, text in message.items() if text is not None} for message in read]
+
+
+def _message(value: Any, name: str) -> dict[str, Any]:
+    message = _MESSAGE(value, name)
+    for key in ("tool_calls", "reasoning_content"):
+        if message.get(key) and message["role"] != "assistant":
+            raise RequestError(f"{name}.{key}: only a message of the assistant has that", f"{name}.{key}")
+    if "content" not in message:
+        if not message.get("tool_calls"):
+            raise RequestError(f"{name}.content is missing", f"{name}.content", "missing_required_parameter")
+        message["content"] = ""  # templates ask whether it is empty; some fail where it is not there
+    return message
 
 
 def _role(value: Any, name: str) -> str:
@@ -115,8 +126,6 @@ def _role(value: Any, name: str) -> str:
 
 
 def _content(value: Any, name: str) -> str:
-    if value is None:
-        raise RequestError(f"{name} is missing", name, "missing_required_parameter")
     if isinstance(value, str):
         return _TEXT(value, name)
     if not isinstance(value, list):
@@ -140,15 +149,15 @@ def _prompts(value: Any, name: str) -> list[Prompt]:
 _TEXT = Text()
 # A role, and the word for it that templates know.
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-_LABEL = re.compile(r"[^\s<|\\/>]{1,64}")  # OpenAI's rule for a participant's name
 _MESSAGE = Struct(
     {
         **{"role": _role, "content": _content},
-        **dict.fromkeys(("name", "tool_call_id"), _label),  # short labels that templates may print
+        **dict.fromkeys(("name", "tool_call_id"), label),  # short labels that templates may print
+        **{"tool_calls": call_list, "reasoning_content": _TEXT},
         # What OpenAI's own answers contain, so that one can be sent back as it came, as long as nothing is in it.
-        **dict.fromkeys(("refusal", "annotations", "audio", "tool_calls", "function_call"), _must_be_empty),
+        **dict.fromkeys(("refusal", "annotations", "audio", "function_call"), _must_be_empty),
     },
-    needed=("role", "content"),
+    needed=("role",),
 )
 # The second one is vLLM's.
 _STREAM_OPTIONS = {"include_usage": flag, "continuous_usage_stats": flag, "include_obfuscation": _must_be_empty}
@@ -162,7 +171,7 @@ _BOTH: dict[str, Kind] = {
     "stream": flag,
     "stream_options": Struct(_STREAM_OPTIONS),
     "response_format": _response_format,
-    "draft_counts": flag,  # our own
+    **dict.fromkeys(("draft_counts", "return_origins"), flag),  # our own
 }
 COMPLETION = _BOTH | {"prompt": _prompts, "echo": flag}
 CHAT = _BOTH | {
@@ -172,4 +181,7 @@ CHAT = _BOTH | {
     "top_logprobs": Whole(0, MAX_LOGPROBS, or_float=True),
     "add_generation_prompt": flag,
     "chat_template_kwargs": json_object,
+    "tools": tool_list,
+    "tool_choice": tool_choice,
+    "parallel_tool_calls": flag,
 }

@@ -13,7 +13,8 @@ from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import GRAMMARS, SamplingParams
 
 JSON_TYPE = "application/json"
-SAMPLING = kinds_of(SamplingParams)
+# What requests may set; the other two follow from a chat's tools and template.
+SAMPLING = {k: v for k, v in kinds_of(SamplingParams).items() if k not in ("grammar", "shown_special_tokens")}
 # A field of SamplingParams, or of the prompt: the names under which the protocols know it.
 WRITTEN = {
     "max_tokens": ("max_tokens", "max_completion_tokens", "max_new_tokens"),
@@ -21,17 +22,20 @@ WRITTEN = {
     "logprobs": ("top_logprobs", "logprobs"),
     "prompt_logprobs": ("prompt_logprobs", "logprobs"),
     "prompt": ("prompt", "messages"),
+    "grammar": ("tools", "response_format", "json_schema", "regex", "choice"),
 }
 Prompt = str | list[int]  # text, or token ids as they are
 
 
 class Piece(NamedTuple):
-    """The next part of an answer. ``plain``: it is the first and the last, so the answer was never a stream."""
+    """The next part of an answer. ``plain``: it is the first and the last, so the answer was never a stream.
+    ``headers``: names and values, beside those that every answer has."""
 
     text: str
     content_type: str
     last: bool = True
     plain: bool = True
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 class WireRequest(ABC):

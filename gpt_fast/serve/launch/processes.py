@@ -1,9 +1,13 @@
-"""Finds the processes of a server by a variable in their environment, and ends them: for scripts/server.py."""
+"""Finds processes by a variable in their environment, and ends them.
+
+python -m gpt_fast.serve.launch.processes NAME=VALUE     ends every process that has it
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import psutil
@@ -94,3 +98,15 @@ def is_running(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
+
+
+def main() -> int:
+    """End them; returns the exit status."""
+    name, _, value = sys.argv[1].partition("=")
+    if told := still_running(end_marked(name, value, grace_s=10)):
+        print(told, file=sys.stderr)
+    return 1 if told else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""``gpt-fast serve``: start TorchServe with a model on this machine, and stay until Ctrl-C ends both.
+
+Everything that a server writes goes to its run folder, in the user's cache unless --run-dir names one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shlex
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt_fast.commands import options
+from gpt_fast.errors import ServerError
+from gpt_fast.serve.launch import ports
+from gpt_fast.user_cache import cache_dir, private_folder
+
+if TYPE_CHECKING:  # it needs psutil, of the extra serve
+    from gpt_fast.serve.launch.record import Server
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)  # with SIGINT, of Ctrl-C: they ask for the end
+NEEDED = ("ts", "model_archiver", "psutil")  # modules of the extra serve
+_LENGTHS: options.Table = {
+    "--max-seq-len": {"type": int, "metavar": "N", "help": "context, prompt and answer together, in tokens"},
+    "--max-batch": {"type": int, "metavar": "N", "help": "sequences that are decoded together (default: 8)"},
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command."""
+    words = "serve a model over HTTP, by TorchServe"
+    parser = subparsers.add_parser("serve", help=words, description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--checkpoint", metavar="MODEL", help="a folder, a file, or owner/name of the Hub (default: the demo model)")
+    add("--speculative", action="store_true", help="the demo model with the demo draft, which guesses tokens ahead")
+    add("--config", type=Path, metavar="FILE", help="another model_config.yaml; options replace its keys")
+    add("--host", default=ports.LOOPBACK, help="address to listen on; 0.0.0.0: all (default: %(default)s)")
+    others = "inference port; management and metrics are 1 and 2 above it, gRPC 1010 and 1009 below"
+    add("--port", type=_port, default=8080, metavar="BASE", help=f"{others} (default: %(default)s)")
+    add("--run-dir", type=Path, metavar="DIR", help="for archive and logs (default: one for each port, in the cache)")
+    add("--timeout", type=float, default=900, metavar="S", help="seconds that loading may take (default: %(default)s)")
+    add("--request", type=Path, metavar="FILE", help="send this JSON once the model is ready, and print the answer")
+    until = parser.add_mutually_exclusive_group()
+    until.add_argument("--background", action="store_true", help="end once the model is ready; the server stays")
+    until.add_argument("--stop", action="store_true", help="stop the server of this port or run folder")
+    engine = parser.add_argument_group("engine")
+    options.add_engine_options(engine)
+    options.add_options(engine, _LENGTHS)
+    parser.set_defaults(run=run)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not ports.LOWEST <= int(text) <= ports.HIGHEST:
+        raise argparse.ArgumentTypeError(f"must be from {ports.LOWEST} to {ports.HIGHEST}, not {text}")
+    return int(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start, stop, or stay until the server ends; 0 when it was asked to."""
+    options.set_up_logging(verbose=False)
+    if missing := [module for module in NEEDED if importlib.util.find_spec(module) is None]:
+        lacking = f"TorchServe is not installed: there is no module {' and no '.join(missing)}"
+        raise ServerError(f"{lacking}. Install it:  pip install 'gpt-fast-serve[serve,java]'")
+    from gpt_fast.serve.launch.server import stop
+
+    run_dir = choose_run_dir(arguments)
+    if arguments.stop:
+        print(stop(run_dir))
+        return 0
+    for number in _ENDING:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    server = None
+    try:
+        server = find_or_start(arguments, run_dir)
+        announce(server, run_dir, arguments.request)
+        if arguments.background:
+            print(f"Stop it:  {_command_line('serve', '--stop', *_place(arguments))}")
+            return 0
+        stay(server, run_dir)
+    except (KeyboardInterrupt, SystemExit):
+        if server is None or arguments.background:
+            raise
+    finally:
+        if server is not None and not arguments.background:
+            for number in (signal.SIGINT, *_ENDING):
+                signal.signal(number, signal.SIG_IGN)  # a second one would leave something running
+            print("Stopping", flush=True)
+            print(stop(run_dir), flush=True)
+    return 0
+
+
+def choose_run_dir(arguments: argparse.Namespace) -> Path:
+    """The folder for all that the server writes. Raises ServerError where it would not outlive this command."""
+    if arguments.run_dir:
+        return Path(arguments.run_dir).resolve()
+    folder = private_folder("serve")
+    if arguments.background and not folder.is_relative_to(cache_dir()):
+        raise ServerError("the cache folder cannot be used; name another place with --run-dir DIR")
+    return folder.resolve() / str(arguments.port)
+
+
+def find_or_start(arguments: argparse.Namespace, run_dir: Path) -> Server:
+    """A server as ``arguments`` want it, ready; with --background it may be one that runs already."""
+    from gpt_fast.serve.launch.choice import choose, pack
+    from gpt_fast.serve.launch.java import find_java
+    from gpt_fast.serve.launch.record import MODEL, load_server
+    from gpt_fast.serve.launch.server import STORE, start, stop
+
+    if arguments.request and not arguments.request.is_file():
+        raise ServerError(f"{arguments.request} does not exist")
+    keys = options.engine_options(arguments)
+    choice = choose(arguments.checkpoint, arguments.speculative, arguments.config, keys)
+    running = load_server(run_dir)
+    if running is None:
+        java = find_java()
+        stop(run_dir)  # what a server that died has left
+        ports.refuse_busy(arguments.port, arguments.host)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        print(f"Starting (log: {run_dir / 'server.log'})", flush=True)
+        pack(choice, MODEL, run_dir / STORE)
+        return start(run_dir, java, arguments.host, arguments.port, str(choice), arguments.timeout)
+    if not arguments.background or (running.serves, running.port) != (str(choice), arguments.port):
+        told = f"a server already runs on port {running.port} and serves {running.serves}"
+        raise ServerError(f"{told}. Stop it first:  {_command_line('serve', '--stop', *_place(arguments))}")
+    print(f"The server already runs on port {running.port}.")
+    return running
+
+
+def announce(server: Server, run_dir: Path, request: Path | None) -> None:
+    """Print where the model is reached, and what it answers to ``request``; without one, how to ask it."""
+    from gpt_fast.serve.launch.asking import ask, drafts
+
+    print(f"Ready. It serves {server.serves}")
+    print(f"  completions        {server.url}")
+    print(f"  OpenAI's base_url  {server.url}/1.0/v1")
+    print(f"  in a browser       {server.url}/1.0/page")
+    print(f"  logs               {run_dir / 'server.log'}, {run_dir / 'logs'}")
+    if not server.host.startswith("127."):
+        print(
+            f"  warning            whoever reaches {server.host} may use it: it asks for no token and encrypts nothing"
+        )
+    print("Ask it:")
+    if request is None:
+        example = shlex.quote(json.dumps({"prompt": "Once upon a time", "max_new_tokens": 50}))
+        print(f"  curl -N {server.url} -H 'Content-Type: application/json' -d {example}", flush=True)
+        return
+    print(f"  curl -N {server.url} -T {shlex.quote(str(request))}", flush=True)
+    ask(server, request)
+    print()
+    if told := drafts(server):
+        print(told)
+
+
+def stay(server: Server, run_dir: Path) -> None:
+    """Until a signal. Raises ServerError when the server ends by itself."""
+    from gpt_fast.serve.launch.watching import told_by_its_log
+
+    print("Ctrl-C stops it.", flush=True)
+    while server.is_alive():
+        time.sleep(0.5)
+    time.sleep(1.0)  # who stops it from elsewhere forgets it a moment later
+    if (run_dir / "server.json").exists():
+        raise ServerError(told_by_its_log("TorchServe ended by itself", run_dir / "server.log"))
+
+
+def _place(arguments: argparse.Namespace) -> list[str]:
+    """The options that lead to the same run folder."""
+    return ["--run-dir", str(arguments.run_dir)] if arguments.run_dir else ["--port", str(arguments.port)]
+
+
+def _command_line(*words: str) -> str:
+    """This program with ``words``, as one would type it here."""
+    program = [sys.executable, "-m", "gpt_fast"]
+    if (script := Path(sys.argv[0])).name == "gpt-fast":
+        on_path = shutil.which("gpt-fast")
+        program = ["gpt-fast" if on_path and Path(on_path).resolve() == script.resolve() else sys.argv[0]]
+    return shlex.join([*program, *words])

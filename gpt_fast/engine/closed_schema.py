@@ -1,0 +1,115 @@
+"""JSON schemas whose objects have the properties that they name and no others.
+
+By JSON Schema's rules an object may have any further property unless ``additionalProperties`` forbids it. Nobody who
+asks a model for an object means that, and a weak model adds properties without end. So an object that names properties
+and says nothing of others is closed, as vLLM's default backend does. One that names no property stays open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# How grammars spell JSON, as llguidance's options: with free white space a weak model can go on with blanks for ever.
+ONE_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SAYS = ("additionalProperties", "unevaluatedProperties")
+_NAMES = ("properties", "patternProperties")
+_SCHEMAS_BY_NAME = (*_NAMES, "$defs", "definitions")  # objects of schemas
+_SCHEMAS_INSIDE = ("items", "prefixItems", "contains", "additionalProperties")  # of a value inside: one, or a list
+_SAME_VALUE = ("allOf", "anyOf", "oneOf", "then", "else")  # schemas of the value itself: one, or a list
+
+
+def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """``schema`` with its objects closed. One that is composed (``allOf``, or ``$ref`` and ``anyOf`` beside properties)
+    is closed as a whole: parts that were closed each for itself would exclude the properties of the others."""
+    return _Closing(schema).closed()
+
+
+class _Closing:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._open: dict[str, Any] = {}  # definitions that are parts of something composed, by their new name
+        self._open_names: dict[str, str] = {}  # of the pointer to the original
+
+    def closed(self) -> dict[str, Any]:
+        closed: dict[str, Any] = self._visit(self._root, part=False)
+        return closed | {"$defs": {**closed.get("$defs", {}), **self._open}} if self._open else closed
+
+    def _visit(self, node: Any, part: bool) -> Any:
+        """``node`` closed; one that is a ``part`` of something composed stays open itself."""
+        if isinstance(node, list):
+            return [self._visit(each, part) for each in node]
+        if not isinstance(node, Mapping):
+            return node
+        new = dict(node)
+        for key in _SCHEMAS_BY_NAME:
+            if isinstance(new.get(key), Mapping):
+                new[key] = {name: self._visit(inner, part=False) for name, inner in new[key].items()}
+        for key in _SCHEMAS_INSIDE:
+            if key in new:
+                new[key] = self._visit(new[key], part=False)
+        composed = self._is_composed(node)
+        for key in _SAME_VALUE:
+            if key in new:
+                new[key] = self._visit(new[key], part or composed)
+        if "$ref" in new and (part or composed):
+            new["$ref"] = self._open_copy(new["$ref"])
+        alternatives = not composed and any(key in node for key in (*_SAME_VALUE, "$ref"))
+        return new if part or alternatives else self._close(node, new)
+
+    @staticmethod
+    def _is_composed(node: Mapping[str, Any]) -> bool:
+        """Whether several schemas, and not one of several, say what the value is."""
+        own = any(key in node for key in (*_NAMES, *_SAYS))
+        others = sum(key in node for key in ("anyOf", "oneOf", "then", "else", "$ref"))
+        return "allOf" in node or others > 1 or bool(own and others)
+
+    def _close(self, node: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        parts = list(self._parts(node, set()))
+        if any(key in each for each in parts for key in _SAYS):
+            return new
+        for key in _NAMES:
+            named = [name for each in parts if isinstance(each.get(key), Mapping) for name in each[key]]
+            if named or key in new:
+                new[key] = {**new.get(key, {}), **{name: {} for name in named if name not in new.get(key, {})}}
+        if any(key in new for key in _NAMES):
+            new["additionalProperties"] = False
+        return new
+
+    def _parts(self, node: Any, seen: set[str]) -> Iterator[Mapping[str, Any]]:
+        """``node`` and all schemas that say something of the same value."""
+        if not isinstance(node, Mapping):
+            return
+        yield node
+        for key in _SAME_VALUE:
+            inner = node.get(key, ())
+            for each in inner if isinstance(inner, list) else (inner,):
+                yield from self._parts(each, seen)
+        pointer = node.get("$ref")
+        if isinstance(pointer, str) and pointer not in seen:
+            seen.add(pointer)
+            yield from self._parts(self._target(pointer), seen)
+
+    def _open_copy(self, pointer: Any) -> Any:
+        """A pointer to a copy of the definition that is open itself."""
+        target = self._target(pointer)
+        if target is None:
+            return pointer  # the compiler refuses it
+        if pointer not in self._open_names:
+            name = f"part-{len(self._open_names)}"
+            while name in self._root.get("$defs", ()):
+                name += "-"
+            self._open_names[pointer] = name
+            self._open[name] = {}
+            self._open[name] = self._visit(target, part=True)
+        return f"#/$defs/{self._open_names[pointer]}"
+
+    def _target(self, pointer: Any) -> Any:
+        """The schema at a pointer into the root (RFC 6901); None if there is none."""
+        if not (isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))):
+            return None
+        node: Any = self._root
+        for step in pointer.split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            node = node.get(name) if isinstance(node, Mapping) else None
+        return node

@@ -1,0 +1,1 @@
+"""One TorchServe of this machine, for ``gpt-fast serve``: started, watched, asked and stopped."""

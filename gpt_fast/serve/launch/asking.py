@@ -1,0 +1,50 @@
+"""Asks a running server, as a client would. Proxies that the environment names have no part in it."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import sys
+from pathlib import Path
+
+from gpt_fast.errors import ServerError
+from gpt_fast.serve.launch.record import MODEL, Server
+
+
+def fetch(address: str, path: str, timeout_s: float = 60) -> str:
+    """The answer to GET ``path``, of the server at ``address`` (host:port). Raises OSError, HTTPException."""
+    connection = http.client.HTTPConnection(address, timeout=timeout_s)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read().decode()
+    finally:
+        connection.close()
+
+
+def ask(server: Server, request_file: Path) -> None:
+    """Send the JSON in ``request_file`` and print the answer as it comes. Raises ServerError for an error's status."""
+    connection = http.client.HTTPConnection(server.address, timeout=600)
+    connection.request(
+        "POST",
+        f"/predictions/{MODEL}",
+        body=request_file.read_bytes(),
+        headers={"Content-Type": "application/json"},
+    )
+    answer = connection.getresponse()
+    while piece := answer.read1():
+        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+    if answer.status >= 400:
+        raise ServerError(f"\nthe server answered with status {answer.status}")
+
+
+def drafts(server: Server) -> str:
+    """What became of the tokens that were guessed ahead since the model was loaded; nothing where none ever are."""
+    page = fetch(server.address, f"/predictions/{MODEL}/1.0/metrics")
+    numbers = dict(re.findall(r"^vllm:spec_decode_num_(\w+)_tokens_total\{[^}]*\} (\d+)$", page, re.MULTILINE))
+    if not numbers:
+        return ""
+    drafted, accepted = int(numbers["draft"]), int(numbers["accepted"])
+    if not drafted:
+        return "No tokens were guessed ahead so far."
+    return f"{drafted} tokens were guessed ahead so far, and {accepted} of them were right ({accepted / drafted:.0%})."
