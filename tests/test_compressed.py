@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.convert import convert
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig
@@ -251,6 +252,9 @@ def test_eight_bit_floats_are_plain_weights(tmp_path: Path) -> None:
     others = load_file(by_hand / "model.safetensors") | {n: t for n, t in stored.items() if t.dtype == torch.float16}
     save_file(others, by_hand / "model.safetensors")
     plain = Checkpoint.open(by_hand)
+    convert(folder, tmp_path / "converted")
+    ours, wanted = (c.build(torch.bfloat16) for c in (Checkpoint.open(tmp_path / "converted"), plain))
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), wanted.parameters(), strict=True))
     for how in (
         {"quantize": "int8"},
         {"quantize": "int4"},

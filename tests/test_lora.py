@@ -25,10 +25,12 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.fingerprint import fingerprint
 from gpt_fast.checkpoint.lora import CONFIG, open_adapters
 from gpt_fast.checkpoint.shard import Shard
+from gpt_fast.cli import main
 from gpt_fast.commands import options
 from gpt_fast.config import EngineConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.foreign.checkpoint import open_checkpoint
+from gpt_fast.serve.launch.choice import choose
 from gpt_fast.serve.settings import read_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -334,6 +336,20 @@ def test_the_engine_generates_as_the_changed_model(saved: Any, tmp_path: Path) -
         LLM.from_model(llm.model, lora=str(adapter))
 
 
+def test_the_sum_is_written_as_a_checkpoint(saved: Any, tmp_path: Path) -> None:
+    """By ``convert``, or rounded by ``quantize``."""
+    base = saved("llama")
+    adapter, deltas = with_adapter(base, tmp_path / "adapter")
+    by_hand, lora = changed(base, tmp_path / "changed", deltas), ["--lora", str(adapter)]
+    assert main(["convert", str(base), "--out", str(tmp_path / "sum"), *lora]) == 0
+    assert_same(Checkpoint.open(tmp_path / "sum").build(torch.float32), Checkpoint.open(by_hand).build(torch.float32))
+    for name, source, more in (("ours", base, lora), ("theirs", by_hand, [])):
+        out = str(tmp_path / name)
+        assert main(["quantize", "--checkpoint", str(source), "--mode", "int8", "--out", out, *more]) == 0
+    ours, theirs = (Checkpoint.open(tmp_path / name).build(torch.float32) for name in ("ours", "theirs"))
+    assert_same(ours, theirs)
+
+
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("kind", ["cohere2", "openai-gpt"])
 def test_models_that_transformers_runs(kind: str, quantize: str | None, tmp_path: Path) -> None:
@@ -380,7 +396,7 @@ def test_wrong_names(value: Any) -> None:
         EngineConfig(lora=value)
 
 
-def test_the_command_line_and_the_archive(tmp_path: Path) -> None:
+def test_the_command_line_and_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     options.add_engine_options(parser)
     given = parser.parse_args(["--lora", "a/b", "--lora", "x=0.5", "--lora", "k=v/c"])
@@ -393,3 +409,7 @@ def test_the_command_line_and_the_archive(tmp_path: Path) -> None:
     assert read_settings(config, tmp_path).engine["lora"] == {str(tmp_path / "style"): 0.5}
     with pytest.raises(ConfigError, match=r"lora 'other' .* does not exist"):
         read_settings({"handler": {"lora": "other"}}, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert choose("checkpoint", False, None, {"lora": {"style": 0.5}}).keys["lora"] == {str(tmp_path / "style"): 0.5}
+    with pytest.raises(ConfigError, match=r"lora: .*other is not a folder"):
+        choose("checkpoint", False, None, {"lora": {"other": 1}})

@@ -26,15 +26,18 @@ class AddAdapter(argparse.Action):
 
 
 _SWITCH = argparse.BooleanOptionalAction
-MODEL: Table = {  # where and how a model's weights are held: fields of EngineConfig
-    "--device": {"metavar": "DEVICE", "help": "auto, cpu, cuda, cuda:N (default: auto)"},
-    "--dtype": {"metavar": "DTYPE", "help": "auto, float32, bfloat16, float16 (default: auto)"},
-    "--quantize": {"metavar": "MODE", "help": "quantize the weights while loading: int8, int4, fp8"},
+LORA: Table = {
     "--lora": {
         "action": AddAdapter,
         "metavar": "DIR",
         "help": "add a LoRA adapter of PEFT to the weights; DIR=0.5 adds half of it (may be repeated)",
-    },
+    }
+}
+MODEL: Table = {  # where and how a model's weights are held: fields of EngineConfig
+    "--device": {"metavar": "DEVICE", "help": "auto, cpu, cuda, cuda:N (default: auto)"},
+    "--dtype": {"metavar": "DTYPE", "help": "auto, float32, bfloat16, float16 (default: auto)"},
+    "--quantize": {"metavar": "MODE", "help": "quantize the weights while loading: int8, int4, fp8"},
+    **LORA,
     "--kernels": {"action": _SWITCH, "help": "own kernels; without: plain torch (default: on)"},
     "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: all cores)"},
 }
