@@ -172,7 +172,12 @@ def test_two_adapters_with_weights(saved: Any, tmp_path: Path) -> None:
     (first, one), (second, two) = (with_adapter(base, tmp_path / f"a{i}", seed=100 * i) for i in range(2))
     deltas = {module: 2 * one[module] - 0.5 * two[module] for module in one}
     by_hand = Checkpoint.open(changed(base, tmp_path / "changed", deltas)).build(torch.float32)
-    ours = Checkpoint.open(base).with_adapters({str(first): 2, str(second): -0.5}).build(torch.float32)
+    lora = {str(first): 2.0, str(second): -0.5}
+    opened = Checkpoint.open(base).with_adapters(lora)
+    assert opened.with_adapters(dict(lora)) is opened
+    with pytest.raises(ConfigError, match="was opened with other adapters"):
+        opened.with_adapters({str(first): 1})
+    ours = opened.build(torch.float32)
     for name, tensor in by_hand.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], tensor)
 

@@ -128,10 +128,12 @@ class Checkpoint:
         """
         if not lora or lora == self.lora:
             return self
-        if self.format.method is not None or self.lora:
-            why = "has adapters already" if self.lora else f"is quantized already ({self.format.method})"
+        if self.lora:
+            raise ConfigError(f"lora: {self.path} was opened with other adapters; open it again for these")
+        if self.format.method is not None:
+            why = f"is quantized already ({self.format.method}), so its weights can no longer be changed"
             todo = "Name the unquantized checkpoint, and say quantize: it is rounded with the adapter"
-            raise ConfigError(f"lora: {self.path} {why}, so its weights can no longer be changed. {todo}")
+            raise ConfigError(f"lora: {self.path} {why}. {todo}")
         out, adapters = copy.copy(self), open_adapters(lora)
         names, wanted = FAMILIES[self.config.family].names, touched(adapters)
         table, head = names["tokens"] + ".weight", names["output"] + ".weight"
