@@ -29,6 +29,7 @@ from gpt_fast.serve.launch import asking, processes, record, server, watching  #
 
 HERE = Path(__file__).resolve().parent
 HANG_S = 120
+_CHANCE = random.SystemRandom()  # another process of this test run draws other ports
 
 
 class Fake:
@@ -43,7 +44,7 @@ class Fake:
         java.parent.mkdir(parents=True)
         java.write_text("#!/bin/sh\necho 'openjdk version \"17.0.1\"' >&2\n")
         java.chmod(0o755)
-        self.port = next(p for p in iter(lambda: random.randrange(20_000, 60_000), 0) if not ports.busy_ports(p))
+        self.port = next(p for p in iter(lambda: _CHANCE.randrange(20_000, 60_000), 0) if not ports.busy_ports(p))
 
     def started(self, *arguments: str, state: str = "ready") -> subprocess.Popen[str]:
         place = ["--run-dir", str(self.run_dir), "--port", str(self.port)]
