@@ -74,7 +74,8 @@ def free_ports(count: int) -> list[int]:
 
 def base_port() -> int:
     """A port for ``gpt-fast serve``, whose other four are free as well."""
-    return next(port for port in iter(lambda: random.SystemRandom().randrange(20_000, 60_000), 0) if not busy_ports(port))
+    draw = random.SystemRandom()
+    return next(port for port in iter(lambda: draw.randrange(20_000, 60_000), 0) if not busy_ports(port))
 
 
 @dataclass
