@@ -148,7 +148,7 @@ class Bench:
     ``DraftOptions.prompts`` raises."""
 
     def __init__(self, checkpoint: str | Path, draft: str, wanted: DraftOptions, **options: Any) -> None:
-        self.wanted, opened = wanted, Checkpoint.open(checkpoint)
+        self.wanted, opened = wanted, Checkpoint.open(checkpoint).with_adapters(options.get("lora"))
         for name in wanted.method:
             published.check_drafter(name, draft)
         prompts = [
@@ -168,7 +168,7 @@ class Bench:
         self._controller = self._speculation.controller
         self.draft_llm: LLM | None = None
         if draft not in DRAFTS:
-            as_target = {"dtype": str(self.llm.dtype).removeprefix("torch."), "quantize": None}
+            as_target = {"dtype": str(self.llm.dtype).removeprefix("torch."), "quantize": None, "lora": None}
             self.draft_llm = LLM(draft, progress=True, **options | as_target, **sizes)
         self._pair: tuple[Forward, Forward] | None = None  # for the published rules
         if wanted.method:
