@@ -15,7 +15,7 @@ from nginx_proxy import HANG_S, WHY_NOT, Proxy, free_port
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
-KEYS = dict.fromkeys(("anna", "bob", "many", "fast"), "5eed" * 16)
+KEYS = {name: f"{i}5eed" * 12 + "beef" for i, name in enumerate(("anna", "bob", "many", "fast"))}
 CHAT = "/v1/chat/completions"
 
 
