@@ -62,6 +62,25 @@ Prompt = str | Sequence[int]
 Opened = Checkpoint | ForeignCheckpoint
 
 
+def _tokenizer_of(opened: Opened) -> Tokenizer | None:
+    """None, with a warning, where there is none."""
+    try:
+        return opened.tokenizer
+    except TokenizerMissing as error:
+        log.warning("%s; until then prompts must be token ids, and completions have no text", error)
+        return None
+
+
+def _check_ranks(opened: Opened, options: EngineConfig, num_ranks: int) -> None:
+    """Raise ConfigError for ``options`` that ``num_ranks`` processes cannot follow, or transformers' models cannot."""
+    if isinstance(opened, ForeignCheckpoint):
+        opened.check(options, num_ranks)
+    if num_ranks > 1 and options.device_map is not None:
+        raise ConfigError(f"device_map: {num_ranks} processes share this model already; leave it out")
+    if num_ranks > 1 and options.drafter in ("int8", "int4"):
+        raise ConfigError(f"draft: {options.drafter} is the whole model, which no rank holds; take lookup or a folder")
+
+
 class LLM:
     """Loads ``checkpoint`` (what ``Checkpoint.open`` takes, opened or not), compiles, warms up; then generates. Any
     number of threads may call its methods: all requests share one batch.
@@ -78,15 +97,8 @@ class LLM:
         opened = opened.with_adapters(o.lora)
         self.checkpoint, self.config, self.defaults = opened.vocabulary, opened.config, opened.defaults
         self.num_parameters = opened.num_parameters
-        try:
-            self.tokenizer: Tokenizer | None = opened.tokenizer
-        except TokenizerMissing as error:
-            log.warning("%s; until then prompts must be token ids, and completions have no text", error)
-            self.tokenizer = None
-        if o.device_map is not None and number_of_ranks() > 1:
-            raise ConfigError(f"device_map: {number_of_ranks()} processes share this model already; leave it out")
-        if isinstance(opened, ForeignCheckpoint):
-            opened.check(o, number_of_ranks())
+        self.tokenizer = _tokenizer_of(opened)
+        _check_ranks(opened, o, number_of_ranks())
         rooms = devices.rooms(o)
         named: dict[str, Any] = {"device": str(rooms[0].device) if rooms else o.device, "dtype": o.dtype}
         named["kernels"] = o.kernels and len(rooms) < 2
@@ -94,14 +106,7 @@ class LLM:
         self.device, self.dtype = device_of_rank(where.device), where.dtype
         check_device(opened.format_for(o.quantize).quant, self.device)
         self.group = Group.from_environment(self.device)
-        if self.group is not None and self.device.type == "cpu":
-            torch.set_num_threads(bind(*self.group.place_here))
-        if self.group is not None:
-            self.group.agree("gpt-fast", __version__)
-            self.group.agree("checkpoint", repr(self.config))
-        if self.group is not None and o.drafter in ("int8", "int4"):
-            raise ConfigError(f"draft: {o.drafter} is the whole model, which no rank holds; take lookup or a folder")
-        shard = Shard(self.group.rank, self.group.count) if self.group is not None else None
+        shard = self._join(self.group) if self.group is not None else None
         held = shard.config(self.config) if shard else self.config
         weight_bytes = opened.num_bytes(self.dtype, o.quantize, shard)
         draft = None if self.follows else open_draft(opened, self.tokenizer, o)  # only guesses: rank 0 runs it alone
@@ -123,6 +128,14 @@ class LLM:
         model = opened.build(self.dtype, self.device, quantize=o.quantize, shard=shard, layer_devices=places, **how)
         guessing = draft.checkpoint.build(self.dtype, self.device, quantize=draft.quantize, **how) if draft else None
         self._start(model, time.perf_counter() - begin, guessing)
+
+    def _join(self, group: Group) -> Shard:
+        """Take this process' place among the ranks: its cores, what all have to agree on, its share of the model."""
+        if self.device.type == "cpu":
+            torch.set_num_threads(bind(*group.place_here))
+        group.agree("gpt-fast", __version__)
+        group.agree("checkpoint", repr(self.config))
+        return Shard(group.rank, group.count)
 
     @classmethod
     def from_model(cls, model: Transformer | Served, *, tokenizer: Tokenizer | None = None, **options: Any) -> LLM:
