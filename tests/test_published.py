@@ -289,12 +289,18 @@ UNSERVED: list[dict[str, Any]] = [
     {"frequency_penalty": 1.0},
     {"repetition_penalty": 1.1},
     {"logit_bias": {5: 1.0}},
+    {"bad_words": ("a",)},
+    {"allowed_token_ids": (5,)},
+    {"include_stop_str_in_output": True},
+    {"skip_special_tokens": False},
     {"n": 2},
     {"logprobs": 0},
     {"prompt_logprobs": 1},
     {"json_schema": {"type": "object"}},
     {"regex": "a+"},
     {"choice": ("a", "b")},
+    {"grammar": 'start: "a"'},
+    {"shown_special_tokens": (5,)},
     {"timeout_s": 9.0},
 ]
 
