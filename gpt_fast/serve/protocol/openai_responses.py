@@ -70,7 +70,7 @@ class ResponsesRequest(WireRequest):
         if done is not None:
             num_in, num_out = done.num_prompt_tokens, len(done.token_ids)
             usage = {"input_tokens": num_in, "output_tokens": num_out, "total_tokens": num_in + num_out}
-            usage["input_tokens_details"] = {"cached_tokens": done.num_cached_tokens}
+            usage["input_tokens_details"] = {"cached_tokens": done.num_cached_tokens, "cache_write_tokens": 0}
             usage["output_tokens_details"] = {"reasoning_tokens": 0}  # thinking is not counted apart
         said = {"status": status, "error": None, "incomplete_details": reason, "output": self._output.items}
         return {**self._head, **said, "usage": usage}

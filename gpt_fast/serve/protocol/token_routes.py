@@ -26,12 +26,14 @@ _DETOKENIZE: dict[str, Kind] = {"model": Text(), "tokens": read_prompt}
 
 
 def tokenize(body: Mapping[str, Any], context: OpenAIContext) -> dict[str, Any]:
-    """The token ids of ``prompt``, or of ``messages``. Raises RequestError naming the field."""
+    """The token ids of ``prompt``, or of ``messages``. Names of special tokens in the prompt are those tokens, which is
+    how clients learn their ids; v1/completions takes them for text. Raises RequestError naming the field."""
     given, tokenizer = _read(body, _TOKENIZE, context)
     if ("prompt" in given) == ("messages" in given):
         raise RequestError("give prompt or messages, one of the two", "prompt")
     if "prompt" in given:
-        tokens = tokenizer.encode(given["prompt"], bos=given.get("add_special_tokens", True))
+        bos = given.get("add_special_tokens", True)
+        tokens = tokenizer.encode(given["prompt"], bos=bos, allow_special=True)
     else:
         tokens = chat_prompt(given, context, given.get("tools", []))[1]
     names = None
