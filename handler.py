@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -129,7 +130,7 @@ class GPTFastHandler:
         if self.settings.profile:
             self.trace = FirstRequest(self.llm.engine, self.llm.device.type)
         names = served_names(ctx.model_name, self.settings.checkpoint)
-        self.routes = Routes(self.llm, self.settings, names, self.metrics)
+        self.routes = Routes(self.llm, self.settings, names, self.metrics, lambda: len(self.sessions))
 
     def build(self, checkpoint: Path, options: Mapping[str, Any]) -> Any:
         """The engine; tests replace it."""
@@ -278,7 +279,9 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
 
 def served_names(model_name: str, checkpoint: Path) -> tuple[str, ...]:
     """What clients may call the model: TorchServe's name for it first, and the folder's of its checkpoint. In the Hub's
-    cache, models--owner--name/snapshots/COMMIT, that is owner/name."""
+    cache, models--owner--name/snapshots/COMMIT, that is owner/name. A GGUF file has a name itself."""
+    if checkpoint.suffix == ".gguf":
+        return tuple(dict.fromkeys((model_name, re.sub(r"-\d{5}-of-\d{5}$", "", checkpoint.stem))))
     folder = checkpoint.parent if checkpoint.is_file() else checkpoint
     kind, *repository = folder.parent.parent.name.split("--")
     in_cache = (kind, folder.parent.name, len(repository)) == ("models", "snapshots", 2)

@@ -222,6 +222,16 @@ def memory_of_devices(value: Any, name: str) -> dict[str, str]:
     return dict(value)
 
 
+def folders_of_adapters(value: Any, name: str) -> dict[str, float]:
+    """A folder, several in order, or folders with a weight for each."""
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, (Mapping, list, tuple)) or not given or not all(isinstance(n, str) and n for n in given):
+        refuse(name, "a folder, a list of folders, or folders with a weight for each, such as {style: 0.5}", value)
+    weight = Real(-100, 100)
+    each = given if isinstance(given, Mapping) else dict.fromkeys(given, 1)
+    return {folder: weight(each[folder], f"{folder} of {name}") for folder in each}
+
+
 def drafter_name(value: Any, name: str) -> str:
     """One of DRAFTS, or a path."""
     if isinstance(value, str) and value.strip():
@@ -251,6 +261,8 @@ class EngineConfig:
     device_memory: Annotated[dict[str, str] | None, memory_of_devices] = None  # the most of each, such as 20GiB
     dtype: Annotated[str, DTYPE] = "auto"  # auto | float32 | bfloat16 | float16
     quantize: Annotated[str | None, OneOf(("int8", "int4", "fp8"))] = None  # round the weights to this while loading
+    # LoRA adapters: their folders, each with the weight that it is added with.
+    lora: Annotated[dict[str, float] | None, folders_of_adapters] = None
     kv_cache_dtype: Annotated[str, OneOf((*DTYPE.choices, "int8"))] = "auto"  # auto: as the weights
     compile: bool = True  # torch.compile, where the kernels do not run whole steps
     compile_cache: str | None = None  # file that keeps what was compiled; None: in the user's cache folder

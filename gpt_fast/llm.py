@@ -76,6 +76,7 @@ class LLM:
         self.engine_config = o = from_mapping(EngineConfig, options, "LLM()")
         begin = time.perf_counter()
         opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
+        opened = opened.with_adapters(o.lora)
         self.checkpoint, self.config, self.defaults = opened.vocabulary, opened.config, opened.defaults
         self.num_parameters = opened.num_parameters
         try:
@@ -130,7 +131,7 @@ class LLM:
         EngineConfig. ``quantize`` and ``kernels`` change ``model`` itself: its linear layers are packed, and it is for
         inference from then on. Without a ``tokenizer`` prompts are token ids and completions have no text. There is no
         ``checkpoint`` attribute. Raises ConfigError."""
-        for name in ("device", "device_map", "dtype"):
+        for name in ("device", "device_map", "dtype", "lora"):
             if options.get(name) is not None:
                 raise ConfigError(f"{name} is the model's own here; leave it out")
         self = cls.__new__(cls)

@@ -1,8 +1,8 @@
 """What a container runs: packs the model's folder for TorchServe, starts TorchServe, and ends it in good order.
 
 TorchServe 0.12 does not wait for requests that run when it is asked to end, and its launcher does not pass signals on.
-So this process stays, as number 1 of the container. SIGTERM, which Kubernetes sends before it kills, means: go on
-serving until nothing runs and nothing waits, then end. A second one means: end now.
+So this process stays, as number 1 of the container. SIGTERM, which Kubernetes sends before it kills, means: take new
+requests for five seconds more, refuse them from then on, and end when nothing runs. A second one means: end now.
 
 Nothing but the folder GPT_FAST_RUN is written. Environment, all with a default:
     GPT_FAST_MODEL    the model's folder: config.json, weights, tokenizer (/mnt/models, where KServe puts it)
@@ -17,7 +17,7 @@ Nothing but the folder GPT_FAST_RUN is written. Environment, all with a default:
 from __future__ import annotations
 
 import contextlib
-import json
+import http.client
 import os
 import re
 import shutil
@@ -25,24 +25,21 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from gpt_fast.serve import closing
 from gpt_fast.serve.archive import build_archive
+from gpt_fast.serve.launch.draining import Place, drain, health
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "gpt-fast"
-ROUTES = f"/predictions/{NAME}/1.0"
-# The line of config.properties that opens the inference port on loopback alone.
-LOOPBACK = re.compile(r"^inference_address=http://127\.0\.0\.1:(\d+)$", re.MULTILINE)
+# The lines of config.properties that open the inference and the management port on loopback alone.
+LOOPBACK = re.compile(r"^inference_address=http://(127\.0\.0\.1:(\d+))$", re.MULTILINE)
+MANAGEMENT = re.compile(r"^management_address=http://(127\.0\.0\.1:\d+)$", re.MULTILINE)
 # After SIGTERM requests still come for a while: Kubernetes takes the pod out of its lists at the same time.
 LINGER_S = 5.0
-POLL_S = 0.5
-SILENT = 3  # so many questions without an answer: the model is still loading, or nothing can be served any more
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def open_inference(properties: str) -> str:
     The management and metrics ports stay on loopback. TorchServe draws its tokens anew at each start, others in each
     container, and lets them end after an hour: behind a load balancer nobody can use them, nor can a probe.
     """
-    opened, count = LOOPBACK.subn(r"inference_address=http://0.0.0.0:\1", properties)
+    opened, count = LOOPBACK.subn(r"inference_address=http://0.0.0.0:\2", properties)
     if count != 1:
         raise ValueError(f"config.properties needs one line like {LOOPBACK.pattern}, and has {count}")
     return opened + "disable_token_authorization=true\n"
@@ -106,28 +103,24 @@ def environment_of(settings: Settings, given: Mapping[str, str]) -> dict[str, st
     run = settings.run
     ours = {"HOME": run, "TMPDIR": run / "tmp", "TEMP": run / "tmp", "GPT_FAST_CACHE": run / "cache"}
     logs = {"LOG_LOCATION": run / "logs", "METRICS_LOCATION": run / "logs"}
+    ours[closing.VARIABLE] = run / "tmp" / closing.FILE
     # Between two steps the worker's threads leave the cores to TorchServe instead of waiting on them.
     return {"OMP_WAIT_POLICY": "passive", **given, **{name: str(path) for name, path in (ours | logs).items()}}
 
 
-def health(timeout_s: float = 5.0) -> dict[str, Any] | None:
-    """What the model says about itself; None while it loads or when nobody answers."""
-    port = LOOPBACK.findall((ROOT / "config.properties").read_text())[0]
+def place(settings: Settings) -> Place:
+    """Where this container's TorchServe is."""
+    properties = (ROOT / "config.properties").read_text()
+    inference, management = (pattern.findall(properties)[0] for pattern in (LOOPBACK, MANAGEMENT))
+    return Place(inference[0], management, NAME, settings.run / "tmp" / closing.FILE)
+
+
+def is_ready(settings: Settings) -> bool:
+    """Whether the model answers."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{ROUTES}/health", timeout=timeout_s) as answer:
-            return dict(json.load(answer))
-    except (OSError, ValueError):
-        return None
-
-
-def drain(now: threading.Event, seconds: float) -> None:
-    """Wait until nothing runs and nothing waits, for ``seconds`` at most, or until ``now`` is set."""
-    started, unanswered = time.monotonic(), 0
-    while (spent := time.monotonic() - started) < seconds and not now.wait(POLL_S):
-        state = health()
-        unanswered = 0 if state else unanswered + 1
-        if unanswered == SILENT or (state and spent >= LINGER_S and state["running"] + state["waiting"] == 0):
-            return
+        return bool(health(place(settings)))
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
 
 
 def end(launcher: int, pid_file: Path) -> None:
@@ -164,7 +157,7 @@ def serve(settings: Settings) -> int:
     def end_when_asked() -> None:
         asked.wait()
         print(f"asked to end: requests that run have {settings.drain_s:.0f} s", flush=True)
-        drain(at_once, settings.drain_s)
+        drain(place(settings), settings.drain_s, at_once, LINGER_S)
         end(launcher.pid, settings.run / "tmp" / ".model_server.pid")
 
     threading.Thread(target=end_when_asked, daemon=True).start()
@@ -175,7 +168,7 @@ def serve(settings: Settings) -> int:
 def main() -> int:
     """Serve, or say whether the model is ready; returns the exit status."""
     if sys.argv[1:] == ["healthy"]:
-        return 0 if health() else 1
+        return 0 if is_ready(Settings.read(os.environ)) else 1
     if sys.argv[1:]:
         print(__doc__, file=sys.stderr)
         return 2

@@ -2,13 +2,14 @@
 
 The front end starts a worker again when one ends, also for a while after it was asked to end, and then leaves it alone:
 what the real one does on a bad day. Each process notes its pid in $FAKE_PIDS. $FAKE_STATE: "ready" answers on the
-management port, "broken" says in the log that the model cannot be loaded, "loading" says nothing; with "stubborn" in
-it the front end ignores the request to end.
+management port, with "busy" in it a request runs until the file $FAKE_PIDS.done is there, "broken" says in the log that
+the model cannot be loaded, "loading" says nothing; with "stubborn" in it the front end ignores the request to end.
 """
 
 from __future__ import annotations
 
 import http.server
+import json
 import os
 import re
 import signal
@@ -33,12 +34,15 @@ def note() -> None:
 
 
 class Ready(http.server.BaseHTTPRequestHandler):
-    """The management API of a model whose worker is ready."""
+    """A model whose worker is ready: the management API, and the model's health."""
 
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b'[{"workers": [{"status": "READY"}]}]')
+        done = Path(os.environ["FAKE_PIDS"] + ".done").exists()
+        health = {"open": 0 if done else 1, "running": 0, "waiting": 0}
+        answer = health if self.path.endswith("/health") else [{"workers": [{"status": "READY"}]}]
+        self.wfile.write(json.dumps(answer).encode())
 
     def log_message(self, *_: object) -> None:
         """Quiet."""
@@ -57,8 +61,9 @@ def front_end(port: int) -> None:
     while len(Path(os.environ["FAKE_PIDS"]).read_text().split()) < 2:
         time.sleep(0.01)
     if "ready" in state:
-        server = http.server.HTTPServer(("127.0.0.1", port), Ready)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for one in (port, port - 1)[: 1 + ("busy" in state)]:
+            server = http.server.HTTPServer(("127.0.0.1", one), Ready)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
     if "broken" in state:
         print("Load model failed: m", flush=True)
     while time.monotonic() < ends_at[0]:

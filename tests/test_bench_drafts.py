@@ -359,7 +359,8 @@ def test_the_command_prints_writes_and_draws(prompts: Path, tmp_path: Path, caps
     arguments = ["--checkpoint", str(DEMO / "target"), "--draft", str(DEMO / "draft"), "--speculate-k", "2"]
     sizes = ["--dataset", str(prompts), "--new-tokens", "5", "--repeats", "1", "--batch-sizes", "1,3"]
     out = ["--json", "--output", str(output), "--plot", str(picture)]
-    assert cli.main(["bench", *arguments, *sizes, *out, "--method", "leviathan"]) == 0
+    traces = tmp_path / "traces"
+    assert cli.main(["bench", *arguments, *sizes, *out, "--method", "leviathan", "--profile", str(traces)]) == 0
     told = capsys.readouterr()
     lines = told.out.splitlines()
     assert lines[1].endswith("; 3 prompts, at most 5 new tokens, temperature 0; rounds: 1")
@@ -367,7 +368,10 @@ def test_the_command_prints_writes_and_draws(prompts: Path, tmp_path: Path, caps
     names = ["target", "draft alone", "k = 1", "k = 2", "auto", "leviathan"]
     assert [line[:12].strip() for line in lines[2:] if line[:12].strip() in names] == names * 2
     assert lines[-2] == "All methods but draft alone, leviathan gave the target's tokens in every round."
-    assert told.err == ""  # no bar where no terminal is
+    written = ["target", "draft-alone", "k1", "k2", "auto", "leviathan"]
+    paths = [traces / f"{name}.trace.json" for name in written]
+    assert told.err.splitlines() == [f"trace: {path}" for path in paths]  # and no bar where no terminal is
+    assert all(json.loads(path.read_text())["traceEvents"] for path in paths)
     found = json.loads(lines[-1])
     assert found == json.loads(output.read_text())
     assert [(row["batch_size"], row["method"]) for row in found["results"]][6] == (3, "target")
@@ -383,6 +387,7 @@ def test_the_command_prints_writes_and_draws(prompts: Path, tmp_path: Path, caps
         (["--checkpoint", "x", *LOOKUP, "--num-prompts", "3"], 2, "--num-prompts means nothing with --draft"),
         (["--checkpoint", "x", *LOOKUP, "--context", "3"], 2, "--prompt-tokens means nothing with --draft"),
         (["--checkpoint", "x", "--method", "chen"], 2, "--method means nothing with --checkpoint"),
+        (["--checkpoint", "x", "--profile", "y"], 2, "--profile means nothing with --checkpoint"),
         (["--checkpoint", "x", "--speculate-k", "3"], 2, "--speculate-k means nothing with --checkpoint"),
         (["--url", "http://127.0.0.1:1/x", *LOOKUP], 2, "--draft means nothing with --url"),
         (["--checkpoint", "x", *LOOKUP, "--plot", "x.bmp"], 1, ".png"),

@@ -109,9 +109,9 @@ def test_probes_ask_for_routes_that_are_there(script: ModuleType) -> None:
     """/ping is TorchServe's own. It says Healthy while the model loads, so only the liveness probe may ask it."""
     assert {"health", "metrics"} <= {*ROUTES}
     for probe in ("startup", "readiness"):
-        assert CONTAINER[f"{probe}Probe"]["httpGet"]["path"] == f"{script.ROUTES}/health"
+        assert CONTAINER[f"{probe}Probe"]["httpGet"]["path"] == f"/predictions/{script.NAME}/1.0/health"
     assert CONTAINER["livenessProbe"]["httpGet"]["path"] == "/ping"
-    assert RUNTIME["spec"]["annotations"]["prometheus.io/path"] == f"{script.ROUTES}/metrics"
+    assert RUNTIME["spec"]["annotations"]["prometheus.io/path"] == f"/predictions/{script.NAME}/1.0/metrics"
 
 
 def config_of(service: dict[str, Any]) -> dict[str, Any]:

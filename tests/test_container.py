@@ -5,27 +5,22 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
 from container_script import load_container_script
 
+from gpt_fast.serve import closing
+
 ROOT = Path(__file__).resolve().parent.parent
-IDLE, BUSY = {"running": 0, "waiting": 0}, {"running": 1, "waiting": 2}
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """It, asking every millisecond."""
-    module = load_container_script()
-    monkeypatch.setattr(module, "POLL_S", 0.001)
-    monkeypatch.setattr(module, "LINGER_S", 0.0)
-    return module
+def script() -> ModuleType:
+    """It, as it stands."""
+    return load_container_script()
 
 
 def test_the_environment_has_a_default_for_everything(script: ModuleType) -> None:
@@ -79,43 +74,12 @@ def test_a_model_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
     assert subprocess.run([*command, "helthy"], capture_output=True, check=False).returncode == 2
 
 
-def answers(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *states: Any) -> list[Any]:
-    """Let the model say these things one after the other, the last one for ever. Returns what is left."""
-    left = list(states)
-    monkeypatch.setattr(script, "health", lambda: left.pop(0) if len(left) > 1 else left[0])
-    return left
-
-
-def test_ending_waits_for_what_runs_and_waits(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = answers(script, monkeypatch, BUSY, None, BUSY, {"running": 0, "waiting": 1}, IDLE, BUSY)
-    script.drain(threading.Event(), 3600.0)
-    assert left == [BUSY], "it asked once more than it had to"
-
-
-@pytest.mark.parametrize("state", [BUSY, None])
-def test_ending_waits_no_longer_than_it_may(state: Any, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(script, monkeypatch, state)
-    script.drain(threading.Event(), 0.05)
-
-
-def test_a_model_that_never_answers_is_not_waited_for(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(script, monkeypatch, None)
-    script.drain(threading.Event(), 3600.0)
-
-
-def test_a_second_signal_ends_at_once(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(script, monkeypatch, BUSY)
-    now = threading.Event()
-    threading.Timer(0.05, now.set).start()
-    script.drain(now, 3600.0)
-
-
-def test_requests_that_come_late_are_still_served(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "LINGER_S", 0.1)
-    answers(script, monkeypatch, IDLE)
-    started = time.monotonic()
-    script.drain(threading.Event(), 3600.0)
-    assert time.monotonic() - started >= 0.1
+def test_it_knows_where_its_torchserve_is(script: ModuleType, tmp_path: Path) -> None:
+    settings = script.Settings(tmp_path, tmp_path, tmp_path, 1.0)
+    place = script.place(settings)
+    assert (place.inference, place.management, place.model) == ("127.0.0.1:8080", "127.0.0.1:8081", "gpt-fast")
+    named = script.environment_of(settings, {})[closing.VARIABLE]
+    assert str(place.closed) == named, "what the workers look for is not what closes them"
 
 
 def test_java_is_asked_to_end_and_its_launcher_where_there_is_none(script: ModuleType, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gpt_fast import LLM, SamplingParams
+from gpt_fast import LLM, SamplingParams, cli
 from gpt_fast.batch.setup import set_up
 from gpt_fast.checkpoint.fingerprint import fingerprint
 from gpt_fast.errors import CheckpointError, ConfigError, UnsupportedError
@@ -30,6 +31,7 @@ from gpt_fast.kernels.cpu.library import runs
 from gpt_fast.kernels.reference import rounded_product
 from gpt_fast.quantize.linear import QuantizedLinear
 
+DEMO = Path(__file__).resolve().parent.parent / "model_store" / "demo" / "target"
 SIZES: dict[str, Any] = {
     "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
@@ -219,7 +221,7 @@ def test_models_that_no_way_computes_are_refused() -> None:
     assert isinstance(ForeignModel(Loaded(Odd("none"), config))._way, Recomputed)
 
 
-LLM_SHAPE = open_checkpoint(Path(__file__).resolve().parent.parent / "model_store" / "demo" / "target").config
+LLM_SHAPE = open_checkpoint(DEMO).config
 
 
 @pytest.mark.parametrize(
@@ -273,3 +275,22 @@ def test_files_of_requests_know_it_by_its_digest(saved: Any) -> None:
     folder, _ = saved("helium")
     setup = set_up(folder, {"dtype": "float32"}, ())
     assert setup.weights == fingerprint(ForeignCheckpoint(folder))
+
+
+def test_every_command_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("helium", **SIZES | {"vocab_size": 2048})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    (tmp_path / "text").write_text("Once upon a time there was a dog. " * 20)
+    where = ["--checkpoint", str(tmp_path)]
+    for command, wanted in (
+        (["info", *where], "helium, run by transformers"),
+        (["generate", *where, "--prompt", "The dog", "--max-new-tokens", "5", "--json"], '"dtype": "float32"'),
+        (["eval", *where, "--perplexity", str(tmp_path / "text"), "--context", "64"], "perplexity"),
+        (["bench", *where, "--new-tokens", "4", "--repeats", "1", "--prompt-tokens", "8"], "tokens/s"),
+    ):
+        device = [] if command[0] == "info" else ["--threads", "1"]
+        assert cli.main([*command, *device, "--dtype", "float32"]) == 0
+        assert wanted in capsys.readouterr().out

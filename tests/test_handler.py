@@ -17,6 +17,7 @@ import torch
 from fake_llm import FakeLLM, Here
 
 from gpt_fast.errors import ConfigError, EngineError, RequestError
+from gpt_fast.serve import closing
 from gpt_fast.serve.lanes import Lanes
 
 pytest.importorskip("ts", reason="torchserve is not installed")
@@ -335,6 +336,26 @@ def test_who_has_said_nothing_yet_is_left_out(batch: Batch, llm: FakeLLM) -> Non
     assert batch.turn(a=a) == {"a": (200, b"", "true")}, "once started it is answered: TorchServe sees hang-ups then"
 
 
+def test_a_closed_server_ends_what_runs_and_takes_nothing_new(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(closing.VARIABLE, str(tmp_path / "closed"))
+    a = {"prompt": "a", "max_new_tokens": 2}
+    assert batch.turn(a=a) == {"a": (200, b" w0", "true")}
+    (tmp_path / "closed").touch()
+    found = batch.turn(a=a, b={"prompt": "b"})
+    assert found["a"] == (200, b" w1", "false")
+    assert (found["b"][0], json.loads(found["b"][1])["error"]["code"]) == (503, "stopping")
+
+
+def test_health_tells_of_requests_that_are_not_in_the_engine_yet(batch: Batch, llm: FakeLLM) -> None:
+    llm.silent = True
+    batch.turn(a={"prompt": "a"}, b={"prompt": "b"})
+    batch.handler.sessions["health itself"] = batch.handler.sessions["a"]
+    health = batch.handler.routes.open("health", {}, None)
+    assert json.loads(health.text)["open"] == 2
+
+
 def test_a_refusal_in_a_running_batch_is_a_plain_answer(batch: Batch) -> None:
     a = {"prompt": "a", "max_new_tokens": 3}
     batch.turn(a=a)
@@ -489,6 +510,8 @@ def load_handler(path: Path) -> ModuleType:
         ("models--TinyLlama--TinyLlama-1.1B/snapshots/0123abcd", "TinyLlama/TinyLlama-1.1B"),
         ("models--gpt2/snapshots/0123abcd", "0123abcd"),
         ("models--a--b/other/0123abcd", "0123abcd"),
+        ("folder/llama-q4_k_m.gguf", "llama-q4_k_m"),
+        ("folder/llama-00001-of-00003.gguf", "llama"),
     ],
 )
 def test_a_model_of_the_hub_has_its_name_there(checkpoint: str, name: str, tmp_path: Path) -> None:

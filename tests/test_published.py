@@ -300,7 +300,7 @@ UNSERVED: list[dict[str, Any]] = [
     {"regex": "a+"},
     {"choice": ("a", "b")},
     {"grammar": 'start: "a"'},
-    {"shown_special_tokens": (5,)},
+    {"shown_special_tokens": (1,)},
     {"timeout_s": 9.0},
 ]
 

@@ -19,6 +19,7 @@ import yaml
 from gpt_fast import cli
 from gpt_fast.commands import serve as command
 from gpt_fast.errors import ConfigError, DownloadError, ServerError
+from gpt_fast.serve import closing
 from gpt_fast.serve.launch import ports
 from gpt_fast.serve.launch.choice import choose
 from gpt_fast.serve.repository import DEMO, ROOT
@@ -29,6 +30,14 @@ from gpt_fast.serve.launch import asking, processes, record, server, watching  #
 
 HERE = Path(__file__).resolve().parent
 HANG_S = 120
+_CHANCE = random.SystemRandom()  # another process of this test run draws other ports
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
 
 
 class Fake:
@@ -43,7 +52,7 @@ class Fake:
         java.parent.mkdir(parents=True)
         java.write_text("#!/bin/sh\necho 'openjdk version \"17.0.1\"' >&2\n")
         java.chmod(0o755)
-        self.port = next(p for p in iter(lambda: random.randrange(20_000, 60_000), 0) if not ports.busy_ports(p))
+        self.port = next(p for p in iter(lambda: _CHANCE.randrange(20_000, 60_000), 0) if not ports.busy_ports(p))
 
     def started(self, *arguments: str, state: str = "ready") -> subprocess.Popen[str]:
         place = ["--run-dir", str(self.run_dir), "--port", str(self.port)]
@@ -64,9 +73,9 @@ class Fake:
         out, err = process.communicate(timeout=HANG_S)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-    def stay(self) -> subprocess.Popen[str]:
+    def stay(self, *arguments: str, state: str = "ready") -> subprocess.Popen[str]:
         """One in the foreground, its server ready."""
-        process = self.started()
+        process = self.started(*arguments, state=state)
         assert process.stdout is not None
         while (line := process.stdout.readline()) and "Ctrl-C" not in line:
             pass
@@ -117,6 +126,51 @@ def test_a_signal_ends_all_of_it_and_a_second_one_changes_nothing(fake: Fake, nu
     assert not (fake.run_dir / "server.json").exists()
 
 
+def until_it_says(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stdout is not None
+    while (line := process.stdout.readline()) and words not in line:
+        pass
+    assert line, process.communicate()[1]
+
+
+def test_after_sigterm_what_runs_ends_first(fake: Fake) -> None:
+    process = fake.stay("--drain-seconds", "3600", state="ready busy")
+    process.terminate()
+    until_it_says(process, "Finishing the requests that run, for 3600 s at most")
+    tmp_dir = Path(processes.process_mark(psutil.Process(fake.running()[0]), server.MARK))
+    wait_for((tmp_dir / closing.FILE).exists)
+    assert len(fake.running()) == 2
+    Path(f"{fake.noted}.done").touch()
+    told, err = process.communicate(timeout=HANG_S)
+    assert (process.returncode, told, err) == (0, "Stopping\nStopped.\n", "")
+    assert not fake.running()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_cuts_off_what_runs(fake: Fake, number: signal.Signals) -> None:
+    process = fake.stay("--drain-seconds", "3600", state="ready busy")
+    process.terminate()
+    until_it_says(process, "Finishing")
+    process.send_signal(number)
+    told, err = process.communicate(timeout=HANG_S)
+    assert (process.returncode, told, err) == (0, "Stopping\nStopped.\n", "")
+    assert not fake.running()
+
+
+def test_what_runs_gets_no_more_time_than_there_is(fake: Fake) -> None:
+    assert fake.run("--background", state="ready busy").returncode == 0
+    assert fake.run("--stop", "--drain-seconds", "1").stdout.splitlines() == [
+        "Finishing the requests that run, for 1 s at most",
+        "1 s are over: what still runs is cut off",
+        "Stopped.",
+    ]
+    process = fake.stay("--drain-seconds", "0", state="ready busy")
+    process.terminate()
+    told, err = process.communicate(timeout=HANG_S)
+    assert (process.returncode, told, err) == (0, "Stopping\nStopped.\n", "")
+    assert fake.run("--drain-seconds", "soon").returncode == 2
+
+
 def test_a_server_that_ends_by_itself_is_an_error(fake: Fake) -> None:
     process = fake.stay()
     psutil.Process(fake.running()[0]).kill()
@@ -131,7 +185,7 @@ def test_one_of_two_servers_is_stopped_from_elsewhere(new_fake: Callable[[], Fak
     one, other = new_fake(), new_fake()
     assert other.run("--background").returncode == 0
     process = one.stay()
-    assert one.run("--stop").stdout == "Stopped.\n"
+    assert one.run("--stop").stdout.splitlines()[-1] == "Stopped."
     process.communicate(timeout=HANG_S)
     assert process.returncode == 0, "it was asked to end"
     assert not one.running()
@@ -140,10 +194,7 @@ def test_one_of_two_servers_is_stopped_from_elsewhere(new_fake: Callable[[], Fak
 
 def test_a_start_that_is_ended_leaves_nothing_running(fake: Fake) -> None:
     process = fake.started(state="loading")
-    deadline = time.monotonic() + HANG_S
-    while not (fake.noted.exists() and len(fake.noted.read_text().split()) == 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: fake.noted.exists() and len(fake.noted.read_text().split()) == 2)
     process.terminate()
     _, told = process.communicate(timeout=HANG_S)
     assert process.returncode == 143
@@ -197,7 +248,7 @@ def test_a_second_start_finds_the_first_or_says_what_it_serves(fake: Fake) -> No
         assert "--stop --run-dir" in refused.stderr
     tmp_dir = processes.process_mark(psutil.Process(fake.running()[0]), server.MARK)
     assert Path(tmp_dir).is_dir()
-    assert fake.run("--stop").stdout.strip() == "Stopped."
+    assert fake.run("--stop").stdout.splitlines()[-1] == "Stopped."
     assert not fake.running()
     assert not Path(tmp_dir).exists()
 

@@ -166,7 +166,7 @@ def demo_requests() -> list[tuple[str, SamplingParams]]:
         {"temperature": 1.0, "allowed_token_ids": tuple(range(260, 400))},
     ]  # fmt: skip
     return [
-        (draw.choice(starts), SamplingParams(max_tokens=draw.randrange(1, 40), seed=i, **fields[i % len(fields)]))
+        (draw.choice(starts), SamplingParams(max_tokens=draw.randrange(12, 40), seed=i, **fields[i % len(fields)]))
         for i in range(4 * len(fields))
     ]
 

@@ -130,7 +130,8 @@ class _Worker:
 
         if not import_ray().get(starts.begin.remote()):
             raise BatchError("the workers died too often: do they have enough memory? Fewer workers need less")
-        if (found := fingerprint(open_checkpoint(setup.checkpoint))) != setup.weights:
+        opened = open_checkpoint(setup.checkpoint).with_adapters(setup.options.get("lora"))
+        if (found := fingerprint(opened)) != setup.weights:
             digests = f"digest {found[:12]}, not {setup.weights[:12]}"
             raise BatchError(f"{setup.checkpoint} holds other files on a worker than where the batch began ({digests})")
         torch.set_num_threads(threads)

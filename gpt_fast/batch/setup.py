@@ -18,10 +18,11 @@ from gpt_fast.foreign.checkpoint import open_checkpoint
 from gpt_fast.llm import LLM
 from gpt_fast.placement import pick_device, pick_dtype
 
-# Fields of EngineConfig that change no answer. One that is not named here counts as one that does.
+# Fields of EngineConfig that change no answer; of ``lora`` the fingerprint sees more. One that is not named here counts
+# as one that does.
 WITHOUT_EFFECT = frozenset(
-    {"compile_cache", "draft", "lookup_history", "max_batch", "max_waiting", "memory_share", "num_pages", "page_size"}
-    | {"prefix_cache", "speculate", "speculate_k", "threads"}
+    {"compile_cache", "draft", "lookup_history", "lora", "max_batch", "max_waiting", "memory_share"}
+    | {"num_pages", "page_size", "prefix_cache", "speculate", "speculate_k", "threads"}
 )
 
 
@@ -49,13 +50,15 @@ def set_up(checkpoint: Path, options: Mapping[str, Any], names: tuple[str, ...],
     """Decide what ``options`` leave open. ``device``: where the engine will run, if it is not this machine's own
     choice. Raises ConfigError and CheckpointError."""
     config = from_mapping(EngineConfig, options, "gpt-fast batch")
-    opened = open_checkpoint(checkpoint)
+    opened = open_checkpoint(checkpoint).with_adapters(config.lora)
     where = device or (str(pick_device(config.device)) if config.device == "auto" else config.device)
     place = torch.device(where)
     if config.device_map is not None:
         place, where = named_devices(config)[0], "auto"
     dtype = pick_dtype(config.dtype, place, opened.num_parameters, opened.stored_dtype, config.kernels)
     decided = {**options, "device": where, "dtype": str(dtype).removeprefix("torch.")}
+    if config.lora is not None:  # workers may stand in other folders
+        decided["lora"] = {str(Path(folder).expanduser().resolve()): weight for folder, weight in config.lora.items()}
     every = tuple(dict.fromkeys(("gpt-fast", opened.directory.resolve().name, *names)))
     return Setup(opened.path.absolute(), decided, fingerprint(opened, progress=True), every)
 

@@ -41,6 +41,7 @@ from gpt_fast.fields import OneOf, Whole
 from gpt_fast.llm import LLM
 from gpt_fast.outputs import Completion
 from gpt_fast.params import SamplingParams
+from gpt_fast.serve.tracing import traced
 
 _POLL_S = 0.002  # how often the caller looks; what it measures is stamped by the engine
 TARGET = "target"  # the method that all others are compared with
@@ -147,7 +148,7 @@ class Bench:
     ``DraftOptions.prompts`` raises."""
 
     def __init__(self, checkpoint: str | Path, draft: str, wanted: DraftOptions, **options: Any) -> None:
-        self.wanted, opened = wanted, Checkpoint.open(checkpoint)
+        self.wanted, opened = wanted, Checkpoint.open(checkpoint).with_adapters(options.get("lora"))
         for name in wanted.method:
             published.check_drafter(name, draft)
         prompts = [
@@ -167,7 +168,7 @@ class Bench:
         self._controller = self._speculation.controller
         self.draft_llm: LLM | None = None
         if draft not in DRAFTS:
-            as_target = {"dtype": str(self.llm.dtype).removeprefix("torch."), "quantize": None}
+            as_target = {"dtype": str(self.llm.dtype).removeprefix("torch."), "quantize": None, "lora": None}
             self.draft_llm = LLM(draft, progress=True, **options | as_target, **sizes)
         self._pair: tuple[Forward, Forward] | None = None  # for the published rules
         if wanted.method:
@@ -239,6 +240,13 @@ class Bench:
                 if not each.method.own_tokens:
                     _check_tokens(each.method.name, tokens, expected)
         return rows(found, batch_size)
+
+    def trace(self, folder: Path) -> None:
+        """Write a profiler's trace of each method into ``folder``, of its answers to one batch of prompts."""
+        for method in self.methods():
+            name = method.name.replace(" = ", "").replace(" ", "-")
+            with traced(folder / f"{name}.trace.json", self.llm.device.type):
+                method.ask(self._batches(min(self.wanted.batch_sizes))[0])
 
     def _batches(self, batch_size: int) -> list[Asked]:
         """All prompts, ``batch_size`` at a time; the first ones again where the last batch would not be full."""

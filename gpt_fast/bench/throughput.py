@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.config import MAX_POSITIONS, PREFILL_CHUNKS, ModelConfig, read_key
 from gpt_fast.engine.handle import Handle
 from gpt_fast.errors import ConfigError
 from gpt_fast.fields import Whole
+from gpt_fast.foreign.checkpoint import open_checkpoint
 from gpt_fast.kernels.roofline import read_bandwidth
 from gpt_fast.llm import LLM
 from gpt_fast.memory import check_weights, read_numbers
@@ -83,7 +83,7 @@ def build(
         raise ConfigError("give either a checkpoint or a shape")
     if checkpoint is None and number_of_ranks() > 1:
         raise ConfigError("shape: several ranks read their shares of a checkpoint; save one, or start one process")
-    opened = Checkpoint.open(checkpoint) if checkpoint is not None else None
+    opened = open_checkpoint(checkpoint) if checkpoint is not None else None
     config = opened.config if opened is not None else shape(str(shape_name))
     options |= {
         "max_batch": max(bench.batch_sizes),

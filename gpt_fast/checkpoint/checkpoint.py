@@ -10,6 +10,7 @@ file by gguf_models.py.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import shutil
 from collections import defaultdict
@@ -26,6 +27,7 @@ from gpt_fast.checkpoint.families import GenerationDefaults, parse_config, read_
 from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.checkpoint.files import RIGHTS, companions, is_one, the_checkpoint
 from gpt_fast.checkpoint.gguf_models import read_gguf
+from gpt_fast.checkpoint.lora import Adapter, adapted, open_adapters, touched
 from gpt_fast.checkpoint.meta_files import read_meta_file
 from gpt_fast.checkpoint.shard import Cut, Shard
 from gpt_fast.checkpoint.stacked import unstacked
@@ -38,6 +40,8 @@ from gpt_fast.model.building import empty_model
 from gpt_fast.model.description import Part, describe, parts
 from gpt_fast.model.transformer import Transformer, weight_bytes
 from gpt_fast.quantize.apply import SchemeOf, quantized_part, swap_layers
+from gpt_fast.quantize.compressed import METHOD as COMPRESSED
+from gpt_fast.quantize.compressed import read_compressed
 from gpt_fast.quantize.formats import Format, OwnFormat, RoundedFormat, Specs
 from gpt_fast.quantize.gguf import GgufFormat
 from gpt_fast.quantize.hub import HubFormat, parse_header, without_empty_biases
@@ -60,7 +64,8 @@ class Checkpoint:
     belongs to it. ``vocabulary``: what tokenizer and chat template are read from, ``directory`` or that file.
     ``raw``: the content of ``config.json``. ``config``: the model; its ``tie_embeddings`` says what the files
     have. ``files``: those that hold the weights. ``tensors``: all of theirs by name, without a head that is tied.
-    ``format``: how they hold linear weights. ``defaults``: what the checkpoint says about generation.
+    ``format``: how they hold linear weights. ``defaults``: what the checkpoint says about generation. ``lora``: the
+    weights of ``adapters`` by folder.
     """
 
     def __init__(
@@ -72,6 +77,8 @@ class Checkpoint:
         self.alone = is_gguf(path)
         self.vocabulary = path if self.alone else self.directory
         self.files, self.raw = files, raw
+        self.lora: Mapping[str, float] = {}
+        self.adapters: list[Adapter] = []
         self.defaults: GenerationDefaults = read_generation_defaults(
             None if self.alone else self.directory, raw, FAMILIES[config.family].defaults
         )
@@ -106,9 +113,38 @@ class Checkpoint:
             return Format()
         if found["quant_method"] == METHOD:
             return OwnFormat(parse_quant_config(found, where))
-        header, wanted = parse_header(found, where), parts(self.config)
+        wanted = parts(self.config)
+        if found["quant_method"] == COMPRESSED:
+            self.tensors, form = read_compressed(found, where, wanted, self.tensors)
+            return form
+        header = parse_header(found, where)
         self.tensors = without_empty_biases(wanted, self.tensors)
         return HubFormat(header, wanted, self.tensors, str(self.directory))
+
+    def with_adapters(self, lora: Mapping[str, float] | None) -> Checkpoint:
+        """This checkpoint with ``EngineConfig.lora`` added to its weights while they are read (lora.py).
+
+        Raises CheckpointError for adapters that do not fit, ConfigError for weights that are quantized.
+        """
+        if not lora or lora == self.lora:
+            return self
+        if self.lora:
+            raise ConfigError(f"lora: {self.path} was opened with other adapters; open it again for these")
+        if self.format.method is not None:
+            why = f"is quantized already ({self.format.method}), so its weights can no longer be changed"
+            todo = "Name the unquantized checkpoint, and say quantize: it is rounded with the adapter"
+            raise ConfigError(f"lora: {self.path} {why}. {todo}")
+        out, adapters = copy.copy(self), open_adapters(lora)
+        names, wanted = FAMILIES[self.config.family].names, touched(adapters)
+        table, head = names["tokens"] + ".weight", names["output"] + ".weight"
+        tensors = dict(self.tensors)
+        if self.config.tie_embeddings and table in wanted:
+            raise CheckpointError(f"lora: {table} has an adapter, and it is the head of {self.path} as well")
+        if self.config.tie_embeddings and head in wanted:  # which is from now on another matrix than the table
+            out.config, tensors[head] = replace(self.config, tie_embeddings=False), tensors[table]
+        transposed = {part.source for part in parts(out.config) if part.layout.kind == "transposed"}
+        out.lora, out.adapters, out.tensors = lora, adapters, adapted(tensors, transposed, adapters)
+        return out
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -264,7 +300,7 @@ def resolve_tying(
     table, head = names["tokens"] + ".weight", names["output"] + ".weight"
     tensors = dict(tensors)
     tied = config.tie_embeddings
-    if names["output"] + ".qweight" in tensors:  # a head that others quantized
+    if any(f"{names['output']}.{packed}" in tensors for packed in ("qweight", "weight_packed")):  # others quantized it
         return config, tensors
     if head not in tensors:
         tied = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ def convert(
     dtype: torch.dtype | None = None,
     *,
     config: ModelConfig | str | Path | None = None,
+    lora: Mapping[str, float] | None = None,
     progress: bool = False,
 ) -> None:
     """Write the checkpoint ``source`` as a Hugging Face directory ``out_dir``, which must not exist yet.
@@ -40,6 +42,8 @@ def convert(
     ModelConfig, the name of a shape, or a path to Hugging Face's config.json or Meta's params.json; None: such a file
     beside ``source``.
 
+    ``lora``: adapters that are added, see ``EngineConfig``.
+
     ``out_dir`` appears when it is whole. Raises CheckpointError, naming the file, for whatever cannot be converted.
     """
     source, out = Path(source), Path(out_dir)
@@ -47,14 +51,15 @@ def convert(
         raise CheckpointError(f"{source} does not exist")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; choose another output directory")
-    opened = Checkpoint.open(source, config)
+    opened = Checkpoint.open(source, config).with_adapters(lora)
     if not opened.format.has_values:
         raise CheckpointError(f"{source} is quantized ({opened.format.method}); convert the unquantized checkpoint")
     if tokenizer is not None:
         opened.vocabulary = Path(tokenizer)
     if not any(name.startswith("tokenizer.") for name in opened.companions()):
         log.warning("no tokenizer beside %s and none given; %s will have none", source, out)
-    raw = {key: value for key, value in opened.raw.items() if key != "dtype"}  # torch_dtype, for transformers 5
+    # Written are torch_dtype, which transformers 5 reads too, and values.
+    raw = {key: value for key, value in opened.raw.items() if key not in ("dtype", "quantization_config")}
     raw |= {"tie_word_embeddings": opened.config.tie_embeddings}
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:

@@ -1,9 +1,10 @@
 """A digest of a checkpoint: equal for equal files, whatever their folder is called.
 
 It sees every byte of the weights, of ``config.json`` and of the tokenizer, chat template and generation defaults, and
-the names of these files. It does not see licences, readmes and other files. The digest of a large file is remembered in
-the user's cache folder, and taken from there while the file is the same one (device and inode) and has the same size
-and times; the time of its last change (ctime) is set by the system, so a file that is written in place is read again.
+the names of these files; of adapters every byte, and the weight of each. It does not see licences, readmes and other
+files. The digest of a large file is remembered in the user's cache folder, and taken from there while the file is the
+same one (device and inode) and has the same size and times; the time of its last change (ctime) is set by the system,
+so a file that is written in place is read again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def fingerprint(checkpoint: Checkpoint | ForeignCheckpoint, progress: bool = Fal
     others = [] if checkpoint.alone else [folder / "config.json", *companions(folder)]
     files = sorted({*checkpoint.files, *(path for path in others if not is_one(path.name, RIGHTS))})
     with progress_bar(sum(file.stat().st_size for file in files), progress, "digest of the weights") as report:
-        digests = [(file.name, _file_digest(file, report)) for file in files]
+        digests: list[tuple[str | float, ...]] = [(file.name, _file_digest(file, report)) for file in files]
+        for adapter in checkpoint.adapters:
+            digests.append((adapter.weight, *(_file_digest(file, report) for file in adapter.files)))
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 

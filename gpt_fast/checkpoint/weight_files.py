@@ -208,7 +208,7 @@ def write_safetensors(
             file.write(start)
             for name in begin:
                 for _, rows in tensors[name].pieces(report):
-                    write_rows(file, rows.to("cpu", dtype or rows.dtype))
+                    write_rows(file, rows.to("cpu", dtype or tensors[name].dtype))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -46,7 +46,8 @@ def add_parser(subparsers: Any) -> None:
     of_load = "load, with --url; --dataset, --temperature and --plot also with --checkpoint and --draft"
     load = _add_load_options(parser.add_argument_group(of_load))
     drafts = engine - {"speculate", "prompt_tokens"} | {"dataset", "temperature", "plot"}
-    modes = {"engine": engine - {"draft", "method", "speculate", "speculate_k"}, "drafts": drafts, "load": load}
+    plain = engine - {"draft", "method", "profile", "speculate", "speculate_k"}
+    modes = {"engine": plain, "drafts": drafts, "load": load}
     parser.set_defaults(run=run, modes=modes, names=engine | load)
 
 
@@ -65,6 +66,8 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> set[str]:
     add("--repeats", type=int, metavar="R", help="runs of each row, the median counts (default: 3; with --draft 5)")
     rules = "with --draft: published rules as well (leviathan, chen; coupled in their form), slow; see generate"
     add("--method", type=_names, metavar="RULE,...", help=rules)
+    traces = "with --draft: then run each way once more, and write a trace of it (chrome://tracing, Perfetto)"
+    add("--profile", metavar="DIR", help=traces)
     return {*names, *options.add_engine_options(group)}
 
 
@@ -172,7 +175,7 @@ def run_drafts(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str
         plots.check(given["plot"])
     fields = {field.name for field in dataclasses.fields(bench.DraftOptions)}
     wanted = bench.DraftOptions(**{name: value for name, value in given.items() if name in fields})
-    engine = {name: value for name, value in given.items() if name not in {*fields, "plot"}}
+    engine = {name: value for name, value in given.items() if name not in {*fields, "plot", "profile"}}
     results: list[dict[str, Any]] = []
     with bench.Bench(arguments.checkpoint, wanted=wanted, **engine) as made, _bar(made.num_runs()) as bar:
         facts = {"benchmark": "drafts", "model": arguments.checkpoint, "draft": given["draft"], **made.facts()}
@@ -186,6 +189,8 @@ def run_drafts(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str
             lines = [f"\nbatch {batch_size}", bench.HEAD, *map(bench.describe, rows), bench.verdict(rows)]
             bar.write("\n".join(lines))
             results += rows
+        if "profile" in given:
+            made.trace(Path(given["profile"]))
     print(f"\n{bench.NOTES}\n{bench.agreement(results)}")
     if "plot" in given:
         plots.plot_drafts(results, given["plot"])

@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Any
 
+from gpt_fast.commands import options
+
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
@@ -16,6 +18,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--tokenizer", metavar="FILE", help=beside)
     parser.add_argument("--config", metavar="FILE", help="config.json, params.json or a shape's name, for a bare .pth")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as stored")
+    options.add_options(parser, options.LORA)
     parser.set_defaults(run=run)
 
 
@@ -26,6 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.checkpoint.convert import convert
 
     a, dtype = arguments, getattr(torch, arguments.dtype) if arguments.dtype else None
-    convert(a.source, a.out, a.tokenizer, dtype, config=a.config, progress=True)
+    convert(a.source, a.out, a.tokenizer, dtype, config=a.config, progress=True, **options.given(a, ("lora",)))
     print(f"wrote {a.out}", file=sys.stderr)
     return 0

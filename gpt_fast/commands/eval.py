@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     o = EngineConfig(**options.engine_options(arguments))
     if o.threads is not None:
         torch.set_num_threads(usable_threads(o.threads))
-    opened = open_checkpoint(arguments.checkpoint)
+    opened = open_checkpoint(arguments.checkpoint).with_adapters(o.lora)
     wanted: dict[str, Any] = {"device": o.device, "dtype": o.dtype, "kernels": o.kernels}
     where = choose_placement(opened.num_parameters, opened.stored_dtype, **wanted)
     tokenizer = opened.tokenizer

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,10 +97,13 @@ def complete(
     llm: LLM, prompt: str, params: SamplingParams, arguments: argparse.Namespace, origins: OriginReport | None
 ) -> None:
     """Complete ``prompt`` as often as was asked for; each time say how fast that was."""
+    from gpt_fast.serve.tracing import traced
+
     for i in range(arguments.num_samples):
         if i:
             sys.stdout.write("\n")
-        with traced(arguments.profile, llm.device.type) if arguments.profile else contextlib.nullcontext():
+        trace = Path(arguments.profile, "generate.trace.json") if arguments.profile else None
+        with traced(trace, llm.device.type) if trace else contextlib.nullcontext():
             completion = print_stream(llm, prompt, params, origins)
         report = measurements(llm, completion)
         end_line(completion.text, own_line=sys.stdout.isatty() or arguments.json or arguments.num_samples > 1)
@@ -202,16 +204,3 @@ def summary(report: dict[str, Any]) -> str:
         f"{report['share_of_ceiling']:.0%} of what {report['machine_bandwidth_gb_s']:.1f} GB/s allow "
         f"({report['ceiling_tokens_per_second']:.0f} tokens/s); {report['dtype']} on {report['device']}"
     )
-
-
-@contextlib.contextmanager
-def traced(directory: str, device_type: str) -> Iterator[None]:
-    """Trace what runs inside, on all threads, into ``directory``."""
-    from gpt_fast.serve.tracing import profiler
-
-    path = Path(directory, "generate.trace.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with profiler(device_type) as trace:
-        yield
-    trace.export_chrome_trace(str(path))
-    print(f"trace: {path}", file=sys.stderr)

@@ -6,11 +6,15 @@ import argparse
 import dataclasses
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpt_fast.commands import options
 from gpt_fast.config import EngineConfig
 from gpt_fast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpt_fast.checkpoint.checkpoint import Checkpoint
+    from gpt_fast.foreign.checkpoint import ForeignCheckpoint
 
 
 def add_parser(subparsers: Any) -> None:
@@ -56,32 +60,45 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoint_facts(directory: str, o: EngineConfig, device: Any, machine: dict[str, Any]) -> dict[str, Any]:
-    from gpt_fast.checkpoint.checkpoint import Checkpoint
+    from gpt_fast.foreign.checkpoint import open_checkpoint
     from gpt_fast.kernels.roofline import Roofline
-    from gpt_fast.model.transformer import weight_bytes
     from gpt_fast.placement import pick_dtype
 
-    checkpoint = Checkpoint.open(directory)
-    config, defaults, tokenizer = checkpoint.config, checkpoint.defaults, checkpoint.tokenizer
+    checkpoint = open_checkpoint(directory)
+    defaults, tokenizer = checkpoint.defaults, checkpoint.tokenizer
     dtype = pick_dtype(o.dtype, device, checkpoint.num_parameters, checkpoint.stored_dtype)
-    model = checkpoint.meta_model(dtype, o.quantize)
-    weights, token_bytes = weight_bytes(model), model.bytes_per_token(0, dtype.itemsize)
+    weights, model = checkpoint.num_bytes(dtype, o.quantize), _model_facts(checkpoint, dtype, o.quantize)
+    token_bytes = model.get("bytes_per_decoded_token", weights)
     return {
-        **{name: value for name, value in dataclasses.asdict(config).items() if name != "windows"},
-        "sliding_window": max(config.windows, default=0) or None,
+        **model,
         "parameters": checkpoint.num_parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": o.quantize or checkpoint.format.method,
         "weight_bytes": weights,
-        "kv_bytes_per_token": config.kv_bytes_per_token(dtype.itemsize),
-        **_cache_facts(config, dtype, device.type, machine["free_bytes"] - weights),
-        "bytes_per_decoded_token": token_bytes,
-        "flops_per_token": model.flops_per_token(0),
+        "kv_bytes_per_token": checkpoint.config.kv_bytes_per_token(dtype.itemsize),
+        **_cache_facts(checkpoint.config, dtype, device.type, machine["free_bytes"] - weights),
         "ceiling_tokens_per_second": round(Roofline(token_bytes, 1e9 * machine["read_bandwidth_gb_s"]).ceiling, 1),
         "tokenizer": type(tokenizer).__name__,
         "tokenizer_vocab_size": tokenizer.vocab_size,
         "eos_token_ids": list(defaults.eos_token_ids or tokenizer.eos_token_ids),
         "sampling_defaults": {k: getattr(defaults.sampling, k) for k in ("temperature", "top_k", "top_p", "min_p")},
+    }
+
+
+def _model_facts(checkpoint: Checkpoint | ForeignCheckpoint, dtype: Any, quantize: str | None) -> dict[str, Any]:
+    """What the family's description tells; of one that has none, its name and its size."""
+    from gpt_fast.foreign.checkpoint import ForeignCheckpoint
+
+    config = checkpoint.config
+    if isinstance(checkpoint, ForeignCheckpoint):
+        shape = {name: getattr(config, name) for name in ("vocab_size", "dim", "num_layers", "max_seq_len")}
+        return {"family": f"{config.family}, run by transformers", **shape}
+    model = checkpoint.meta_model(dtype, quantize)
+    return {
+        **{name: value for name, value in dataclasses.asdict(config).items() if name not in ("windows", "vocab_rows")},
+        "sliding_window": max(config.windows, default=0) or None,
+        "bytes_per_decoded_token": model.bytes_per_token(0, dtype.itemsize),
+        "flops_per_token": model.flops_per_token(0),
     }
 
 

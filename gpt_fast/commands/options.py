@@ -12,11 +12,32 @@ from gpt_fast.config import EngineConfig
 
 Table = dict[str, dict[str, Any]]  # flag: what argparse wants to know
 
+
+class AddAdapter(argparse.Action):
+    """Collects ``DIR`` and ``DIR=WEIGHT``, a number, as weights by folder."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        folder, _, weight = values.rpartition("=")
+        try:
+            new = {folder: float(weight)}
+        except ValueError:
+            new = {values: 1.0}
+        setattr(namespace, self.dest, vars(namespace).get(self.dest, {}) | new)
+
+
 _SWITCH = argparse.BooleanOptionalAction
+LORA: Table = {
+    "--lora": {
+        "action": AddAdapter,
+        "metavar": "DIR",
+        "help": "add a LoRA adapter of PEFT to the weights; DIR=0.5 adds half of it (may be repeated)",
+    }
+}
 MODEL: Table = {  # where and how a model's weights are held: fields of EngineConfig
     "--device": {"metavar": "DEVICE", "help": "auto, cpu, cuda, cuda:N (default: auto)"},
     "--dtype": {"metavar": "DTYPE", "help": "auto, float32, bfloat16, float16 (default: auto)"},
     "--quantize": {"metavar": "MODE", "help": "quantize the weights while loading: int8, int4, fp8"},
+    **LORA,
     "--kernels": {"action": _SWITCH, "help": "own kernels; without: plain torch (default: on)"},
     "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: all cores)"},
 }

@@ -43,7 +43,7 @@ def generate_published(arguments: argparse.Namespace, params: SamplingParams, pr
     refuse_options(arguments, chosen)
     refuse(params)
     assert prompt is not None
-    opened = Checkpoint.open(arguments.checkpoint)
+    opened = Checkpoint.open(arguments.checkpoint).with_adapters(chosen.lora)
     engine = {"compile": False, **given, "draft": None, "speculate": None}  # which encodes, and gives the target
     with LLM(opened, progress=True, **engine) as llm, calling(llm):
         target, draft = map(Timed, load_pair(llm, opened, chosen))

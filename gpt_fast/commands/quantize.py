@@ -12,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from gpt_fast.commands import options
+
 _MODES = ("int8", "int4", "int4-gptq", "fp8")
 
 
@@ -29,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--calibration", nargs="+", metavar="FILE", help=like)
     size = "of 512 tokens (default: %(default)s)"
     parser.add_argument("--calibration-sequences", type=int, default=128, metavar="N", help=size)
+    options.add_options(parser, options.LORA)
     parser.add_argument("--resume", action="store_true", help="go on with what an interrupted run left behind")
     parser.add_argument("--verbose", action="store_true", help="a traceback on errors")
     parser.set_defaults(run=run)
@@ -47,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--mode int4-gptq and --calibration need each other")
     quant = quant_config(mode, arguments.group_size or 32, quantize_head=not arguments.keep_head)
     checkpoint, out = Checkpoint.open(arguments.checkpoint), Path(arguments.out)
+    checkpoint = checkpoint.with_adapters(vars(arguments).get("lora"))
     if gptq:
         from gpt_fast.evaluate import documents
         from gpt_fast.quantize.calibrate import calibration_tokens, quantize_with_text

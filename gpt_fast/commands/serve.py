@@ -1,6 +1,8 @@
 """``gpt-fast serve``: start TorchServe with a model on this machine, and stay until Ctrl-C ends both.
 
-Everything that a server writes goes to its run folder, in the user's cache unless --run-dir names one.
+SIGTERM lets the requests that run come to their end first, for --drain-seconds at most; any other signal cuts them off,
+and so does a second one. Everything that a server writes goes to its run folder, in the user's cache unless --run-dir
+names one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ if TYPE_CHECKING:  # it needs psutil, of the extra serve
     from gpt_fast.serve.launch.record import Server
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)  # with SIGINT, of Ctrl-C: they ask for the end
+_LOOK_S = 0.5  # between two looks at whether the server still lives
 NEEDED = ("ts", "model_archiver", "psutil")  # modules of the extra serve
 _LENGTHS: options.Table = {
     "--max-seq-len": {"type": int, "metavar": "N", "help": "context, prompt and answer together, in tokens"},
@@ -37,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     words = "serve a model over HTTP, by TorchServe"
     parser = subparsers.add_parser("serve", help=words, description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--checkpoint", metavar="MODEL", help="a folder, or owner/name of the Hub (default: the bundled demo model)")
+    add("--checkpoint", metavar="MODEL", help="a folder, a file, or owner/name of the Hub (default: the demo model)")
     add("--speculative", action="store_true", help="the demo model with the demo draft, which guesses tokens ahead")
     add("--config", type=Path, metavar="FILE", help="another model_config.yaml; options replace its keys")
     add("--host", default=ports.LOOPBACK, help="address to listen on; 0.0.0.0: all (default: %(default)s)")
@@ -45,6 +48,8 @@ def add_parser(subparsers: Any) -> None:
     add("--port", type=_port, default=8080, metavar="BASE", help=f"{others} (default: %(default)s)")
     add("--run-dir", type=Path, metavar="DIR", help="for archive and logs (default: one for each port, in the cache)")
     add("--timeout", type=float, default=900, metavar="S", help="seconds that loading may take (default: %(default)s)")
+    drain = "seconds that requests which run may take after SIGTERM, and with --stop; 0: none (default: %(default)s)"
+    add("--drain-seconds", type=_seconds, default=30, metavar="N", help=drain)
     add("--request", type=Path, metavar="FILE", help="send this JSON once the model is ready, and print the answer")
     until = parser.add_mutually_exclusive_group()
     until.add_argument("--background", action="store_true", help="end once the model is ready; the server stays")
@@ -61,16 +66,25 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> int:
+    if not text.isdecimal() or int(text) > 86_400:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 86400, not {text}")
+    return int(text)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Start, stop, or stay until the server ends; 0 when it was asked to."""
     options.set_up_logging(verbose=False)
     if missing := [module for module in NEEDED if importlib.util.find_spec(module) is None]:
         lacking = f"TorchServe is not installed: there is no module {' and no '.join(missing)}"
         raise ServerError(f"{lacking}. Install it:  pip install 'gpt-fast-serve[serve,java]'")
+    from gpt_fast.serve.launch.record import load_server
     from gpt_fast.serve.launch.server import stop
 
     run_dir = choose_run_dir(arguments)
     if arguments.stop:
+        if running := load_server(run_dir):
+            finish_requests(running, arguments.drain_seconds)
         print(stop(run_dir))
         return 0
     for number in _ENDING:
@@ -82,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.background:
             print(f"Stop it:  {_command_line('serve', '--stop', *_place(arguments))}")
             return 0
-        stay(server, run_dir)
+        stay(server, run_dir, arguments.drain_seconds)
     except (KeyboardInterrupt, SystemExit):
         if server is None or arguments.background:
             raise
@@ -157,16 +171,40 @@ def announce(server: Server, run_dir: Path, request: Path | None) -> None:
         print(told)
 
 
-def stay(server: Server, run_dir: Path) -> None:
-    """Until a signal. Raises ServerError when the server ends by itself."""
+def stay(server: Server, run_dir: Path, drain_s: int) -> None:
+    """Until a signal; after SIGTERM until the requests that run have ended, for ``drain_s`` at most. Raises ServerError
+    when the server ends by itself."""
     from gpt_fast.serve.launch.watching import told_by_its_log
 
+    asked = False
+
+    def on_term(number: int, _: object) -> None:
+        nonlocal asked
+        if asked:
+            sys.exit(128 + number)
+        asked = True
+
+    signal.signal(signal.SIGTERM, on_term)
     print("Ctrl-C stops it.", flush=True)
     while server.is_alive():
-        time.sleep(0.5)
+        if asked:
+            finish_requests(server, drain_s)
+            return
+        time.sleep(_LOOK_S)
     time.sleep(1.0)  # who stops it from elsewhere forgets it a moment later
     if (run_dir / "server.json").exists():
         raise ServerError(told_by_its_log("TorchServe ended by itself", run_dir / "server.log"))
+
+
+def finish_requests(server: Server, seconds: int) -> None:
+    """Refuse new requests and wait for those that run, for ``seconds`` at most."""
+    from gpt_fast.serve.launch.draining import Place, drain
+
+    if seconds == 0:
+        return
+    print(f"Finishing the requests that run, for {seconds} s at most", flush=True)
+    if not drain(Place.of(server), seconds):
+        print(f"{seconds} s are over: what still runs is cut off", flush=True)
 
 
 def _place(arguments: argparse.Namespace) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,9 @@ from torch import nn
 from gpt_fast.checkpoint.checkpoint import Checkpoint, most_common_dtype
 from gpt_fast.checkpoint.families import read_generation_defaults, read_json
 from gpt_fast.checkpoint.files import the_checkpoint
+from gpt_fast.checkpoint.lora import Adapter, adapted, open_adapters, touched
 from gpt_fast.checkpoint.shard import Shard
+from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.checkpoint.weight_files import open_weights, weight_files
 from gpt_fast.config import EngineConfig, ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError, UnknownFamilyError
@@ -59,6 +62,17 @@ class ForeignCheckpoint:
         self.config, self.files = shape_of(self._config), weight_files(directory)
         self.defaults = read_generation_defaults(directory, self.raw, {})
         self.format = Format()
+        self.lora: Mapping[str, float] = {}
+        self.adapters: list[Adapter] = []
+
+    def with_adapters(self, lora: Mapping[str, float] | None) -> ForeignCheckpoint:
+        """As ``Checkpoint.with_adapters``."""
+        if not lora or lora == self.lora:
+            return self
+        out = copy.copy(self)
+        out.lora, out.adapters = lora, open_adapters(lora)
+        _add(self._empty, out.adapters)  # which refuses what does not fit
+        return out
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -123,10 +137,26 @@ class ForeignCheckpoint:
                 )
         except (OSError, ValueError, RuntimeError) as why:
             raise CheckpointError(f"{self.path}: transformers cannot load it: {why}") from None
+        _add(model, self.adapters)
         model = model.to(device)
         if quantize is not None:
             round_linears(model)
         return Loaded(model, self.config)
+
+
+@torch.no_grad()
+def _add(model: nn.Module, adapters: list[Adapter]) -> None:
+    """Add ``adapters`` to the weights of ``model``, in place, some rows at a time. Raises CheckpointError."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    own = {name: model.get_parameter(name) for name in names}
+    for name in touched(adapters) & own.keys():
+        if same := [n for n in names if n != name and own[n] is own[name]]:
+            raise CheckpointError(f"lora: {name} has an adapter, and it is {same[0]} as well")
+    tensors = {name: StoredTensor(parameter.data) for name, parameter in own.items()}
+    transposed = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
+    for name, changed in adapted(tensors, transposed, adapters).items():
+        if changed is not tensors[name] and not own[name].is_meta:
+            changed.copy_to(own[name])
 
 
 @contextmanager

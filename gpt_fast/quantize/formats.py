@@ -36,12 +36,16 @@ def row_order(layout: Layout, num_rows: int) -> torch.Tensor:
     return rows
 
 
+def in_order(stored: StoredTensor, layout: Layout) -> StoredTensor:
+    """``stored``, whose rows have ``layout``, its rows in the parameter's order."""
+    if layout.kind == "transposed":
+        return stored.transposed()
+    return stored if layout.kind == "plain" else stored.picked(row_order(layout, stored.num_rows))
+
+
 def plain_weight(part: Part, tensors: Tensors) -> StoredTensor:
     """The unquantized tensor that ``part`` is read from, its rows in the parameter's order."""
-    stored = tensors[part.source]
-    if part.layout.kind == "transposed":
-        return stored.transposed()
-    return stored if part.layout.kind == "plain" else stored.picked(row_order(part.layout, stored.num_rows))
+    return in_order(tensors[part.source], part.layout)
 
 
 def beside(part: Part, name: str) -> str:

@@ -120,16 +120,10 @@ class HubFormat(Format):
                 "checkpoints; use the unquantized checkpoint and quantize"
             )
         codes, zeros, scales, group_of = self._unpacked(part, tensors, cut)
-        every = torch.arange(len(group_of))
-        order = group_of.argsort(stable=True)
-        groups = group_of[order]
+        groups = group_of.sort().values
         # A single group over all inputs is repeated; the inputs of every other must fill one of ours.
-        if scales.shape[0] > 1 and not torch.equal(groups, every // size):
-            raise CheckpointError(f"{where}g_idx has groups of other sizes than {size}")
-        new = None if torch.equal(order, every) else order.to(layer.weight.device)
-        if new is not None and cut.num_columns > 1:
-            raise ConfigError(f"shard: {where}g_idx scatters each group over the inputs of all ranks (desc_act)")
-        codes = codes if new is None else codes[:, order]
+        order = column_order(group_of, size if scales.shape[0] > 1 else len(group_of), cut, f"{where}g_idx")
+        codes = codes if order is None else codes[:, order]
         codes = F.pad(codes.to(torch.uint8), (0, -k % size)).contiguous()
         if scales.amin() < 0:
             raise CheckpointError(f"{where}scales has negative values")
@@ -137,10 +131,7 @@ class HubFormat(Format):
         first = groups[torch.arange(cut.column * k, cut.column * k + k, size)]
         scale, zero = (scales[first].t().float() / row_scale[:, None]).round_(), ZERO_STEPS * zeros[first].t()
         layer.store(part.start, {"weight": nibbles(codes), "scale": scale, "zero": zero, "row_scale": row_scale})
-        before = layer.order
-        if part.start and not (new is before or (new is not None and before is not None and torch.equal(before, new))):
-            raise CheckpointError(f"{where}g_idx differs from that of the layers it is fused with")
-        layer.order = new
+        store_order(layer, part, order, f"{where}g_idx")
         for name in self.tensors(part, layer.scheme):
             tensors[name].release(0, tensors[name].num_rows)
             if report:
@@ -160,6 +151,29 @@ class HubFormat(Format):
         packed = _outputs(qweight.part(cut.column * k // 8, k // 8), cut)
         zeros = _outputs(qzeros, cut, range(8)) + self._header.zero_offset
         return _unpack(packed.t().contiguous(), range(8)), zeros, _outputs(scales, cut), group_of
+
+
+def column_order(group_of: Tensor, size: int, cut: Cut, where: str) -> Tensor | None:
+    """How columns are sorted by ``group_of``, the group of each input, int64 [all inputs]; None: they are already.
+
+    Raises CheckpointError, with ``where``, for groups not of ``size``, ConfigError for inputs that ranks divide.
+    """
+    every, order = torch.arange(len(group_of)), group_of.argsort(stable=True)
+    if not torch.equal(group_of[order], every // size):
+        raise CheckpointError(f"{where} has groups of other sizes than {size}")
+    if torch.equal(order, every):
+        return None
+    if cut.num_columns > 1:
+        raise ConfigError(f"shard: {where} scatters each group over the inputs of all ranks (desc_act)")
+    return order
+
+
+def store_order(layer: QuantizedLinear, part: Part, order: Tensor | None, where: str) -> None:
+    """Let ``layer`` gather its inputs in ``order``, of ``part``. Raises CheckpointError if other parts have another."""
+    before, new = layer.order, None if order is None else order.to(layer.weight.device)
+    if part.start and not (new is before or (new is not None and before is not None and torch.equal(before, new))):
+        raise CheckpointError(f"{where} differs from that of the layers it is fused with")
+    layer.order = new
 
 
 def without_empty_biases(wanted: Sequence[Part], tensors: Tensors) -> dict[str, StoredTensor]:

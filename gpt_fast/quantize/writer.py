@@ -161,7 +161,8 @@ class CheckpointWriter:
 def _fingerprint(source: Checkpoint) -> str:
     """Changes when the checkpoint does: its configuration, and its files' names, sizes and times."""
     digest = hashlib.sha256(json.dumps(source.raw).encode())
-    for path in source.files:
+    digest.update(json.dumps(dict(source.lora)).encode() if source.lora else b"")
+    for path in [*source.files, *(file for adapter in source.adapters for file in adapter.files)]:
         stat = path.stat()
         digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]

@@ -8,11 +8,12 @@ Prometheus' text format under vLLM's names; ``stats``: the same numbers as JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpt_fast.errors import RequestError
 from gpt_fast.fields import show
+from gpt_fast.serve.closing import is_closed, refuse_if_closed
 from gpt_fast.serve.metrics import CONTENT_TYPE, Metrics
 from gpt_fast.serve.page import page
 from gpt_fast.serve.protocol import native
@@ -37,10 +38,13 @@ ROUTES = (
 
 
 class Routes:
-    """What one model answers under its routes. ``names``: what requests may call it in OpenAI's ``model``."""
+    """What one model answers under its routes. ``names``: what requests may call it in OpenAI's ``model``.
+    ``num_open``: tells how many HTTP requests are being answered."""
 
-    def __init__(self, llm: LLM, settings: HandlerSettings, names: tuple[str, ...], metrics: Metrics) -> None:
-        self._llm, self._settings, self._metrics = llm, settings, metrics
+    def __init__(
+        self, llm: LLM, settings: HandlerSettings, names: tuple[str, ...], metrics: Metrics, num_open: Callable[[], int]
+    ) -> None:
+        self._llm, self._settings, self._metrics, self._num_open = llm, settings, metrics, num_open
         self._openai = openai_context(llm, names)
 
     def open(self, route: str, entry: Mapping[str, Any], content_length: int | None) -> WireRequest | Piece:
@@ -48,7 +52,8 @@ class Routes:
         TorchServe delivers it (protocol/body.py)."""
         route = route.strip("/")
         if route == "health":  # only a model that is ready answers at all
-            return _json({"status": "ready", "loaded": True, "warm": True, **self._llm.status()})
+            state = {"status": "stopping" if is_closed() else "ready", "loaded": True, "warm": True}
+            return _json({**state, "open": max(0, self._num_open() - 1), **self._llm.status()})  # without this one
         if route == "metrics":
             return Piece(self._metrics.exposition(), CONTENT_TYPE)
         if route == "stats":
@@ -65,6 +70,7 @@ class Routes:
         if route and route not in ROUTES:
             message = f"there is no route {show(route)}; there are {', '.join(ROUTES)}, and the model itself"
             raise RequestError(message, None, "not_found", 404)
+        refuse_if_closed()
         body = read_body(entry, self._settings.max_body_bytes, content_length)
         if route in ("tokenize", "detokenize"):
             return _json((tokenize if route == "tokenize" else detokenize)(body, self._openai))

@@ -55,6 +55,8 @@ def read_settings(config: Mapping[str, Any] | None, model_dir: Path) -> HandlerS
     engine, draft = dict(found.engine), found.engine.get("draft")
     if draft not in (None, *DRAFTS):
         engine["draft"] = str(find_named(Path(draft), model_dir, "draft"))
+    if lora := found.engine.get("lora"):
+        engine["lora"] = {str(find_named(Path(folder), model_dir, "lora")): weight for folder, weight in lora.items()}
     return replace(found, checkpoint=find_checkpoint(found.checkpoint, model_dir), engine=engine)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,6 +28,16 @@ def profiler(device_type: str) -> profile:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device_type == "cuda" else [])
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     return profile(activities=activities, experimental_config=every_thread)
+
+
+@contextlib.contextmanager
+def traced(path: Path, device_type: str) -> Iterator[None]:
+    """Trace what runs inside, on all threads, into the new file ``path``, which stderr then names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with profiler(device_type) as trace:
+        yield
+    trace.export_chrome_trace(str(path))
+    print(f"trace: {path}", file=sys.stderr)
 
 
 class FirstRequest:

@@ -76,7 +76,8 @@ def free_ports(count: int) -> list[int]:
 
 def base_port() -> int:
     """A port for ``gpt-fast serve``, whose other four are free as well."""
-    return next(port for port in iter(lambda: random.randrange(20_000, 60_000), 0) if not busy_ports(port))
+    chance = random.SystemRandom()  # another process of this test run draws other ports
+    return next(port for port in iter(lambda: chance.randrange(20_000, 60_000), 0) if not busy_ports(port))
 
 
 @dataclass

@@ -59,7 +59,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def plain(checkpoint: Path) -> Iterator[tuple[LLM, Routes]]:
     """An LLM without drafts, and the routes to it."""
     with LLM(checkpoint, **ENGINE) as llm:
-        yield llm, Routes(llm, HandlerSettings(), ("gpt-fast",), Metrics(llm.engine, "gpt-fast"))
+        yield llm, Routes(llm, HandlerSettings(), ("gpt-fast",), Metrics(llm.engine, "gpt-fast"), lambda: 0)
 
 
 def mixed(count: int) -> list[Asked]:

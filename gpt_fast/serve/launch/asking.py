@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,13 +13,24 @@ from gpt_fast.serve.launch.record import MODEL, Server
 
 
 def fetch(address: str, path: str, timeout_s: float = 60) -> str:
-    """The answer to GET ``path``, of the server at ``address`` (host:port). Raises OSError, HTTPException."""
+    """The answer to GET ``path``, of the server at ``address`` (host:port). Raises OSError, and HTTPException also for
+    an error's status."""
     connection = http.client.HTTPConnection(address, timeout=timeout_s)
     try:
         connection.request("GET", path)
-        return connection.getresponse().read().decode()
+        answer = connection.getresponse()
+        if answer.status >= 400:
+            raise http.client.HTTPException(f"{path} was answered with status {answer.status}")
+        return answer.read().decode()
     finally:
         connection.close()
+
+
+def ready_workers(management: str, model: str) -> int:
+    """How many workers of ``model`` can serve, by the management port (host:port). /ping would say Healthy while the
+    model still loads. Raises OSError, HTTPException, ValueError, LookupError or TypeError where it does not say."""
+    (found,) = json.loads(fetch(management, f"/models/{model}", timeout_s=5))
+    return sum(worker["status"] == "READY" for worker in found["workers"])
 
 
 def ask(server: Server, request_file: Path) -> None:

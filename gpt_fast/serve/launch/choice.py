@@ -48,7 +48,17 @@ def choose(checkpoint: str | None, speculative: bool, config: Path | None, keys:
     checkpoint, draft = (name and str(find_local(name) or name) for name in named)
     assert checkpoint is not None
     rest = {key: value for key, value in keys.items() if draft is None or key != "draft"}
+    if adapters := keys.get("lora"):
+        rest["lora"] = {str(_folder(adapter)): weight for adapter, weight in adapters.items()}
     return Choice(checkpoint, draft, config.absolute(), rest)
+
+
+def _folder(adapter: str) -> Path:
+    """The absolute path: the worker starts in another folder. Raises ConfigError."""
+    folder = Path(adapter).expanduser().absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"lora: {folder} is not a folder")
+    return folder
 
 
 def pack(choice: Choice, name: str, store: Path) -> None:

@@ -31,6 +31,11 @@ class Server:
         return f"{LOOPBACK if self.host == '0.0.0.0' else self.host}:{self.port}"
 
     @property
+    def management(self) -> str:
+        """The host and port of the management API."""
+        return f"{LOOPBACK}:{self.port + 1}"
+
+    @property
     def url(self) -> str:
         """Of the model."""
         return f"http://{self.address}/predictions/{MODEL}"

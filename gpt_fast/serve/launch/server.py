@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from gpt_fast.errors import ServerError
+from gpt_fast.serve import closing
 from gpt_fast.serve.launch.java import Java
 from gpt_fast.serve.launch.ports import derive_config
 from gpt_fast.serve.launch.processes import (
@@ -73,7 +74,8 @@ def launch(run_dir: Path, java: Java, properties: str, tmp_dir: str) -> psutil.P
     command = [sys.executable, "-m", "ts.model_server", "--start", "--ncs", "--disable-token-auth"]
     command += ["--ts-config", str(config), "--log-config", str(log_config)]
     command += ["--model-store", str(run_dir / STORE), "--models", f"{MODEL}={MODEL}"]
-    with log.open("wb") as output:
+    log.write_bytes(b"")
+    with log.open("ab") as output:  # who truncates it finds what comes next at its beginning
         subprocess.run(
             command,
             cwd=run_dir,
@@ -104,6 +106,7 @@ def environment_of(run_dir: Path, java: Java, tmp_dir: str) -> dict[str, str]:
         # torchrun, which TorchServe starts ranks with, lies beside this Python.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{given.get('PATH', os.defpath)}",
         MARK: tmp_dir,
+        closing.VARIABLE: str(Path(tmp_dir, closing.FILE)),
         RUN_MARK: str(run_dir),
         "TMPDIR": tmp_dir,  # where the launcher keeps its pid file
         "TEMP": tmp_dir,  # Java's temp folder: sockets, unpacked archives

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import re
 import shutil
 import sys
@@ -11,8 +10,7 @@ import time
 from pathlib import Path
 
 from gpt_fast.errors import ServerError
-from gpt_fast.serve.launch.asking import fetch
-from gpt_fast.serve.launch.ports import LOOPBACK
+from gpt_fast.serve.launch.asking import ready_workers
 from gpt_fast.serve.launch.record import MODEL, Server
 
 # TorchServe's log lines, as its console writes them.
@@ -52,12 +50,11 @@ def told_by_its_log(failure: str, log: Path) -> str:
 
 
 def is_ready(server: Server) -> bool:
-    """Whether TorchServe reports a READY worker. /ping would say yes while the model still loads."""
+    """Whether TorchServe reports a READY worker."""
     try:
-        workers = json.loads(fetch(f"{LOOPBACK}:{server.port + 1}", f"/models/{MODEL}", timeout_s=5))[0]["workers"]
-    except (OSError, http.client.HTTPException, ValueError, LookupError):
+        return ready_workers(server.management, MODEL) > 0
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
         return False
-    return any(worker["status"] == "READY" for worker in workers)
 
 
 def phase(log_text: str) -> str:
