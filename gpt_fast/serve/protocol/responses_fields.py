@@ -46,7 +46,7 @@ def _input(value: Any, name: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [read_message({"role": "user", "content": value}, name)]
     if not isinstance(value, list) or not value:
-        refuse(name, "a string or a list of items", value, "invalid_type")
+        refuse(name, "a string or a list of at least one item", value, "invalid_type")
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(value):
         try:
