@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from gpt_fast.engine.speculate.lookup import LookupDrafter
 from gpt_fast.engine.speculate.model import ModelDrafter
 from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.engine.text import TextStream
+from gpt_fast.engine.token_rules import TokenRules
 from gpt_fast.errors import ConfigError, RankError, RequestError, TokenizerMissing
 from gpt_fast.fields import refuse
 from gpt_fast.foreign.checkpoint import ForeignCheckpoint, open_checkpoint
@@ -322,10 +323,13 @@ class LLM:
             most = f"at most {self.max_seq_len - 1} leave room for an answer in a context of {self.max_seq_len}"
             message = f"the prompt has {len(token_ids)} tokens; {most}"
             raise RequestError(message, "prompt", "context_length_exceeded")
-        for name in ("stop_token_ids", "logit_bias"):
-            self._check_ids(getattr(resolved, name), name)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            self._check_ids(getattr(resolved, name) or (), name)
         eos_ids = () if resolved.ignore_eos else self.eos_token_ids
-        detokenizer = IncrementalDetokenizer(self.tokenizer, token_ids, resolved.shown_special_tokens)
+        shown: Collection[int] = resolved.shown_special_tokens
+        if not resolved.skip_special_tokens and self.tokenizer is not None:
+            shown = self.tokenizer.special
+        detokenizer = IncrementalDetokenizer(self.tokenizer, token_ids, shown)
         return Request(
             id=f"{os.getpid()}-{next(self._ids)}",
             token_ids=token_ids,
@@ -333,8 +337,9 @@ class LLM:
             seed=secrets.randbits(63) if resolved.seed is None else resolved.seed,
             max_tokens=min(room, resolved.max_tokens or room),
             end_ids=frozenset((*eos_ids, *resolved.stop_token_ids)),
-            text=TextStream(detokenizer, resolved.stop),
+            text=TextStream(detokenizer, resolved.stop, resolved.include_stop_str_in_output),
             grammar=self._grammars.compile(resolved),
+            rules=TokenRules.of(resolved, self.tokenizer, self.config.vocab_size),
         )
 
     def encode(self, prompt: Prompt) -> list[int]:

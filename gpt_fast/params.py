@@ -15,6 +15,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 65536
+MAX_BAD_WORDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_SAMPLES = 16
 # Of what a completion must match. Within them a grammar compiles in about half a second.
@@ -60,6 +62,8 @@ _TOKEN = Whole(0, 2**31, or_float=True)
 _BIAS = Real(-100, 100)
 _STOP = f"strings of 1 to {MAX_STOP_LENGTH} characters"
 _STOPS = ListOf(Text(1, MAX_STOP_LENGTH), _STOP, most=MAX_STOP_STRINGS, or_text=True)
+_BAD_WORDS = ListOf(Text(1, MAX_STOP_LENGTH), _STOP, most=MAX_BAD_WORDS)
+_ALLOWED = ListOf(_TOKEN, "token ids", least=1, most=MAX_ALLOWED_TOKENS)
 _LOGPROBS = Whole(0, MAX_LOGPROBS, or_float=True)
 
 
@@ -83,9 +87,9 @@ def without_frames(error: Exception) -> Exception:
 class SamplingParams:
     """How one completion is sampled and when it ends. Field names as in vLLM. Integers may be written as 5 or 5.0.
 
-    Order of operations: grammar (``json_schema``, ``regex``, ``choice``, ``grammar``), ``min_tokens``, ``logit_bias``,
-    penalties (repetition, then frequency and presence), temperature, min_p, top_k, top_p; then a draw by ``seed`` and
-    position.
+    Order of operations: what is allowed (the grammar of ``json_schema``, ``regex``, ``choice`` or ``grammar``;
+    ``allowed_token_ids``, ``bad_words``), ``min_tokens``, ``logit_bias``, penalties (repetition, then frequency and
+    presence), temperature, min_p, top_k, top_p; then a draw by ``seed`` and position.
 
     ``max_tokens`` (alias ``max_new_tokens``): most tokens to generate; None: as many as fit.
     ``temperature`` 0 is greedy, and so is less than GREEDY_BELOW. None: the checkpoint's own default; where it has
@@ -93,18 +97,23 @@ class SamplingParams:
     ``top_k`` 0: off. ``top_p`` 1: off. ``min_p`` 0: off, else the least probability relative to the likeliest token.
     ``seed`` None: drawn afresh for each request.
     ``stop``: strings that end the completion and are not part of it. ``stop_token_ids``: the same by token.
+    ``include_stop_str_in_output``: what ends the completion is part of its text, be it a string or a token.
     ``ignore_eos``: go on past the end-of-sequence tokens. ``min_tokens``: the completion does not end before it has
     this number of tokens.
     ``presence_penalty`` and ``frequency_penalty`` (OpenAI): subtracted from the logit of every token generated so far,
     once, or once for each time. ``repetition_penalty`` (Keskar et al. 2019, arXiv 1909.05858): divides positive and
     multiplies negative logits of tokens in prompt and completion. ``logit_bias``: token id to a number added.
+    ``allowed_token_ids``: no other token comes; those that end the completion count as others. ``bad_words``: strings
+    that do not come as a whole, spelled as the tokenizer spells them, alone or behind a space; a word inside a longer
+    token is not found.
     ``n``: completions of the same prompt; the i-th one is drawn with seed + i.
     ``logprobs``: the number of likeliest tokens whose log probabilities come with each token's. They are those of the
     model's distribution, before anything above. ``prompt_logprobs``: the same of the prompt's tokens.
     ``json_schema`` (an object), ``regex``, ``choice`` (strings), ``grammar`` (in llguidance's form of Lark): the
     completion must match. MAX_CHOICES, MAX_SCHEMA_VALUES and MAX_GRAMMAR_CHARS limit them. An object of the schema that
     names properties has no others, unless it says ``additionalProperties``.
-    ``shown_special_tokens``: ids of special tokens whose names are part of the text, as if they were words.
+    ``skip_special_tokens`` False: the names of all special tokens are part of the text. ``shown_special_tokens``: ids
+    of special tokens whose names are, as if they were words.
     ``timeout_s``: seconds after which the request is aborted."""
 
     max_tokens: Annotated[int | None, Whole(1, 2**31, or_float=True)] = 128
@@ -116,11 +125,14 @@ class SamplingParams:
     stop: Annotated[tuple[str, ...], _STOPS] = ()
     stop_token_ids: Annotated[tuple[int, ...], ListOf(_TOKEN, "token ids", most=MAX_STOP_TOKENS)] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
     min_tokens: Annotated[int, Whole(0, 2**31, or_float=True)] = 0
     presence_penalty: Annotated[float, Real(-2, 2)] = 0.0
     frequency_penalty: Annotated[float, Real(-2, 2)] = 0.0
     repetition_penalty: Annotated[float, Real(0, 100, above=True)] = 1.0
     logit_bias: Annotated[Mapping[int, float], _token_biases] = field(default_factory=dict)
+    bad_words: Annotated[tuple[str, ...], _BAD_WORDS] = ()
+    allowed_token_ids: Annotated[tuple[int, ...] | None, _ALLOWED] = None
     n: Annotated[int, Whole(1, MAX_SAMPLES, or_float=True)] = 1
     logprobs: Annotated[int | None, _LOGPROBS] = None
     prompt_logprobs: Annotated[int | None, _LOGPROBS] = None
@@ -128,6 +140,7 @@ class SamplingParams:
     regex: Annotated[str | None, _grammar(Text())] = None
     choice: Annotated[tuple[str, ...] | None, _grammar(ListOf(Text(1), "non-empty strings", 1, MAX_CHOICES))] = None
     grammar: Annotated[str | None, _grammar(Text(1))] = None
+    skip_special_tokens: bool = True
     shown_special_tokens: Annotated[tuple[int, ...], ListOf(_TOKEN, "token ids", most=MAX_STOP_TOKENS)] = ()
     timeout_s: Annotated[float | None, Real(0, 86400, above=True)] = None
     max_new_tokens: dataclasses.InitVar[int | None] = None

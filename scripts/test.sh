@@ -5,6 +5,7 @@
 # usage: ./scripts/test.sh [options] [pytest arguments]
 #   --fast       skip what is marked e2e or slow
 #   --lint       ruff and mypy only
+#   --clients    only tests/clients: other people's clients, in an environment of their own beside the first one
 #   --venv DIR   virtual environment to make or use (default .venv, or GPT_FAST_VENV)
 #   -h, --help   this text
 # Everything else goes to pytest, which uses two processes: ./scripts/test.sh --fast -n 0 tests/test_structure.py
@@ -13,10 +14,12 @@ set -euo pipefail
 
 FAST=""
 LINT_ONLY=""
+CLIENTS=""
 while [ $# -gt 0 ]; do
   case "$1" in
     --fast) FAST=yes ;;
     --lint) LINT_ONLY=yes ;;
+    --clients) CLIENTS=yes ;;
     --venv)
       [ $# -ge 2 ] || usage_error "$1 needs a value"
       VENV="$(absolute "$2")"
@@ -63,6 +66,28 @@ check() { # check NAME COMMAND...: goes on after a failure, so that one run tell
   if [ "$status" -ne 0 ]; then FAILED="$FAILED $name"; fi
   TIMES="$TIMES, $name $([ "$status" -eq 0 ] && echo passed || echo FAILED) in $((SECONDS - started)) s"
 }
+
+# The clients see the packages of the first environment behind their own: torch is not installed twice.
+install_clients() {
+  local wanted="$ROOT/tests/clients/requirements.txt" stamp="$VENV-clients/installed.txt" log="$RUN_DIR/install.log" main
+  main="$("$VENV/bin/python" -c 'import site; print(site.getsitepackages()[0])')"
+  if cmp -s "$wanted" "$stamp"; then return; fi
+  stage "virtual environment of the clients" "$log" "$VENV/bin/python" -m venv --clear "$VENV-clients" || install_failed "$log"
+  printf '%s\n' "$ROOT" "$main" >"$("$VENV-clients/bin/python" -c 'import site; print(site.getsitepackages()[0])')/gpt-fast.pth"
+  grep '^torch==' "$ROOT/constraints.txt" >"$VENV-clients/constraints.txt"
+  stage "clients" "$log" "$VENV-clients/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
+    -c "$VENV-clients/constraints.txt" -r "$wanted" || install_failed "$log"
+  cp "$wanted" "$stamp"
+}
+
+if [ -n "$CLIENTS" ]; then
+  install_clients
+  check clients "$VENV-clients/bin/python" -m pytest -n 0 tests/clients "$@"
+  say ""
+  say "test.sh: ${TIMES#, }"
+  [ -z "$FAILED" ]
+  exit
+fi
 
 check ruff ruff check .
 check mypy mypy

@@ -156,6 +156,9 @@ ENDS = {
     "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.1},
     "biases": {"logit_bias": {7: 5.0, 9: -100.0}},
     "logprobs": {"logprobs": 2, "prompt_logprobs": 1},
+    "allowed tokens": {"logit_bias": {}, "allowed_token_ids": tuple(range(40, 52))},
+    "bad words": {"logit_bias": {}, "allowed_token_ids": tuple(range(40, 44)), "bad_words": ("(", "*+", "++)")},
+    "stop in the text": {"stop": (), "include_stop_str_in_output": True},
     "logprobs of one prompt token": {"logprobs": 1, "prompt_logprobs": 0, "max_tokens": 9},
     "all": {"logprobs": 2, "stop_token_ids": (), "stop": (), "repetition_penalty": 1.4, "min_tokens": 3},
 }

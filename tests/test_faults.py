@@ -147,7 +147,7 @@ def test_what_is_no_such_number_is_refused_by_name(name: str, value: Any) -> Non
 def test_every_number_of_a_request_is_tested_here() -> None:
     hints = SamplingParams.__annotations__
     numbers = {name for name, hint in hints.items() if "int" in hint or "float" in hint}
-    several = {"logit_bias", "stop_token_ids", "shown_special_tokens"}
+    several = {"logit_bias", "stop_token_ids", "allowed_token_ids", "shown_special_tokens"}
     assert numbers - several - {"max_new_tokens"} == {*INTEGERS, *NUMBERS}
     for name in numbers:
         if name not in several:
@@ -198,7 +198,7 @@ def eight() -> list[tuple[list[int], SamplingParams]]:
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9, "logprobs": 2},
         {"temperature": 1.0, "logprobs": NUM_TOP, "prompt_logprobs": NUM_TOP},
-        {"temperature": 0.0, "repetition_penalty": 1.5},
+        {"temperature": 0.0, "repetition_penalty": 1.5, "bad_words": ("ab", "x")},
         {"temperature": 1.3, "logit_bias": {5: -100, 7: 4}},
         {"temperature": 0.0, "prompt_logprobs": 1},
         {"temperature": 1.0, "top_k": 5, "min_tokens": 4},

@@ -206,6 +206,19 @@ SHARED = [
     ),
     ({"user": "me", "metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s"}, {}),
     ({"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "store": False, "suffix": ""}, {}),
+    ({"guided_json": {"type": "null"}}, {"json_schema": {"type": "null"}}),
+    ({"guided_json": '{"type": "null"}'}, {"json_schema": {"type": "null"}}),
+    ({"guided_regex": "a+", "regex": None}, {"regex": "a+"}),
+    ({"guided_choice": ["a", "b"]}, {"choice": ("a", "b")}),
+    ({"structured_outputs": {"json": {"type": "null"}}}, {"json_schema": {"type": "null"}}),
+    ({"structured_outputs": {"regex": "a+", "json": None}}, {"regex": "a+"}),
+    ({"structured_outputs": {"choice": ["a"]}}, {"choice": ("a",)}),
+    ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+    ({"structured_outputs": {}}, {"json_schema": None}),
+    ({"bad_words": ["a"], "allowed_token_ids": [1]}, {"bad_words": ("a",), "allowed_token_ids": (1,)}),
+    ({"include_stop_str_in_output": True, "skip_special_tokens": False}, {"include_stop_str_in_output": True}),
+    ({"prompt_logprobs": 2}, {"prompt_logprobs": 2}),
+    ({"store": True, "service_tier": "flex", "priority": 0, "spaces_between_special_tokens": False}, {}),
     ({"service_tier": "auto", "reasoning_effort": None, "skip_special_tokens": True, "modalities": ["text"]}, {}),
 ]
 
@@ -277,9 +290,23 @@ REFUSED = [
     ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
     ({"prediction": {}}, "prediction", "unsupported_parameter"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
-    ({"service_tier": "flex"}, "service_tier", "unsupported_parameter"),
-    ({"store": True}, "store", "unsupported_parameter"),
-    ({"guided_regex": "a"}, "guided_regex", "unsupported_parameter"),
+    ({"priority": 5}, "priority", "unsupported_parameter"),
+    ({"guided_json": "{"}, "guided_json", "invalid_value"),
+    ({"guided_json": [1]}, "guided_json", "invalid_type"),
+    ({"guided_regex": 5}, "guided_regex", "invalid_type"),
+    ({"guided_choice": []}, "guided_choice", "invalid_value"),
+    ({"guided_grammar": ""}, "guided_grammar", "invalid_value"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "invalid_value"),
+    ({"guided_regex": "a", "regex": "b"}, "regex", "invalid_value"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "invalid_value"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs", "invalid_type"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown_parameter"),
+    ({"structured_outputs": "a"}, "structured_outputs", "invalid_type"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "invalid_value"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "invalid_value"),
+    ({"bad_words": "a"}, "bad_words", "invalid_type"),
+    ({"prompt_logprobs": 1, "stream": True}, "stream", "unsupported_value"),
     ({"temperature": "hot"}, "temperature", "invalid_type"),
     ({"temperature": -1}, "temperature", "invalid_value"),
     ({"temperature": 10**30}, "temperature", "invalid_value"),
@@ -905,3 +932,92 @@ def test_client_sees_an_abort(openai: Any, stream: bool) -> None:
     with pytest.raises(openai.APIError) as caught:
         list(client(openai, reason="abort").chat.completions.create(stream=stream, **chat()))
     assert caught.value.code == "timeout"
+
+
+# ---- fields of vLLM's server ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"), [(2, [72, 105]), (3, [258, 72, 105]), (50, [258, 72, 105]), (-1, [258, 72, 105])]
+)
+def test_a_prompt_is_cut_to_its_end(keep: int, expected: list[int]) -> None:
+    assert parse_completion(text(truncate_prompt_tokens=keep), context()).prompts == [expected]
+    request = parse_completion(text(prompt="x" * 500, truncate_prompt_tokens=-1, max_tokens=20), context())
+    assert len(request.prompts[0]) == 180
+    request = parse_completion(text(truncate_prompt_tokens=1, echo=True, max_tokens=0), context())
+    assert json.loads(run(request, "z"))["choices"][0]["text"] == "i"
+    assert len(parse_chat(chat(truncate_prompt_tokens=3), context()).prompts[0]) == 3
+
+
+def test_special_tokens_in_front_are_a_choice() -> None:
+    assert parse_completion(text(add_special_tokens=False), context()).prompts == [[72, 105]]
+
+
+def test_token_ids_come_with_an_answer_and_with_its_pieces() -> None:
+    completion = json.loads(run(parse_completion(text(return_token_ids=True), context()), "yo"))["choices"][0]
+    assert (completion["token_ids"], completion["prompt_token_ids"]) == ([121, 111, 261], [258, 72, 105])
+    request = parse_chat(chat(return_token_ids=True), context())
+    whole = json.loads(run(request, "yo"))
+    assert whole["prompt_token_ids"] == request.prompts[0]
+    assert whole["choices"][0]["token_ids"] == [121, 111, 261]
+    for parse, body in ((parse_chat, chat), (parse_completion, text)):
+        request = parse(body(return_token_ids=True, stream=True), context())
+        found = events(run(request, "é!"))  # half a character has no text, and an id
+        ids = [id for event in found for choice in event["choices"] for id in choice.get("token_ids", [])]
+        assert ids == [*"é!".encode(), 261]
+        prompts = [(event, *event["choices"]) for event in found]
+        told = [part["prompt_token_ids"] for parts in prompts for part in parts if "prompt_token_ids" in part]
+        assert told == [list(request.prompts[0])]
+
+
+def test_log_probabilities_of_the_prompt_are_written_as_vllm_does() -> None:
+    request = parse_completion(text(prompt_logprobs=1), context())
+    choice = json.loads(run(request, "y"))["choices"][0]
+    assert choice["logprobs"] is None
+    assert choice["prompt_logprobs"] == [
+        None,
+        {"72": {"logprob": -0.5, "rank": 1, "decoded_token": "H"}},
+        {"105": {"logprob": -0.5, "rank": 1, "decoded_token": "i"}},
+    ]
+    request = parse_completion(text(prompt_logprobs=0, logprobs=1), context())
+    choice = json.loads(run(request, "y"))["choices"][0]
+    assert choice["prompt_logprobs"][1] == {"72": {"logprob": -0.5, "rank": None, "decoded_token": "H"}}
+    assert choice["logprobs"]["tokens"] == ["y", "<|eot_id|>"]
+    assert "prompt_logprobs" in json.loads(run(parse_chat(chat(prompt_logprobs=0), context()), "y"))
+    error = refusal(parse_completion, text(prompt_logprobs=2, logprobs=1, echo=True), context())
+    assert error.param == "prompt_logprobs"
+
+
+def test_tokens_may_be_named_by_their_ids() -> None:
+    request = parse_completion(text(logprobs=0, return_tokens_as_token_ids=True), context())
+    assert json.loads(run(request, "y"))["choices"][0]["logprobs"]["tokens"] == ["token_id:121", "token_id:261"]
+
+
+@pytest.mark.parametrize("source", [LLAMA3_TEMPLATE, CHATML_TEMPLATE, None])
+def test_the_last_message_can_be_continued(source: str | None) -> None:
+    server = context(template=None if source is None else template(source))
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Once <|eot_id|> upon "}]
+    prompt = parse_chat(chat(messages=talk, continue_final_message=True), server).prompts[0]
+    closed = parse_chat(chat(messages=talk, add_generation_prompt=False), server).prompts[0]
+    shown = byte_level().decode(prompt, skip_special=False)
+    assert shown.endswith("Once <|eot_id|> upon ")
+    begun = len(byte_level().encode("Once <|eot_id|> upon", bos=False))
+    assert prompt[-begun - 1 : -1] == byte_level().encode("Once <|eot_id|> upon", bos=False)
+    assert closed[: len(prompt) - 1] == prompt[:-1]
+    both = chat(messages=talk, continue_final_message=True, add_generation_prompt=True)
+    assert refusal(parse_chat, both, server).param == "continue_final_message"
+
+
+def test_a_message_that_the_template_does_not_write_cannot_be_continued() -> None:
+    server = context(template=template("{{ messages | length }}"))
+    error = refusal(parse_chat, chat(continue_final_message=True), server)
+    assert error.param == "continue_final_message"
+
+
+def test_a_grammar_may_be_written_in_lark_and_in_gbnf() -> None:
+    pytest.importorskip("llguidance")
+    assert text_params(guided_grammar='start: "a"').grammar == 'start: "a"'
+    lark = text_params(guided_grammar='root ::= "yes" | "no"').grammar
+    assert lark is not None
+    assert "start:" in lark
+    assert text_params(structured_outputs={"grammar": 'root ::= "yes"'}).grammar

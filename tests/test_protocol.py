@@ -119,7 +119,7 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes, code: str, says: 
     error = refusal(parse_json, body)
     assert (error.status, error.code) == (400, code)
     assert says in error.message
-    assert len(error.message) < 400
+    assert len(error.message) < 600
 
 
 def test_size_limit_counts_bytes_of_every_shape() -> None:
@@ -244,7 +244,7 @@ def test_a_field_that_cannot_be_served_is_named(body: dict[str, Any], field: str
     error = refusal(native.parse_request, body)
     assert (error.status, error.param) == (400, field)
     assert field in error.message
-    assert len(error.message) < 400
+    assert len(error.message) < 600
 
 
 def test_an_unknown_field_comes_with_the_likely_one() -> None:

@@ -162,9 +162,11 @@ def demo_requests() -> list[tuple[str, SamplingParams]]:
         {"temperature": 1.0, "logit_bias": {260: 3.0, 300: -100.0}},
         {"temperature": 1.0, "min_tokens": 12, "logprobs": 0},
         {"temperature": 0.0, "stop": ("and", "was")}, {"temperature": 1.0, "regex": "[a-z ]{4,30}[.]"},
+        {"temperature": 0.0, "bad_words": ("the", "was a")},
+        {"temperature": 1.0, "allowed_token_ids": tuple(range(260, 400))},
     ]  # fmt: skip
     return [
-        (draw.choice(starts), SamplingParams(max_tokens=draw.randrange(1, 40), seed=i, **fields[i % len(fields)]))
+        (draw.choice(starts), SamplingParams(max_tokens=draw.randrange(12, 40), seed=i, **fields[i % len(fields)]))
         for i in range(4 * len(fields))
     ]
 

@@ -14,7 +14,7 @@ Body = dict[str, Any]
 
 _NAME_OF_PROMPT = {"native": "prompt", "v1/completions": "prompt", "v1/chat/completions": "messages"}
 # Without them a grammar can be followed to its end: each forbids tokens that it may need.
-_AGAINST_GRAMMARS = ("min_tokens", "logit_bias", "ignore_eos", "stop_token_ids")
+_AGAINST_GRAMMARS = ("min_tokens", "logit_bias", "ignore_eos", "stop_token_ids", "allowed_token_ids", "bad_words")
 # What makes a native stream one of JSON lines. The judge, which compares answers wherever they are cut, joins none.
 _WHOLE = {"logprobs", "prompt_logprobs", "return_token_ids", "return_origins", "draft_counts"}
 MILLION = 1_000_000
@@ -67,8 +67,16 @@ def _agree(rng: random.Random, protocol: str, body: Body) -> None:
     if protocol != "native" and body.get("return_origins"):
         body["logprobs"] = body.get("logprobs", 1) if protocol == "v1/completions" else True
     if body.get("echo") and "logprobs" in body:
+        body.pop("prompt_logprobs", None)
+    if (body.get("echo") and "logprobs" in body) or "prompt_logprobs" in body:
         body["stream"] = False
         body.pop("stream_options", None)
+    if "allowed_token_ids" in body:
+        body.pop("bad_words", None)
+    if body.get("continue_final_message"):
+        body.pop("add_generation_prompt", None)
+    if body.get("tools"):
+        body.pop("guided_grammar", None)
     if "top_logprobs" in body:
         body["logprobs"] = True
     if body.get("best_of") is not None:

@@ -215,29 +215,28 @@ _COMMON: dict[str, Field] = {
     "seed": whole(0, 2**32),
     "stop": Field(stops, odd_stops),
     "stop_token_ids": Field(lambda rng: ids(rng, 3), some_ids),
-    "ignore_eos": SWITCH,
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), SWITCH),
+    "bad_words": Field(lambda rng: [rng.choice(WORDS) for _ in range(rng.randrange(4))], odd_stops),
+    "allowed_token_ids": Field(lambda rng: ids(rng, 30), some_ids),
     "min_tokens": whole(0, 12),
     "presence_penalty": real(-2, 2, -2, 2, 0, 1),
     "frequency_penalty": real(-2, 2, -2, 2, 0, 1),
     "repetition_penalty": real(0.5, 2, 1, 2),
     "logit_bias": Field(bias, odd_bias),
     "n": whole(1, 3),
-    "logprobs": whole(0, 5),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), whole(0, 5)),
     "json_schema": Field(pick(*SCHEMAS), bad_schema),
     "regex": Field(pick(*REGEXES), bad_regex),
     "choice": Field(choices, bad_choice),
     "timeout_s": real(100, 1000, 100, 1000),
     "stream": SWITCH,
-    "draft_counts": SWITCH,
-    "return_origins": SWITCH,
+    **dict.fromkeys(("draft_counts", "return_origins", "return_token_ids"), SWITCH),
 }
 
 NATIVE: dict[str, Field] = _COMMON | {
     "prompt": Field(prompt, odd_prompt),
     "max_new_tokens": whole(1, 12),
     "n": Field(pick(1), mostly(number)),
-    "prompt_logprobs": whole(0, 5),
-    "return_token_ids": SWITCH,
 }
 
 # What changes nothing here, and what is refused unless it asks for nothing: the package's own lists.
@@ -249,15 +248,25 @@ _OPENAI: dict[str, Field] = (
         "stream_options": Field(pick({"include_usage": True}, {"include_usage": False}, {}), odd_stream_options),
         "response_format": Field(response_format, bad_format),
         "model": Field(pick("gpt-fast"), string),
+        "guided_json": Field(pick(*SCHEMAS), bad_schema),
+        "guided_regex": Field(pick(*REGEXES), bad_regex),
+        "guided_choice": Field(choices, bad_choice),
+        "guided_grammar": Field(pick('root ::= "yes" | "no"', 'start: "a" "b"?'), bad_regex),
+        "structured_outputs": Field(pick({}, {"regex": "[ab]{2}"}, {"choice": ["a", "b"]}), bad_format),
+        "truncate_prompt_tokens": Field(pick(-1, 1, 2, 30), mostly(number)),
+        "return_tokens_as_token_ids": SWITCH,
     }
 )
-COMPLETION: dict[str, Field] = _OPENAI | {"prompt": Field(prompts, odd_prompt), "echo": SWITCH}
+COMPLETION: dict[str, Field] = _OPENAI | {
+    "prompt": Field(prompts, odd_prompt),
+    **dict.fromkeys(("echo", "add_special_tokens"), SWITCH),
+}
 CHAT: dict[str, Field] = _OPENAI | {
     "messages": Field(messages, odd_messages),
     "max_completion_tokens": whole(1, 12),
     "logprobs": SWITCH,
     "top_logprobs": whole(0, 5),
-    "add_generation_prompt": SWITCH,
+    **dict.fromkeys(("add_generation_prompt", "continue_final_message"), SWITCH),
     "chat_template_kwargs": Field(pick(None), odd_kwargs),
     "tools": Field(tools, bad_tools),
     "tool_choice": Field(pick("none", "auto"), bad_tool_choice),
@@ -269,5 +278,8 @@ PROTOCOLS: dict[str, dict[str, Field]] = {
     "v1/completions": COMPLETION,
     "v1/chat/completions": CHAT,
 }
-GRAMMARS = ("json_schema", "regex", "choice", "response_format")
+GRAMMARS = (
+    *("json_schema", "regex", "choice", "response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 UNKNOWN: tuple[str, ...] = (*NAMES, "suffix_", "inputs", "parameters", "max_length", "do_sample", "guided_decoding")

@@ -90,7 +90,7 @@ def _outcome(part: Computed, found: Sequence[tuple[int, TokenLogprobs | None]]) 
     if not found:
         return Outcome(num_known, prompt_logprobs)
     if found[0][0] == NO_TOKEN:
-        return _no_token(part.logits[-part.num_drafts - 1])
+        return _no_token(part.request, part.logits[-part.num_drafts - 1])
     count = 1
     while count < len(found) and found[count - 1][0] == part.drafts[count - 1] and found[count][0] != NO_TOKEN:
         count += 1
@@ -133,14 +133,18 @@ def _rows(part: Computed) -> list[SamplingRow]:
 
 
 def sampling_row(request: Request, drafts: tuple[int, ...], allowed: Tensor | None) -> SamplingRow:
-    """How the token behind ``drafts`` is sampled if they are right."""
+    """How the token behind ``drafts`` is sampled if they are right. ``allowed``: [V] bool, by the request's grammar."""
+    if request.rules is not None:
+        allowed = request.rules.mask([*request.token_ids[request.num_prompt :], *drafts], allowed)
     token_ids = [*request.token_ids, *drafts] if drafts and request.params.penalised else request.token_ids
     position = request.num_tokens + len(drafts)
     return SamplingRow(request.params, request.seed, position, token_ids, request.num_prompt, request.end_ids, allowed)
 
 
-def _no_token(logits: Tensor) -> RequestError:
+def _no_token(request: Request, logits: Tensor) -> RequestError:
     """Why no token could be drawn from ``logits`` [V]."""
+    if bool(logits.isfinite().all()) and request.rules is not None:
+        return request.rules.contradiction()
     if bool(logits.isfinite().all()):
         message = "min_tokens forbids the tokens that may end the answer, and no other may follow here"
         return RequestError(message, "min_tokens", "contradiction")

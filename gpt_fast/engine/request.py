@@ -14,6 +14,7 @@ from gpt_fast.params import SamplingParams
 
 if TYPE_CHECKING:
     from gpt_fast.engine.grammar import CompiledGrammar
+    from gpt_fast.engine.token_rules import TokenRules
 
 
 @dataclass(eq=False)
@@ -28,6 +29,7 @@ class Request:
     end_ids: frozenset[int]  # tokens that end the completion
     text: TextStream
     grammar: CompiledGrammar | None = None
+    rules: TokenRules | None = None
     group: str = ""  # equal for those that one client asked for together: they take turns as one
     num_prompt: int = 0
     rope_len: int = 0  # tokens that rotary scaling takes the sequence to have at least
@@ -82,9 +84,9 @@ class Request:
                 self.grammar.advance(token)
             may_stop = self.num_output >= self.params.min_tokens
             stops = may_stop and token in self.end_ids
-            if not stops:
+            if not stops or self.params.include_stop_str_in_output:
                 text += self.text.push(token, may_stop)
-                stops = self.text.stopped or (self.grammar is not None and self.grammar.complete)
+                stops = stops or self.text.stopped or (self.grammar is not None and self.grammar.complete)
             if stops or self.num_output >= self.max_tokens:
                 self.finish_reason = "stop" if stops else "length"
                 return text + self.text.flush()

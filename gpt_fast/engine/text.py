@@ -9,10 +9,11 @@ from gpt_fast.tokenizer import IncrementalDetokenizer
 
 class TextStream:
     """Emits a request's text piece by piece, up to the first stop string; then ``stopped`` is true. ``text``: all of it
-    so far. Text that may begin a stop string is withheld, so no part of a stop string is ever emitted."""
+    so far. Text that may begin a stop string is withheld, so no part of a stop string is ever emitted. ``keep_stop``:
+    the stop string is emitted as a whole."""
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str] = ()) -> None:
-        self._detokenizer = detokenizer
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str] = (), keep_stop: bool = False) -> None:
+        self._detokenizer, self._keep_stop = detokenizer, keep_stop
         self._stop = tuple(stop)
         self._withheld = ""
         self._parts: list[str] = []
@@ -37,9 +38,9 @@ class TextStream:
     def _release(self, may_stop: bool, final: bool) -> str:
         text, keep = self._withheld, 0
         if self._stop and may_stop:
-            found = [i for i in map(text.find, self._stop) if i >= 0]
+            found = [(begin, begin + len(stop)) for stop in self._stop if (begin := text.find(stop)) >= 0]
             if found:
-                self.stopped, text = True, text[: min(found)]
+                self.stopped, text = True, text[: min(found)[self._keep_stop]]
             elif not final:
                 keep = max(_overlap(text, s) for s in self._stop)
         text, self._withheld = text[: len(text) - keep], text[len(text) - keep :]

@@ -1,8 +1,8 @@
 """The routes below ``/predictions/<model>/<version>/``: which protocol answers where.
 
-Nothing: native.py. ``v1/...``: OpenAI's. ``predict``: predict.py. ``health``: whether the model is loaded, compiled and
-warm, and what runs. ``metrics``: Prometheus' text format under vLLM's names; ``stats``: the same numbers as JSON.
-``page``: for people.
+Nothing: native.py. ``v1/...``: OpenAI's. ``tokenize``, ``detokenize``, ``tokenizer_info``: token_routes.py.
+``predict``: predict.py. ``health``: whether the model is loaded, compiled and warm, and what runs. ``metrics``:
+Prometheus' text format under vLLM's names; ``stats``: the same numbers as JSON. ``page``: for people.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from gpt_fast.serve.protocol.body import read_body
 from gpt_fast.serve.protocol.openai_chat import parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_completions import parse_completion
+from gpt_fast.serve.protocol.openai_responses import parse_responses
 from gpt_fast.serve.protocol.predict import parse_predict
 from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, WireRequest
+from gpt_fast.serve.protocol.token_routes import detokenize, tokenize, tokenizer_info
 from gpt_fast.serve.settings import HandlerSettings
 from gpt_fast.tokenizer.chat import load_template
 
 if TYPE_CHECKING:
     from gpt_fast.llm import LLM
 
-ROUTES = ("v1/chat/completions", "v1/completions", "v1/models", "health", "metrics", "stats", "page", "predict")
+ROUTES = (
+    *("v1/chat/completions", "v1/completions", "v1/responses", "v1/models", "tokenize", "detokenize", "tokenizer_info"),
+    *("health", "metrics", "stats", "page", "predict"),
+)
 
 
 class Routes:
@@ -60,11 +65,15 @@ class Routes:
             return _json({"object": "list", "data": models})
         if route.startswith("v1/models/"):
             return _json(self._openai.model_facts(route.removeprefix("v1/models/")))
+        if route == "tokenizer_info":
+            return _json(tokenizer_info(self._openai))
         if route and route not in ROUTES:
             message = f"there is no route {show(route)}; there are {', '.join(ROUTES)}, and the model itself"
             raise RequestError(message, None, "not_found", 404)
         refuse_if_closed()
         body = read_body(entry, self._settings.max_body_bytes, content_length)
+        if route in ("tokenize", "detokenize"):
+            return _json((tokenize if route == "tokenize" else detokenize)(body, self._openai))
         return parse(route, body, self._openai, self._settings.max_new_tokens, self._settings.stream)
 
 
@@ -91,12 +100,14 @@ def parse(
     default_max_tokens: int | None = None,
     default_stream: bool = True,
 ) -> WireRequest:
-    """The request ``body`` of one of OpenAI's two routes, of ``predict``, or of our own; the defaults are for the
+    """The request ``body`` of one of OpenAI's routes, of ``predict``, or of our own; the defaults are for the
     latter. Raises RequestError."""
     if route == "v1/chat/completions":
         return parse_chat(body, openai)
     if route == "v1/completions":
         return parse_completion(body, openai)
+    if route == "v1/responses":
+        return parse_responses(body, openai)
     if route == "predict":
         return parse_predict(body)
     return native.parse_request(body, default_max_tokens, default_stream)

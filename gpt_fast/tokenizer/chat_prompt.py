@@ -25,6 +25,7 @@ FALLBACK = "fallback:plain"
 FALLBACK_STOPS = ("\nuser:", "\nsystem:")
 _WORD = re.compile(r"[\w.-]*", re.ASCII)
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
+_OPEN_END = "\U0010fffd"  # where a last message goes on; private use, outside of the range above
 
 
 class SpecialNames:
@@ -73,17 +74,26 @@ def encode_chat(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    continue_final: bool = False,
 ) -> list[int]:
     """The prompt's token ids. ``variables``: more of what the template may refer to. ``tools``: for a template that
-    writes them. Without a template the messages become lines "role: content", the last one "assistant:". Raises
-    RequestError when the template refuses the messages."""
+    writes them. ``continue_final``: the prompt ends with the last message's content, for the answer to go on with.
+    Without a template the messages become lines "role: content", the last one "assistant:". Raises RequestError when
+    the template refuses the messages."""
     if template is None:
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return tokenizer.encode("\n".join([*lines, "assistant:"] if add_generation_prompt else lines))
     names = special_names(tokenizer)
+    if continue_final:
+        messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _OPEN_END}]
     safe, safe_tools, hidden = _hide(messages, tools, names)
     # transformers gives these two to every template, and some only ask whether they are none.
     rendered = template.render(safe, add_generation_prompt, tools=safe_tools, documents=None, **(variables or {}))
+    if continue_final:
+        rendered, found, _ = rendered.rpartition(_OPEN_END)
+        if not found:
+            message = "the last message cannot be continued: the chat template does not write its content"
+            raise RequestError(message, "continue_final_message")
     if not hidden:
         return tokenizer.encode(rendered, bos=False, allow_special=True)
     return _encode_parts(tokenizer, names.split(rendered), hidden)

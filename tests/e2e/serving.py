@@ -29,7 +29,9 @@ from gpt_fast.serve.launch.java import find_java
 from gpt_fast.serve.launch.ports import busy_ports
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHSERVE = Path(sysconfig.get_path("scripts")) / "torchserve"
+# Beside this Python; in the environment of tests/clients there is none, and that of PATH is taken.
+_BESIDE = Path(sysconfig.get_path("scripts")) / "torchserve"
+TORCHSERVE = _BESIDE if _BESIDE.exists() else Path(shutil.which("torchserve") or _BESIDE)
 HANG_S = 300.0  # whoever waits longer waits for ever
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpt_fast.errors import RequestError
 from gpt_fast.params import SamplingParams
 from gpt_fast.serve.protocol.answer_parts import AnswerReader
 from gpt_fast.serve.protocol.chat_grammar import MAY_THINK, NO_THINKING, THINKS, answer_grammar
@@ -42,6 +43,8 @@ class AnswerForm:
         params = dataclasses.replace(params, shown_special_tokens=self._special())
         if self.choice.mode == "none" and (params.grammar_field is None or self.thinking == NO_THINKING):
             return params
+        if params.grammar is not None:
+            raise RequestError("grammar has no place beside tools or thinking", "grammar")
         grammar = answer_grammar(
             self.dialect, self.tokenizer, self.tools, self.choice, several, params, self.thinking
         )  # fmt: skip

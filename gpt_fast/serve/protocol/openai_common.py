@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from gpt_fast.errors import RequestError
+from gpt_fast.fields import show
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import SamplingParams
 from gpt_fast.serve.protocol.request import WRITTEN, WireRequest, draft_counts, error_body, token_counts
@@ -54,13 +55,23 @@ class OpenAIContext:
         """How the checkpoint writes tool calls and thinking."""
         return find_dialect(None if self.template is None else self.template.source)
 
-    def check_length(self, prompt: Sequence[int], given: Mapping[str, Any], params: SamplingParams, param: str) -> None:
-        """Refuse a prompt, the field ``param``, that leaves no room, and a number of new tokens that does not fit."""
+    def check_model(self, model: str) -> None:
+        """Refuse a model that is not served: 404."""
+        if model not in self.models:
+            message = f"the model {show(model)} does not exist here; served: {', '.join(map(repr, self.models))}"
+            raise RequestError(message, "model", "model_not_found", 404)
+
+    def fitted(self, prompt: list[int], given: Mapping[str, Any], params: SamplingParams, param: str) -> list[int]:
+        """``prompt``, the field ``param``, or of it the end that ``truncate_prompt_tokens`` leaves; -1 leaves room for
+        the answer. Raises RequestError for a prompt without room behind it, and for more new tokens than fit."""
+        most = given.get("truncate_prompt_tokens")
+        if most is not None:
+            prompt = prompt[-(most if most > 0 else max(1, self.max_model_len - (params.max_tokens or 1))) :]
         asked_as = next((name for name in WRITTEN["max_tokens"] if name in given), None)
         asked = params.max_tokens if asked_as else None
         room = self.max_model_len - len(prompt)
         if room >= (asked or 1):
-            return
+            return prompt
         have = f"the context has room for {self.max_model_len} tokens, and the prompt takes {len(prompt)}"
         if room > 0:
             message = f"{have}, which leaves {room}, not the {asked} of {asked_as}"
@@ -77,8 +88,7 @@ class OpenAIContext:
     def model_facts(self, name: str) -> dict[str, Any]:
         """The answer to ``GET v1/models/<name>``: OpenAI's fields, vLLM's ``max_model_len``, and where chats get their
         format from, null where there are none. Raises RequestError, 404."""
-        if name not in self.models:
-            raise RequestError(f"the model {name[:100]!r} does not exist here", "model", "model_not_found", 404)
+        self.check_model(name)
         template = None if self.tokenizer is None else FALLBACK if self.template is None else "checkpoint"
         facts = {"id": name, "object": "model", "created": self.created, "owned_by": "gpt-fast"}
         return {**facts, "max_model_len": self.max_model_len, "chat_template": template}
@@ -102,6 +112,7 @@ class OpenAIRequest(WireRequest):
         self.created = int(context.clock())
         self._counts_drafts: bool = given.get("draft_counts", False)
         self._returns_origins: bool = given.get("return_origins", False)
+        self._returns_ids: bool = given.get("return_token_ids", False)
         self._options: dict[str, Any] = dict(given.get("stream_options", {}))
         if self._counts_drafts:
             self._options["include_usage"] = True
@@ -125,6 +136,8 @@ class OpenAIRequest(WireRequest):
         choices = self._chunks(index, delta, first)
         if first and choices and self._returns_origins:
             choices[0]["prompt_tokens"] = self._prompt_tokens(index, delta.num_cached_tokens)
+        if choices and self._returns_ids:
+            choices[0] |= self._ids(index, delta, first)
         return "".join(self._event([choice], usage) for choice in choices)
 
     def write_end(self, completions: Sequence[Completion]) -> str:
@@ -137,10 +150,13 @@ class OpenAIRequest(WireRequest):
             usage |= draft_counts(completions)
         if self.stream:
             return (self._event([], usage) if self._options.get("include_usage") else "") + _DONE
-        choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
+        choices = [self._choice(i, done) | self._ids(i, done) for i, done in enumerate(completions)]
         if self._returns_origins:
             for i, completion in enumerate(completions):
                 choices[i]["prompt_tokens"] = self._prompt_tokens(i, completion.num_cached_tokens)
+        if "prompt_logprobs" in self.given:
+            for i, completion in enumerate(completions):
+                choices[i]["prompt_logprobs"] = self._of_prompt(completion)
         return json.dumps(self._frame(self._object, choices) | {"usage": usage}, ensure_ascii=False) + "\n"
 
     def write_error(self, error: RequestError) -> str:
@@ -173,6 +189,30 @@ class OpenAIRequest(WireRequest):
             for i, token in enumerate(self._prompt(index))
         ]
 
+    def _ids(self, index: int, part: Delta | Completion, first: bool = True) -> dict[str, Any]:
+        """For ``return_token_ids``: those of ``part``, and beside the ``first`` of a sequence those of its prompt."""
+        if not self._returns_ids:
+            return {}
+        return {"token_ids": list(part.token_ids)} | ({"prompt_token_ids": list(self._prompt(index))} if first else {})
+
+    def _of_prompt(self, completion: Completion) -> list[dict[str, Any] | None]:
+        """For ``prompt_logprobs``, as vLLM writes them: {token id: its numbers} for each place. Of a token that is not
+        among the likeliest the rank is not known."""
+        places: list[dict[str, Any] | None] = []
+        for entry in completion.prompt_logprobs or ():
+            if entry is None:
+                places.append(None)
+                continue
+            ranked: dict[int, tuple[float, int | None]] = {}
+            ranked |= {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
+            ranked.setdefault(entry.token, (entry.logprob, None))
+            places.append({str(token): self._ranked(token, *numbers) for token, numbers in ranked.items()})
+        return places
+
+    def _ranked(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        name = self._token_name(token).decode(errors="replace")
+        return {"logprob": self._finite(logprob), "rank": rank, "decoded_token": name}
+
     def _origins(self, part: Delta | Completion, count: int) -> Sequence[str | None]:
         """Where each of the ``count`` tokens of ``part`` came from; None where nobody asked."""
         return (part.origins or ("plain",) * count) if self._returns_origins else (None,) * count
@@ -186,7 +226,9 @@ class OpenAIRequest(WireRequest):
 
     def _token_name(self, token: int) -> bytes:
         """The bytes that stand for ``token`` in a list of tokens."""
-        name = self._token_bytes(token, skip_special=False)
+        name = None
+        if not self.given.get("return_tokens_as_token_ids"):
+            name = self._token_bytes(token, skip_special=False)
         return b"token_id:%d" % token if name is None else name
 
     @staticmethod

@@ -48,14 +48,14 @@ class CompletionRequest(OpenAIRequest):
 
     def _chunks(self, index: int, delta: Delta, first: bool) -> list[dict[str, Any]]:
         text = (self._echo(index) if first else "") + delta.text
-        if not (text or delta.logprobs or delta.finish_reason):
+        if not (text or delta.logprobs or delta.finish_reason or (self._returns_ids and delta.token_ids)):
             return []
         logprobs = self._logprobs(index, delta)
         return [choice_of(index, {"text": text}, logprobs, delta.finish_reason)]
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         logprobs = self._logprobs(index, completion)
-        if logprobs is not None and completion.prompt_logprobs is not None:
+        if logprobs is not None and completion.prompt_logprobs is not None and self.given.get("echo"):
             front = self._prompt_logprobs(index, completion)
             logprobs = {name: front[name] + logprobs[name] for name in front}
         return choice_of(index, {"text": self._echo(index) + completion.text}, logprobs, completion.finish_reason)
@@ -135,21 +135,28 @@ def parse_completion(body: Mapping[str, Any], context: OpenAIContext) -> Complet
     if echo and given.get("stream") and logprobs is not None:
         message = "echo with logprobs cannot be streamed; the prompt's log probabilities come with the whole answer"
         raise RequestError(message, "stream", "unsupported_value")
-    params = read_sampling(given, DEFAULT_MAX_TOKENS, prompt_logprobs=logprobs if echo else None)
+    of_prompt = given.get("prompt_logprobs")
+    if echo and logprobs is not None:
+        if of_prompt not in (None, logprobs):
+            raise RequestError("prompt_logprobs must equal logprobs beside echo", "prompt_logprobs")
+        of_prompt = logprobs
+    params = read_sampling(given, DEFAULT_MAX_TOKENS, prompt_logprobs=of_prompt)
     context.check_count(len(prompts), params.n, "prompt")
-    echoes = [_text(prompt, context) if echo else "" for prompt in prompts]
-    encoded = [_encode(prompt, context) for prompt in prompts]
-    for i, ids in enumerate(encoded):
-        context.check_length(ids, given, params, "prompt" if len(prompts) == 1 else f"prompt.{i}")
+    whole = [_encode(prompt, context, given.get("add_special_tokens", True)) for prompt in prompts]
+    names = ["prompt"] if len(prompts) == 1 else [f"prompt.{i}" for i in range(len(prompts))]
+    encoded = [context.fitted(ids, given, params, name) for ids, name in zip(whole, names, strict=True)]
+    # A prompt that was cut is echoed as far as it is there.
+    kept = [prompts[i] if len(ids) == len(whole[i]) else ids for i, ids in enumerate(encoded)]
+    echoes = [_text(prompt, context) if echo else "" for prompt in kept]
     return CompletionRequest(given, encoded, params, context, echoes=echoes, scores_only=scores_only)
 
 
-def _encode(prompt: Prompt, context: OpenAIContext) -> list[int]:
+def _encode(prompt: Prompt, context: OpenAIContext, bos: bool) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     if context.tokenizer is None:
         raise RequestError("this checkpoint has no tokenizer: prompt must be a list of token ids", "prompt")
-    return context.tokenizer.encode(prompt)
+    return context.tokenizer.encode(prompt, bos=bos)
 
 
 def _text(prompt: Prompt, context: OpenAIContext) -> str:

@@ -7,20 +7,24 @@ happens anyway (``UNSUPPORTED``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from gpt_fast.errors import RequestError
-from gpt_fast.fields import Kind, OneOf, Struct, Text, Whole, as_given, flag, json_object, refuse, show
-from gpt_fast.params import MAX_LOGPROBS
+from gpt_fast.fields import Kind, OneOf, Struct, Text, Whole, as_given, flag, json_object, kinds_of, refuse, show
+from gpt_fast.params import MAX_LOGPROBS, SamplingParams
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.request import SAMPLING, Prompt, read_fields, read_prompt, require
 from gpt_fast.serve.protocol.tool_fields import call_list, label, tool_choice, tool_list
 
-# Notes about the caller, and hints to OpenAI's cache of prompts; the cache here finds common prefixes without them.
+# Notes about the caller, wishes for OpenAI's accounts (nothing is stored here, and all requests are served alike), and
+# hints to OpenAI's cache of prompts; the cache here finds common prefixes without them. Special tokens' names, where
+# they are shown, have no spaces between them, as in vLLM with fast tokenizers.
 WITHOUT_EFFECT = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-)
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+     "store", "service_tier", "spaces_between_special_tokens"}
+)  # fmt: skip
 
 # Field: the values besides null that ask for what happens anyway. read_request checks best_of.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -29,35 +33,24 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "parallel_tool_calls": (True, False), "suffix": ("",), "modalities": (["text"],), "reasoning_effort": ("none",),
-    "verbosity": ("medium",), "service_tier": ("auto", "default"), "store": (False,),
+    "verbosity": ("medium",),
     # vLLM's
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("prompt_logprobs", "chat_template"), ()),
-    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "continue_final_message"), (False,)),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    "length_penalty": (1, 1.0), "documents": ([],), "structured_outputs": ({},),
+    "chat_template": (), "use_beam_search": (False,), "length_penalty": (1, 1.0), "documents": ([],), "priority": (0,),
 }  # fmt: skip
 _INSTEAD = {
     "best_of": "only best_of equal to n is possible",
-    "prompt_logprobs": "POST v1/completions with echo and logprobs",
     "chat_template": "the checkpoint's own template is used; chat_template_kwargs reach it",
-    "structured_outputs": "use response_format, json_schema, regex or choice",
-    "guided_json": "use response_format or json_schema",
-    "guided_regex": "use regex",
-    "guided_choice": "use choice",
+    "priority": "requests are served in the order in which they come, each client in its turn",
     "functions": "use tools",
     "function_call": "use tool_choice",
 }
 
 
 def read_request(body: Mapping[str, Any], kinds: Mapping[str, Kind], context: OpenAIContext) -> dict[str, Any]:
-    """The fields of ``body``, checked by ``kinds`` (COMPLETION or CHAT) and by the rules about several fields. Raises
-    RequestError naming the field; 404 for a model that is not served."""
+    """The fields of ``body``, checked by ``kinds`` (COMPLETION, CHAT or RESPONSE) and by the rules about several
+    fields. Raises RequestError naming the field; 404 for a model that is not served."""
     given = read_fields(body, kinds, "unknown_parameter")
-    model = require(given, "model")
-    if model not in context.models:
-        message = f"the model {show(model)} does not exist here; served: {', '.join(map(repr, context.models))}"
-        raise RequestError(message, "model", "model_not_found", 404)
+    context.check_model(require(given, "model"))
     best_of = given.get("best_of")
     if best_of is not None and (isinstance(best_of, bool) or best_of != given.get("n", 1)):
         raise RequestError(f"best_of is not supported: {_INSTEAD['best_of']}", "best_of", "unsupported_parameter")
@@ -65,6 +58,9 @@ def read_request(body: Mapping[str, Any], kinds: Mapping[str, Kind], context: Op
         raise RequestError('stream_options is only allowed with "stream": true', "stream_options")
     if given.get("return_origins") and (given.get("logprobs") is None or given["logprobs"] is False):
         raise RequestError("return_origins needs logprobs, which hold one for each token", "return_origins")
+    if given.get("stream") and given.get("prompt_logprobs") is not None:
+        message = "prompt_logprobs cannot be streamed; they come with the whole answer"
+        raise RequestError(message, "stream", "unsupported_value")
     given.setdefault("temperature", context.default_temperature)
     return given
 
@@ -79,38 +75,87 @@ def _unsupported(value: Any, name: str) -> Any:
     return value
 
 
-def _must_be_empty(value: Any, name: str) -> None:
+def must_be_empty(value: Any, name: str) -> None:
+    """The kind of a field that is there, with nothing in it."""
     if value:
         raise RequestError(f"{name} is not supported", name, "unsupported_parameter")
 
 
-def _response_format(value: Any, name: str) -> Mapping[str, Any] | None:
-    """The JSON schema that it means, None for text."""
+def response_format(value: Any, name: str) -> Mapping[str, Any] | None:
+    """The kind of ``response_format``: the JSON schema that it means as a field of sampling, None for text."""
     form = json_object(value, name).get("type")
     if form == "text":
         return None
     if form == "json_object":
-        return {"type": "object"}
+        return {"json_schema": {"type": "object"}}
     OneOf(("text", "json_object", "json_schema"))(form, f"{name}.type")
     inner = value.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, Mapping) else None
     path = f"{name}.json_schema.schema"
     if schema is None:
         raise RequestError(f"{path} is missing; give an object", path, "missing_required_parameter")
-    return json_object(schema, path)
+    return {"json_schema": json_object(schema, path)}
 
 
-def _messages(value: Any, name: str) -> list[dict[str, Any]]:
+def _schema(value: Any, name: str) -> Mapping[str, Any]:
+    """An object, or its JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            refuse(name, "an object, or a string with its JSON", value)
+    return json_object(value, name)
+
+
+def _grammar(value: Any, name: str) -> str:
+    """A grammar in Lark, or in GBNF as llama.cpp and xgrammar write it, which becomes Lark."""
+    text = _LARK(value, name)
+    try:
+        from llguidance.gbnf_to_lark import any_to_lark
+    except ImportError:  # refused where it is compiled
+        return str(text)
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # whatever the converter meets
+        raise RequestError(f"{name} is not usable: {str(error)[:300]}", name, "unusable_grammar") from None
+
+
+def _as(field: str, kind: Kind) -> Kind:
+    """A field under another name: {``field``: what ``kind`` reads}."""
+    return lambda value, name: {field: kind(value, name)}
+
+
+def _structured_outputs(value: Any, name: str) -> Mapping[str, Any] | None:
+    """vLLM's object with one of json, json_object, regex, choice, grammar."""
+    given = _STRUCTURED(value, name)
+    if given.get("json_object") is False:
+        del given["json_object"]
+    if len(given) > 1:
+        first, second = list(given)[:2]
+        raise RequestError(f"{name}: {first} and {second} exclude each other", f"{name}.{second}")
+    for key, read in given.items():
+        return {"json_schema": {"type": "object"}} if key == "json_object" else {_STRUCTURED_AS[key]: read}
+    return None
+
+
+def _num_kept(value: Any, name: str) -> int:
+    """-1, or how many tokens are kept."""
+    count = Whole(-1, 2**31, or_float=True)(value, name)
+    return count or refuse(name, "-1, or a whole number from 1", value)
+
+
+def message_list(value: Any, name: str) -> list[dict[str, Any]]:
+    """The kind of ``messages``."""
     if not isinstance(value, list):
         refuse(name, "a list of messages", value, "invalid_type")
     if not value:
         raise RequestError(f"{name} is empty; give at least one message", name)
-    read = (_message(message, f"{name}.{i}") for i, message in enumerate(value))
-    return [{key: text for key, text in message.items() if text is not None} for message in read]
+    return [read_message(message, f"{name}.{i}") for i, message in enumerate(value)]
 
 
-def _message(value: Any, name: str) -> dict[str, Any]:
-    message = _MESSAGE(value, name)
+def read_message(value: Any, name: str) -> dict[str, Any]:
+    """One message, without what is null."""
+    message = {key: given for key, given in _MESSAGE(value, name).items() if given is not None}
     for key in ("tool_calls", "reasoning_content"):
         if message.get(key) and message["role"] != "assistant":
             raise RequestError(f"{name}.{key}: only a message of the assistant has that", f"{name}.{key}")
@@ -126,16 +171,21 @@ def _role(value: Any, name: str) -> str:
 
 
 def _content(value: Any, name: str) -> str:
+    return text_parts(value, name, ("text",))
+
+
+def text_parts(value: Any, name: str, kinds: Collection[str]) -> str:
+    """A string, or a list of parts of these ``kinds``, joined by line breaks."""
     if isinstance(value, str):
         return _TEXT(value, name)
     if not isinstance(value, list):
         refuse(name, "a string or a list of text parts", value, "invalid_type")
-    return "\n".join([_part(part, f"{name}.{i}") for i, part in enumerate(value)])
+    return "\n".join([_part(part, f"{name}.{i}", kinds) for i, part in enumerate(value)])
 
 
-def _part(value: Any, name: str) -> str:
+def _part(value: Any, name: str, kinds: Collection[str]) -> str:
     kind = json_object(value, name).get("type")
-    if kind != "text":
+    if kind not in kinds:
         message = f"{name}.type is {show(kind)}; this server reads text only"
         raise RequestError(message, f"{name}.type", "unsupported_value")
     return _TEXT(value.get("text"), f"{name}.text")
@@ -147,6 +197,9 @@ def _prompts(value: Any, name: str) -> list[Prompt]:
 
 
 _TEXT = Text()
+_LARK = kinds_of(SamplingParams)["grammar"]
+_STRUCTURED_AS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_STRUCTURED = Struct({"json": _schema, "json_object": flag, "regex": as_given, "choice": as_given, "grammar": _grammar})
 # A role, and the word for it that templates know.
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _MESSAGE = Struct(
@@ -155,12 +208,12 @@ _MESSAGE = Struct(
         **dict.fromkeys(("name", "tool_call_id"), label),  # short labels that templates may print
         **{"tool_calls": call_list, "reasoning_content": _TEXT},
         # What OpenAI's own answers contain, so that one can be sent back as it came, as long as nothing is in it.
-        **dict.fromkeys(("refusal", "annotations", "audio", "function_call"), _must_be_empty),
+        **dict.fromkeys(("refusal", "annotations", "audio", "function_call"), must_be_empty),
     },
     needed=("role",),
 )
 # The second one is vLLM's.
-_STREAM_OPTIONS = {"include_usage": flag, "continuous_usage_stats": flag, "include_obfuscation": _must_be_empty}
+_STREAM_OPTIONS = {"include_usage": flag, "continuous_usage_stats": flag, "include_obfuscation": must_be_empty}
 # SamplingParams checks those of its fields that have its names: OpenAI's, vLLM's and our own.
 _BOTH: dict[str, Kind] = {
     **dict.fromkeys(SAMPLING, as_given),
@@ -170,18 +223,30 @@ _BOTH: dict[str, Kind] = {
     "model": _TEXT,
     "stream": flag,
     "stream_options": Struct(_STREAM_OPTIONS),
-    "response_format": _response_format,
+    "response_format": response_format,
+    # vLLM's
+    "structured_outputs": _structured_outputs,
+    "guided_json": _as("json_schema", _schema),
+    **{f"guided_{name}": _as(name, as_given) for name in ("regex", "choice")},
+    "guided_grammar": _as("grammar", _grammar),
+    "truncate_prompt_tokens": _num_kept,
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), flag),
     **dict.fromkeys(("draft_counts", "return_origins"), flag),  # our own
 }
-COMPLETION = _BOTH | {"prompt": _prompts, "echo": flag}
-CHAT = _BOTH | {
-    "messages": _messages,
+COMPLETION = _BOTH | {"prompt": _prompts, **dict.fromkeys(("echo", "add_special_tokens"), flag)}
+# What makes a prompt of messages.
+MESSAGES: dict[str, Kind] = {
+    "messages": message_list,
+    **dict.fromkeys(("add_generation_prompt", "continue_final_message"), flag),
+    "chat_template_kwargs": json_object,
+    "tools": tool_list,
+}
+CHAT: dict[str, Kind] = {
+    **_BOTH,
+    **MESSAGES,
     "max_completion_tokens": as_given,
     "logprobs": flag,
     "top_logprobs": Whole(0, MAX_LOGPROBS, or_float=True),
-    "add_generation_prompt": flag,
-    "chat_template_kwargs": json_object,
-    "tools": tool_list,
     "tool_choice": tool_choice,
     "parallel_tool_calls": flag,
 }

@@ -17,13 +17,21 @@ JSON_TYPE = "application/json"
 SAMPLING = {k: v for k, v in kinds_of(SamplingParams).items() if k not in ("grammar", "shown_special_tokens")}
 # A field of SamplingParams, or of the prompt: the names under which the protocols know it.
 WRITTEN = {
-    "max_tokens": ("max_tokens", "max_completion_tokens", "max_new_tokens"),
-    "json_schema": ("json_schema", "response_format"),
+    "max_tokens": ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens"),
+    "json_schema": ("json_schema", "response_format", "guided_json", "structured_outputs", "text"),
+    "regex": ("regex", "guided_regex", "structured_outputs"),
+    "choice": ("choice", "guided_choice", "structured_outputs"),
+    "grammar": ("guided_grammar", "tools", "structured_outputs", "response_format", "text", *GRAMMARS),
     "logprobs": ("top_logprobs", "logprobs"),
     "prompt_logprobs": ("prompt_logprobs", "logprobs"),
-    "prompt": ("prompt", "messages"),
-    "grammar": ("tools", "response_format", "json_schema", "regex", "choice"),
+    "prompt": ("prompt", "messages", "input"),
+    "messages": ("messages", "input"),
 }
+# Fields of OpenAI and vLLM that say what an answer must match: read as {field of SamplingParams: value}, or None.
+MATCHES = (
+    *("response_format", "text", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 Prompt = str | list[int]  # text, or token ids as they are
 
 
@@ -91,10 +99,11 @@ def read_sampling(given: Mapping[str, Any], default_max_tokens: int | None, **va
     if not names and most is not None:
         most = max(most, SAMPLING["min_tokens"](given.get("min_tokens", 0), "min_tokens"))
     values["max_tokens"] = most
-    if given.get("response_format") is not None:
-        if other := next((name for name in GRAMMARS if name in given), None):
-            raise RequestError(f"response_format and {other} exclude each other", other)
-        values["json_schema"] = given["response_format"]
+    matching = [name for name in (*MATCHES, *GRAMMARS) if given.get(name) is not None]
+    if len(matching) > 1:
+        raise RequestError(f"{matching[0]} and {matching[1]} exclude each other", matching[1])
+    if matching and matching[0] in MATCHES:
+        values |= given[matching[0]]
     try:
         return SamplingParams(**values)
     except RequestError as error:
@@ -104,7 +113,7 @@ def read_sampling(given: Mapping[str, Any], default_max_tokens: int | None, **va
 def as_written(error: RequestError, given: Mapping[str, Any]) -> RequestError:
     """``error`` about a field of SamplingParams or the prompt, with the field named as the client wrote it."""
     param = error.param or ""
-    written = next((name for name in WRITTEN.get(param, ()) if name in given), param)
+    written = next((name for name in WRITTEN.get(param, ()) if given.get(name) is not None), param)
     if written == param:
         return error
     message = written + error.message[len(param) :] if error.message.startswith(param) else error.message
