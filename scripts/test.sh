@@ -74,7 +74,7 @@ install_clients() {
   if cmp -s "$wanted" "$stamp"; then return; fi
   stage "virtual environment of the clients" "$log" "$VENV/bin/python" -m venv --clear "$VENV-clients" || install_failed "$log"
   printf '%s\n' "$ROOT" "$main" >"$("$VENV-clients/bin/python" -c 'import site; print(site.getsitepackages()[0])')/gpt-fast.pth"
-  grep '^torch==' "$ROOT/constraints.txt" >"$VENV-clients/constraints.txt"
+  { grep '^torch==' "$ROOT/constraints.txt"; cat "$ROOT/tests/clients/constraints.txt"; } >"$VENV-clients/constraints.txt"
   stage "clients" "$log" "$VENV-clients/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
     -c "$VENV-clients/constraints.txt" -r "$wanted" || install_failed "$log"
   cp "$wanted" "$stamp"
