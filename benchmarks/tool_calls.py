@@ -33,7 +33,7 @@ WORDS = ("cat", "dog", "sun", "ball", "tree", "car", "red", "big", "toy", "day",
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    """A schema whose values are short: what has no bound of its own gets one."""
+    """A schema whose values are short: each string, list and number gets a bound."""
     kinds = ["string", "enum", "integer", "number", "boolean", "null", "pattern", "const"]
     kinds += ["object", "array", "anyOf"] if depth else []
     kind = rng.choice(kinds)

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+_SHOWN = 5  # names listed in an error
+
+
+def some(names: Collection[str]) -> str:
+    """The first of ``names``, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(list(names)[:_SHOWN]) + more
+
 
 class ConfigError(ValueError):
     """A configuration value or key is wrong; the message names the key and what would be accepted."""

@@ -35,7 +35,7 @@ from gpt_fast.serve.launch.draining import Place, drain, health
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "gpt-fast"
-# The lines of config.properties that open the inference and the management port on loopback alone.
+# The lines of config.properties by which only this machine reaches the inference and the management port.
 LOOPBACK = re.compile(r"^inference_address=http://(127\.0\.0\.1:(\d+))$", re.MULTILINE)
 MANAGEMENT = re.compile(r"^management_address=http://(127\.0\.0\.1:\d+)$", re.MULTILINE)
 # After SIGTERM requests still come for a while: Kubernetes takes the pod out of its lists at the same time.

@@ -5,7 +5,7 @@
 # usage: ./scripts/test.sh [options] [pytest arguments]
 #   --fast       skip what is marked e2e or slow
 #   --lint       ruff and mypy only
-#   --clients    only tests/clients: other people's clients, in an environment of their own beside the first one
+#   --clients    only tests/clients: other people's clients, in a second environment
 #   --venv DIR   virtual environment to make or use (default .venv, or GPT_FAST_VENV)
 #   -h, --help   this text
 # Everything else goes to pytest, which uses two processes: ./scripts/test.sh --fast -n 0 tests/test_structure.py

@@ -277,16 +277,17 @@ def test_files_of_requests_know_it_by_its_digest(saved: Any) -> None:
     assert setup.weights == fingerprint(ForeignCheckpoint(folder))
 
 
-def test_every_command_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["helium", "gptj"])
+def test_every_command_takes_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    config = AutoConfig.for_model("helium", **SIZES | {"vocab_size": 2048})
+    config = AutoConfig.for_model(name, **SIZES | FAMILIES[name] | {"vocab_size": 2048})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    for name in ("tokenizer.model", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, tmp_path)
+    for file in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, tmp_path)
     (tmp_path / "text").write_text("Once upon a time there was a dog. " * 20)
     where = ["--checkpoint", str(tmp_path)]
     for command, wanted in (
-        (["info", *where], "helium, run by transformers"),
+        (["info", *where], f"{name}, run by transformers"),
         (["generate", *where, "--prompt", "The dog", "--max-new-tokens", "5", "--json"], '"dtype": "float32"'),
         (["eval", *where, "--perplexity", str(tmp_path / "text"), "--context", "64"], "perplexity"),
         (["bench", *where, "--new-tokens", "4", "--repeats", "1", "--prompt-tokens", "8"], "tokens/s"),

@@ -156,13 +156,13 @@ def _run_together(llm: LLM, prompt_tokens: int, lengths: Sequence[int], rng: ran
 
 def ceiling(llm: LLM) -> dict[str, Any]:
     """What is known before anything is measured: the model's bytes, the machine's bandwidth, and their quotient."""
-    roofline = llm.roofline()
+    roofline, cache = llm.roofline(), llm.engine.runner.cache
     return {
         "device": torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else str(llm.device),
         "bandwidth_threads": torch.get_num_threads(),  # the engine may choose fewer for a small model
         "dtype": str(llm.dtype).removeprefix("torch."),
         "quantize": llm.engine_config.quantize,
-        "kv_cache_dtype": str(llm.engine.runner.cache[0].k.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(cache[0].k.dtype if cache else llm.dtype).removeprefix("torch."),
         "path": llm.engine.runner.path,
         "torch": torch.__version__,
         "parameters": llm.num_parameters,

@@ -34,7 +34,7 @@ from gpt_fast.checkpoint.stacked import unstacked
 from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
 from gpt_fast.checkpoint.weight_files import open_weights, weight_files
 from gpt_fast.config import ModelConfig
-from gpt_fast.errors import CheckpointError, ConfigError, TokenizerError, TokenizerMissing
+from gpt_fast.errors import CheckpointError, ConfigError, TokenizerError, TokenizerMissing, some
 from gpt_fast.gguf import is_gguf
 from gpt_fast.model.building import empty_model
 from gpt_fast.model.description import Part, describe, parts
@@ -53,7 +53,6 @@ from gpt_fast.tokenizer.loading import sniff
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 5  # names listed in an error
 _OF_QUANTIZED = (".scale", ".scales", ".row_scale", GRIDS)  # tensors whose dtype says nothing about the others
 
 
@@ -90,7 +89,7 @@ class Checkpoint:
     @classmethod
     def open(cls, path: str | Path, config: ModelConfig | str | Path | None = None) -> Checkpoint:
         """Read ``path``, a Hugging Face directory, a file in it, a GGUF file, or a file that meta_files.py reads; every
-        file is opened once, the tokenizer's when it is asked for. A directory may also hold one such file alone.
+        file is opened once, the tokenizer's when it is asked for. A directory may hold one such file instead.
 
         ``config``: of a file that does not say it all (``read_meta_file``). Raises CheckpointError, naming files, keys
         and tensors, for whatever is missing, unexpected, not supported, mis-shaped or damaged. Nothing of the size that
@@ -326,7 +325,7 @@ def check_tensors(wanted: Specs, tensors: Mapping[str, StoredTensor], where: str
             problems["not floating-point"].append(f"{name} ({str(tensor.dtype).removeprefix('torch.')})")
         elif dtype not in (None, tensor.dtype):
             problems["of the wrong dtype"].append(f"{name} is stored as {tensor.dtype}, not as {dtype}")
-    said = [f"{len(names)} tensors {what}: {_some(names)}" for what, names in problems.items() if names]
+    said = [f"{len(names)} tensors {what}: {some(names)}" for what, names in problems.items() if names]
     if said:
         raise CheckpointError(f"{where} does not fit its configuration: " + "; ".join(said))
 
@@ -339,9 +338,4 @@ def _warn_not_finite(model: nn.Module, where: str) -> None:
     damaged = [n for n, t in rows.items() if not all(extreme.isfinite() for extreme in t.aminmax())]
     if damaged:
         why = "The checkpoint is damaged, or too large in value for the dtype; what it generates means nothing"
-        log.warning("%s: %d weights are not finite (NaN or infinity): %s. %s", where, len(damaged), _some(damaged), why)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+        log.warning("%s: %d weights are not finite (NaN or infinity): %s. %s", where, len(damaged), some(damaged), why)

@@ -24,7 +24,7 @@ from torch import Tensor
 from gpt_fast.checkpoint.families import read_json
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.checkpoint.weight_files import open_weights
-from gpt_fast.errors import CheckpointError
+from gpt_fast.errors import CheckpointError, some
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -50,7 +50,6 @@ _IDLE = {
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "megatron_core",
     "qalora_group_size", "ensure_weight_tying",
 }  # fmt: skip
-_SHOWN = 5  # names listed in an error
 
 
 class LowRank(NamedTuple):
@@ -137,7 +136,7 @@ class Adapter:
             raise CheckpointError(f"{where} holds no lora_A and lora_B")
         if self.saved and self.weight != 1:
             whole = "take the place of the model's own, which they cannot do by half: leave the adapter's weight out"
-            raise CheckpointError(f"{where}: {_some(self.saved)} {whole}")
+            raise CheckpointError(f"{where}: {some(self.saved)} {whole}")
         for (module, table), pair in factors.items():
             self.added[module] = self._low_rank(module, pair, table, where)
 
@@ -209,9 +208,9 @@ def adapted(
     for adapter in adapters:
         where = f"lora: {adapter.folder} does not fit this model"
         if missing := touched([adapter]) - tensors.keys():
-            raise CheckpointError(f"{where}, which has no {_some(sorted(missing))}")
+            raise CheckpointError(f"{where}, which has no {some(sorted(missing))}")
         if again := replaced & adapter.saved.keys():
-            raise CheckpointError(f"{where}: {_some(sorted(again))} were replaced by another adapter")
+            raise CheckpointError(f"{where}: {some(sorted(again))} were replaced by another adapter")
         replaced |= adapter.saved.keys()
         wrong = []
         for name, tensor in adapter.saved.items():
@@ -225,10 +224,5 @@ def adapted(
                 wrong.append(f"B @ A of {module} is {list(added.shape)}, not {list(tensors[name].shape)}")
             out[name] = AdaptedTensor(out[name], added)
         if wrong:
-            raise CheckpointError(f"{where}: {_some(wrong)}")
+            raise CheckpointError(f"{where}: {some(wrong)}")
     return out
-
-
-def _some(names: Collection[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(list(names)[:_SHOWN]) + more

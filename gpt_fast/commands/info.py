@@ -67,14 +67,13 @@ def _checkpoint_facts(directory: str, o: EngineConfig, device: Any, machine: dic
     checkpoint = open_checkpoint(directory)
     defaults, tokenizer = checkpoint.defaults, checkpoint.tokenizer
     dtype = pick_dtype(o.dtype, device, checkpoint.num_parameters, checkpoint.stored_dtype)
-    weights, model = checkpoint.num_bytes(dtype, o.quantize), _model_facts(checkpoint, dtype, o.quantize)
-    token_bytes = model.get("bytes_per_decoded_token", weights)
+    model = _model_facts(checkpoint, dtype, o.quantize)
+    weights, token_bytes = model["weight_bytes"], model.get("bytes_per_decoded_token", model["weight_bytes"])
     return {
         **model,
         "parameters": checkpoint.num_parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": o.quantize or checkpoint.format.method,
-        "weight_bytes": weights,
         "kv_bytes_per_token": checkpoint.config.kv_bytes_per_token(dtype.itemsize),
         **_cache_facts(checkpoint.config, dtype, device.type, machine["free_bytes"] - weights),
         "ceiling_tokens_per_second": round(Roofline(token_bytes, 1e9 * machine["read_bandwidth_gb_s"]).ceiling, 1),
@@ -88,15 +87,18 @@ def _checkpoint_facts(directory: str, o: EngineConfig, device: Any, machine: dic
 def _model_facts(checkpoint: Checkpoint | ForeignCheckpoint, dtype: Any, quantize: str | None) -> dict[str, Any]:
     """What the family's description tells; of one that has none, its name and its size."""
     from gpt_fast.foreign.checkpoint import ForeignCheckpoint
+    from gpt_fast.model.transformer import weight_bytes
 
     config = checkpoint.config
     if isinstance(checkpoint, ForeignCheckpoint):
         shape = {name: getattr(config, name) for name in ("vocab_size", "dim", "num_layers", "max_seq_len")}
-        return {"family": f"{config.family}, run by transformers", **shape}
+        weights = checkpoint.num_bytes(dtype, quantize)
+        return {"family": f"{config.family}, run by transformers", **shape, "weight_bytes": weights}
     model = checkpoint.meta_model(dtype, quantize)
     return {
         **{name: value for name, value in dataclasses.asdict(config).items() if name not in ("windows", "vocab_rows")},
         "sliding_window": max(config.windows, default=0) or None,
+        "weight_bytes": weight_bytes(model),
         "bytes_per_decoded_token": model.bytes_per_token(0, dtype.itemsize),
         "flops_per_token": model.flops_per_token(0),
     }

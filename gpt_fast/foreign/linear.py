@@ -42,7 +42,7 @@ def _exchange(model: Any, make: Callable[[nn.Module], nn.Module]) -> None:
     """Put what ``make`` makes of them in the place of linear layers.
 
     A head that is the embedding table stays as it is, and so do layers whose weights the model's code reads by itself:
-    the first layer of each kind is tried on a few tokens. Names of one kind differ in numbers alone.
+    the first layer of each kind is tried on a few tokens. Names of one kind differ only in numbers.
     """
     kinds: dict[str, list[str]] = {}
     for name in _linears(model):

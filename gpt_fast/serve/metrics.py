@@ -230,7 +230,7 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def stats(self) -> dict[str, Any]:
-        """The numbers of the page: every gauge and counter by its name (one with a label of its own as an object of
+        """The numbers of the page: every gauge and counter by its name (one that has another label is an object of
         its values), every histogram as the ``count`` of what it saw and their ``sum``; and the batch and the pages."""
         found: dict[str, Any] = {}
         for family, name, samples in self._read():

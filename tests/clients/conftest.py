@@ -1,5 +1,5 @@
-"""One TorchServe with the demo model, for all clients. They live in an environment of their own, which
-``scripts/test.sh --clients`` makes; where they are not installed, nothing here is collected."""
+"""One TorchServe with the demo model, for all clients. ``scripts/test.sh --clients`` installs them
+into a separate environment; where they are not installed, nothing here is collected."""
 
 from __future__ import annotations
 

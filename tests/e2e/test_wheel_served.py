@@ -1,4 +1,4 @@
-"""The package as pip installs it: a wheel, in an environment of its own, away from the repository, serves and ends."""
+"""The package as pip installs it: a wheel in a new environment, outside the repository, serves and ends."""
 
 from __future__ import annotations
 
