@@ -12,7 +12,6 @@ import functools
 import importlib.util
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -52,6 +51,7 @@ def _find_package() -> None:
 _find_package()
 
 from gpt_fast.errors import EngineError, RequestError  # noqa: E402
+from gpt_fast.gguf import name_of_gguf  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
 from gpt_fast.params import try_later  # noqa: E402
 from gpt_fast.serve.lanes import Lanes  # noqa: E402
@@ -281,7 +281,7 @@ def served_names(model_name: str, checkpoint: Path) -> tuple[str, ...]:
     """What clients may call the model: TorchServe's name for it first, and the folder's of its checkpoint. In the Hub's
     cache, models--owner--name/snapshots/COMMIT, that is owner/name. A GGUF file has a name itself."""
     if checkpoint.suffix == ".gguf":
-        return tuple(dict.fromkeys((model_name, re.sub(r"-\d{5}-of-\d{5}$", "", checkpoint.stem))))
+        return tuple(dict.fromkeys((model_name, name_of_gguf(checkpoint))))
     folder = checkpoint.parent if checkpoint.is_file() else checkpoint
     kind, *repository = folder.parent.parent.name.split("--")
     in_cache = (kind, folder.parent.name, len(repository)) == ("models", "snapshots", 2)

@@ -87,6 +87,12 @@ def first_part(path: Path) -> Path:
     return path.with_name(f"{part['stem']}-00001-of-{part['count']}.gguf") if part else path
 
 
+def name_of_gguf(path: Path) -> str:
+    """The name of the file ``path`` without its ending and its number."""
+    part = _PART.fullmatch(path.name)
+    return part["stem"] if part else path.stem
+
+
 def all_parts(path: Path) -> list[Path]:
     """The files of the model whose first one is ``path``."""
     part = _PART.fullmatch(path.name)

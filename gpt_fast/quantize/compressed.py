@@ -43,7 +43,7 @@ from gpt_fast.quantize.formats import Format, Specs, Tensors, beside, in_order
 from gpt_fast.quantize.hub import column_order, store_order
 from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.scheme import Scheme
-from gpt_fast.quantize.tinygemm import regrid
+from gpt_fast.quantize.tinygemm import MIDDLE, regrid
 
 METHOD = "compressed-tensors"
 _MXFP4 = "mxfp4-pack-quantized"
@@ -52,7 +52,6 @@ _PACKED, _SHAPE, _SCALE = "weight_packed", "weight_shape", "weight_scale"
 _ZERO, _GROUPS = "weight_zero_point", "weight_g_idx"
 _OF_ACTIVATIONS = tuple(f"{what}_{kind}" for what in ("input", "output") for kind in ("scale", "zero_point"))
 _CHUNK = 1 << 21  # weights converted at a time
-_MIDDLE = 8  # the code of 4 bits that stands for 0 where there is no zero
 
 
 class ScaledTensor(StoredTensor):
@@ -270,11 +269,11 @@ class CompressedFormat(Format):
         scale, zeros = tensors[beside(part, _SCALE)], tensors.get(beside(part, _ZERO))
         step = scale.rows(0, scale.num_rows).float()
         step = step.view(1, 1).expand(n, 1) if step.numel() == 1 else step
-        zero = torch.full_like(step, _MIDDLE)
+        zero = torch.full_like(step, MIDDLE)
         if zeros is not None:
             packed = zeros.rows(0, zeros.num_rows).t()
             zero = unpacked(packed, 4)[:, :n].t().float()
-        return StoredTensor(step.contiguous()), StoredTensor((_MIDDLE - zero) * step)
+        return StoredTensor(step.contiguous()), StoredTensor((MIDDLE - zero) * step)
 
     def _order(self, layer: QuantizedLinear, part: Part, tensors: Tensors, cut: Cut) -> Tensor | None:
         """How the columns are sorted where inputs of a group are scattered; ``layer`` is told."""

@@ -24,11 +24,10 @@ from gpt_fast.config import ModelConfig
 from gpt_fast.model.description import describe, parts
 from gpt_fast.quantize.formats import RoundedFormat, Tensors
 from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
-from gpt_fast.quantize.tinygemm import regrid
+from gpt_fast.quantize.tinygemm import MIDDLE, regrid
 
 _INT4, _INT8 = Scheme("int4", 32), Scheme("int8")
 _FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
-_MIDDLE = 8  # the code that the grids of ``regrid`` are about
 _CHUNK = 1 << 20  # weights converted at a time
 
 
@@ -95,9 +94,9 @@ def _codes_and_grid(stored: GgufTensor, begin: int, end: int) -> tuple[torch.Ten
     code is worth, and the value of the middle code."""
     codes, step, middle = stored.groups(begin, end)
     if stored.encoding.name == "Q4_0":  # counts from -8
-        codes = codes + _MIDDLE
+        codes = codes + MIDDLE
     else:
-        middle = middle + _MIDDLE * step
+        middle = middle + MIDDLE * step
     falling = step < 0  # then the codes are counted from the other end
     if falling.any():
         codes = torch.where(falling[..., None], 15 - codes, codes)

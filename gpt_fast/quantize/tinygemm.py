@@ -36,7 +36,7 @@ from gpt_fast.quantize.scheme import QuantConfig, Scheme
 
 GRIDS = ".scales_and_zeros"
 _WEIGHT = ".weight"
-_MIDDLE = 8  # the code that stands for ``zero``
+MIDDLE = 8  # the code that stands for ``zero``, and where a format has no zero for 0
 _PADDING = 1024  # inputs
 _GROUPS = (*GROUP_SIZES, 256)  # sizes that gpt-fast writes
 _ROWS = 64  # outputs that are unpacked together: whole tiles of every order
@@ -159,7 +159,7 @@ def _distance_from_zero(packed: list[tuple[StoredTensor, StoredTensor]], order: 
         codes = PackedCodes(weight, order).block(0).float()
         step, middle = grid.rows(0, len(codes)).float().unbind(-1)
         groups = codes.unflatten(1, (step.shape[1], -1))
-        means = groups.mean(-1) - _MIDDLE + middle / step
+        means = groups.mean(-1) - MIDDLE + middle / step
         squares.append(means[groups.amin(-1) < groups.amax(-1)].square())  # padding has one code alone
     return float(torch.cat(squares).mean())
 
@@ -201,7 +201,7 @@ class TinygemmFormat(Format):
 def dequantized(codes: Tensor, grid: Tensor) -> Tensor:
     """The values that ``codes`` [n, K] and ``grid`` [n, groups, 2] stand for, float32 [n, K]."""
     scale, zero = grid.float().unsqueeze(2).unbind(-1)
-    values: Tensor = (codes.unflatten(1, (grid.shape[1], -1)).float() - _MIDDLE) * scale + zero
+    values: Tensor = (codes.unflatten(1, (grid.shape[1], -1)).float() - MIDDLE) * scale + zero
     return values.flatten(1)
 
 
@@ -212,7 +212,7 @@ def regrid(codes: Tensor, grid: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     scale = (step / row_scale[:, None]).round_()
     # The zero that leaves the middle of the codes where it was, so that the rounded scale errs as little at both ends.
     half = LEVELS / 2
-    zero = half - ((half - _MIDDLE) * step + middle) / (scale * row_scale[:, None])
+    zero = half - ((half - MIDDLE) * step + middle) / (scale * row_scale[:, None])
     storable = ((zero >= 0) & (ZERO_STEPS * zero <= LARGEST) & (scale >= 1)).all(1)  # False for NaN too
     bytes_of = {"scale": scale, "zero": ZERO_STEPS * to_zero(zero)}
     found = {"weight": nibbles(codes), **{n: t.to(torch.uint8) for n, t in bytes_of.items()}, "row_scale": row_scale}
