@@ -229,6 +229,7 @@ class GPTFastHandler:
         except RequestError as error:
             return self.refused(ctx, index, error)
         if session.failure is not None:
+            self.metrics.count_error(session.failure)
             self.end_if_fatal(session.failure)
         if piece is not None:
             ctx.set_response_status(200, "OK", index)  # left alone, the status line would have no phrase
@@ -239,6 +240,7 @@ class GPTFastHandler:
 
     def refused(self, ctx: Any, index: int, error: RequestError) -> Piece:
         """The whole answer to a request that failed before its first piece."""
+        self.metrics.count_error(error)
         self.end_if_fatal(error)
         ctx.set_response_status(error.status, HTTPStatus(error.status).phrase, index)
         ctx.set_response_content_type(index, JSON_TYPE)

@@ -2,6 +2,7 @@
 
     python benchmarks/compare_peers.py --shape tinyllama-1.1b --peers llama.cpp,transformers
         [--python llama.cpp=/path/to/bin/python] [--convert llama.cpp/convert_hf_to_gguf.py] [--plot peers.png] [--json]
+        [--checkout ik_llama.cpp=/path/to/ik_llama.cpp]  # built in its folder build
 
 Every peer in every format is a process of its own, which loads the same weights once and waits without using the CPU
 until it is told to measure. The processes of one precision are up together, and in each round each of them measures in
@@ -14,9 +15,9 @@ their median with the least and the greatest. All use the same number of threads
   decode at C    one sequence, the last of whose steps is at context C
 
 The ceiling is the read bandwidth, measured before and in each round, over the bytes of weights and cache that a step
-reads in that format. A peer that is not installed is left out and listed, with what would install it. Weights and GGUF
-files are made once in --work. The last line of stdout is JSON with --json; progress goes to stderr. peers/*.py say how
-each peer is run. Run it when nothing else runs.
+reads in that format. A peer that is not installed is left out and listed, with what would install it. Weights and the
+files that peers load are made once in --work. The last line of stdout is JSON with --json; progress goes to stderr.
+peers/*.py say how each peer is run. Run it when nothing else runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,14 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=30, help="steps of each decode")
     parser.add_argument("--contexts", type=integers, default=[128, 2048], metavar="C,...", help="'' for none")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--work", type=Path, default=_default_work(), help="weights, GGUF files, logs (%(default)s)")
+    parser.add_argument(
+        "--work", type=Path, default=_default_work(), help="weights, files from them, logs (%(default)s)"
+    )
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.model beside random weights; default: made up")
     parser.add_argument("--convert", type=Path, metavar="FILE", help=f"llama.cpp's {files.CONVERTER}")
     parser.add_argument("--convert-python", default=sys.executable, help="with torch and transformers")
     parser.add_argument("--python", action="append", default=[], metavar="PEER=FILE", help="interpreter of a peer")
-    parser.add_argument("--gpt-fast-path", type=Path, metavar="DIR", help="checkout, for the peer gpt-fast")
+    parser.add_argument("--checkout", action="append", default=[], metavar="PEER=DIR", help="source of a peer")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="needs the extra plot")
     parser.add_argument("--json", action="store_true", help="everything as one object on the last line")
     return parser
@@ -79,15 +82,27 @@ def _default_work() -> Path:
     return Path(cache) / "gpt-fast" / "peers"
 
 
-def pythons(given: Sequence[str]) -> dict[str, str]:
-    """The interpreter of each peer. Raises ValueError."""
-    chosen = dict.fromkeys(registry.REGISTRY, sys.executable)
+def by_peer(option: str, given: Sequence[str]) -> dict[str, str]:
+    """PEER=PATH words as paths by peer. Raises ValueError."""
+    paths = {}
     for word in given:
         name, equals, path = word.partition("=")
-        if not equals or name not in chosen:
-            raise ValueError(f"--python {word!r} is not PEER=FILE with a peer of {', '.join(chosen)}")
-        chosen[name] = path
-    return chosen
+        if not equals or name not in registry.REGISTRY:
+            raise ValueError(f"{option} {word!r} is not PEER=PATH with a peer of {', '.join(registry.REGISTRY)}")
+        paths[name] = path
+    return paths
+
+
+def checkouts(peers: Sequence[registry.Peer], given: Sequence[str]) -> dict[str, str]:
+    """The folder of each peer that has no package. Raises ValueError where it is not what the peer needs."""
+    paths = by_peer("--checkout", given)
+    for peer in peers:
+        if peer.checkout and not (peer.name in paths and Path(paths[peer.name], peer.checkout).is_file()):
+            raise ValueError(
+                f"--checkout {peer.name}=DIR: {peer.name} needs its checkout, the folder of {peer.checkout}: "
+                f"{peer.install}"
+            )
+    return paths
 
 
 def read_bandwidth(threads: int) -> float:
@@ -102,14 +117,21 @@ def read_bandwidth(threads: int) -> float:
 
 
 def entries(
-    peers: Sequence[registry.Peer], arguments: argparse.Namespace, found: rounds.Found, setting: rounds.Setting
+    peers: Sequence[registry.Peer],
+    arguments: argparse.Namespace,
+    folders: Mapping[str, str],
+    found: rounds.Found,
+    setting: rounds.Setting,
 ) -> list[rounds.Entry]:
-    """Every peer in every format with its files; peers whose files cannot be made are skipped."""
+    """Every peer in every format with its files; peers whose files cannot be made are skipped.
+
+    ``folders``: the checkouts by peer.
+    """
     if arguments.checkpoint is not None:
-        checkpoint, folder = arguments.checkpoint, files.folder_of(arguments.checkpoint, arguments.work)
+        checkpoint, work = arguments.checkpoint, files.folder_of(arguments.checkpoint, arguments.work)
     else:
         checkpoint = files.ensure_checkpoint(arguments.shape, arguments.work, arguments.tokenizer, setting.say)
-        folder = checkpoint.parent
+        work = checkpoint.parent
     num_bytes = sum(p.stat().st_size for p in checkpoint.iterdir() if p.suffix in (".safetensors", ".bin"))
     out = []
     for peer in peers:
@@ -117,29 +139,43 @@ def entries(
         if not any(formats.values()):
             found.skip(peer.name, f"it has no format for {', '.join(arguments.precisions)}")
             continue
-        given: dict[str, dict[str, Any]] = {f: {"checkpoint": str(checkpoint)} for fs in formats.values() for f in fs}
         try:
-            if peer.wants == "gguf":
-                made = files.ensure_gguf(
-                    checkpoint,
-                    folder,
-                    list(given),
-                    convert=arguments.convert,
-                    convert_python=arguments.convert_python,
-                    quantize_python=setting.pythons[peer.name],
-                    threads=arguments.threads,
-                    say=setting.say,
-                )
-                given = {f: {"gguf": str(path)} for f, path in made.items()}
-            elif peer.wants == "checkout":
-                given = {f: o | {"checkout": str(arguments.gpt_fast_path)} for f, o in given.items()}
+            paths = model_files(peer, [f for fs in formats.values() for f in fs], checkpoint, work, arguments, setting)
         except files.FilesError as error:
             found.skip(peer.name, error)
             setting.say(f"skipped {peer.name}: {error}")
             continue
+        extra = {"checkout": folders[peer.name]} if peer.checkout else {}
         for precision, names in formats.items():
-            out += [rounds.Entry(peer, precision, f, peer.num_bytes(f, num_bytes), given[f]) for f in names]
+            for f in names:
+                told = {peer.wants: str(paths[f]), **extra}
+                out.append(rounds.Entry(peer, precision, f, peer.num_bytes(f, num_bytes), told))
     return out
+
+
+def model_files(
+    peer: registry.Peer,
+    formats: Sequence[str],
+    checkpoint: Path,
+    work: Path,
+    arguments: argparse.Namespace,
+    setting: rounds.Setting,
+) -> dict[str, Path]:
+    """What the peer loads, by format; made in ``work`` where it is not there yet. Raises FilesError."""
+    if peer.wants == "gguf":
+        return files.ensure_gguf(
+            checkpoint,
+            work,
+            formats,
+            convert=arguments.convert,
+            convert_python=arguments.convert_python,
+            quantize_python=setting.pythons[registry.LLAMA_CPP],
+            threads=arguments.threads,
+            say=setting.say,
+        )
+    if peer.wants == "openvino":
+        return files.ensure_openvino(checkpoint, work, formats, setting.pythons[peer.name], setting.say)
+    return dict.fromkeys(formats, checkpoint)
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -148,24 +184,18 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     for precision in arguments.precisions:
         if precision not in registry.PRECISIONS:
             raise ValueError(f"precision {precision!r} is not one of {', '.join(registry.PRECISIONS)}")
-    for peer in peers:
-        if peer.wants == "checkout" and not (
-            arguments.gpt_fast_path and (arguments.gpt_fast_path / "generate.py").is_file()
-        ):
-            raise ValueError(
-                f"--gpt-fast-path: {peer.name} needs its checkout, the folder of generate.py: {peer.install}"
-            )
     if arguments.rounds < 1 or arguments.threads < 1:
         raise ValueError("rounds and threads must be at least 1")
     if arguments.checkpoint is not None and not (arguments.checkpoint / "config.json").is_file():
         raise ValueError(f"--checkpoint: there is no config.json in {arguments.checkpoint}")
+    folders = checkouts(peers, arguments.checkout)
     plan = measures.plan(arguments.batch, arguments.prompt_tokens, arguments.new_tokens, arguments.contexts)
     if arguments.plot:
         from gpt_fast.bench import plots
 
         plots.check(arguments.plot)
     setting = rounds.Setting(
-        pythons(arguments.python),
+        dict.fromkeys(registry.REGISTRY, sys.executable) | by_peer("--python", arguments.python),
         arguments.threads,
         arguments.rounds,
         arguments.work / "logs",
@@ -175,7 +205,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     found = rounds.Found()
     versions = rounds.check(peers, setting, found)
     usable = [peer for peer in peers if peer.name in versions]
-    chosen = entries(usable, arguments, found, setting)
+    chosen = entries(usable, arguments, folders, found, setting)
     if registry.OURS not in versions or {entry.peer.name for entry in chosen} <= {registry.OURS}:
         reasons = "".join(f"\n  {skip['what']}: {skip['reason']}" for skip in found.skipped)
         raise ValueError(f"there is nothing to compare{reasons}")

@@ -10,6 +10,7 @@ answered it before. Demanded of the server:
 
   no 5xx but refusals with Retry-After (and 504 where the request itself set a time limit)
   every answer arrives whole; requests that are right are served; the same request gets the same answer
+  the tokens of a text make that text again
   no path of its machine and no traceback in any answer
   for the good client no wrong byte, and a worst latency under 1 s
   the worker's memory flat to 2 % from the second minute (judged from three minutes on, on the same machine)
@@ -38,7 +39,8 @@ from fuzzing import report  # noqa: E402
 from fuzzing.campaign import Campaign  # noqa: E402
 from fuzzing.client import fire  # noqa: E402
 from fuzzing.generator import Generator  # noqa: E402
-from fuzzing.judge import faults, normal  # noqa: E402
+from fuzzing.judge import BACK, faults, normal  # noqa: E402
+from fuzzing.round_trip import lost  # noqa: E402
 from fuzzing.shot import Target  # noqa: E402
 from fuzzing.worker import WorkerGoneError  # noqa: E402
 
@@ -89,7 +91,9 @@ async def replay(target: Target, seed: int, index: int) -> int:
         seen.add(normal(answer))
         print(f"\n-> {answer.status} {answer.content_type} {answer.took_s:.3f} s {answer.fault}{' gone' * answer.gone}")
         print(answer.body[:3000].decode("utf-8", "replace"))
-        for demand, what in faults(shot, answer):
+        found = list(faults(shot, answer))
+        found += [(BACK, what) for what in [await lost(target, shot, answer)] if what]
+        for demand, what in found:
             print(f"BROKEN: {demand}: {what}")
             bad = True
     if shot.same and len(seen) > 1:

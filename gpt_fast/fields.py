@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from gpt_fast.errors import RequestError
 
 Kind = Callable[[Any, str], Any]  # (value, name of the field) -> value
 
+MAX_DEPTH = 200  # of values inside values; Python's JSON writer gives up somewhere below 1000
 _INT_LIMIT = 2**64  # beyond the range of every field; float() and str() fail on much larger ones
 
 
@@ -183,15 +185,22 @@ def check_fields(instance: Any) -> None:
 
 
 def values_in(value: object) -> Iterator[object]:
-    """``value`` and everything in it except keys. Not recursive: JSON may be nested as deeply as its parser allows."""
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        yield item
-        if isinstance(item, Mapping):
-            pending += item.values()
-        elif isinstance(item, (list, tuple)):
-            pending += item
+    """``value`` and everything in it except keys."""
+    for level in _levels(value):
+        yield from level
+
+
+def _levels(value: object) -> Iterator[list[object]]:
+    """``value`` alone, then what is in it, then what is in that, and so on. Not recursive: JSON may be nested as deeply
+    as its parser allows."""
+    level = [value]
+    while level:
+        yield level
+        level = [inner for item in level for inner in _inside(item)]
+
+
+def _inside(item: object) -> Iterable[object]:
+    return item.values() if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else ()
 
 
 def texts_of(item: object) -> Iterable[str]:
@@ -211,17 +220,28 @@ def check_text(text: str, name: str) -> None:
 
 
 def check_values(value: object, name: str) -> tuple[int, int]:
-    """How many values and how many characters ``value`` holds. Raises RequestError if it holds half of a surrogate
-    pair, or an integer of more than 64 bits."""
+    """How many values and how many characters ``value`` holds. Raises RequestError for what cannot be written as JSON
+    again everywhere: half of a surrogate pair, a number that is not finite or has more than 64 bits, and values inside
+    values MAX_DEPTH times."""
     num_values = num_chars = 0
-    for item in values_in(value):
-        num_values += 1
-        for text in texts_of(item):
-            check_text(text, name)
-            num_chars += len(text)
-        if isinstance(item, int) and abs(item) >= _INT_LIMIT:
-            raise RequestError(f"{name} holds a number of more than 64 bits", name)
+    for depth, level in enumerate(_levels(value)):
+        if depth > MAX_DEPTH:
+            raise RequestError(f"{name} is nested too deeply: at most {MAX_DEPTH} levels are allowed", name)
+        num_values += len(level)
+        for item in level:
+            num_chars += _check_value(item, name)
     return num_values, num_chars
+
+
+def _check_value(item: object, name: str) -> int:
+    """How many characters ``item`` itself shows."""
+    if isinstance(item, int) and abs(item) >= _INT_LIMIT:
+        raise RequestError(f"{name} holds a number of more than 64 bits", name)
+    if isinstance(item, float) and not math.isfinite(item):
+        raise RequestError(f"{name} holds a number that is not finite", name)
+    for text in texts_of(item):
+        check_text(text, name)
+    return sum(map(len, texts_of(item)))
 
 
 def unknown(name: str, known: Iterable[str], what: str = "field", where: str = "") -> str:

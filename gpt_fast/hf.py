@@ -13,13 +13,12 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpt_fast.checkpoint.download import download
+from gpt_fast.checkpoint.download import find
 from gpt_fast.config import EngineConfig
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
@@ -224,7 +223,7 @@ class FastModel(nn.Module):
 
 
 def _load(model_name: str, quantize: str | None, *, device: str, dtype: str) -> FastModel:
-    opened = open_checkpoint(model_name if Path(model_name).exists() else download(model_name))
+    opened = open_checkpoint(find(model_name))
     where = choose_placement(opened.num_parameters, opened.stored_dtype, device=device, dtype=dtype)
     check_weights(opened.num_bytes(where.dtype, quantize), where.device)
     how: dict[str, Any] = {"quantize": quantize, "progress": True, "column_major": where.column_major}

@@ -391,6 +391,7 @@ class LLM:
             "warm_up_s": round(self.warm_up_s, 3),
             "running": len(scheduler.running),
             "waiting": self.engine.num_waiting,
+            "since_last_step_s": round(self.engine.since_last_step_s, 3),
             "pages_used": scheduler.pages.num_used,
             "pages_total": scheduler.pages.num_pages - 1,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -159,6 +160,12 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def pattern(self) -> str | None:
+        """The regular expression that ``regex`` or ``choice`` asks for; None: neither does."""
+        # More than 2,000 alternatives of a grammar would exceed a limit of the parser.
+        return self.regex if self.choice is None else "|".join(map(re.escape, self.choice))
 
     @property
     def grammar_field(self) -> str | None:

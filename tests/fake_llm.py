@@ -44,7 +44,7 @@ class FakeLLM:
         scheduler = SimpleNamespace(running=[], num_preemptions=0, max_batch=8, pages=PageAllocator(2, 1))
         self.engine = SimpleNamespace(
             scheduler=scheduler, speculation=None, num_waiting=0, max_waiting=None,
-            changed=changed, begun_or_ended=changed,
+            since_last_step_s=0.0, changed=changed, begun_or_ended=changed,
         )  # fmt: skip
         self.handles: list[FakeHandle] = []
         self.silent = False  # of the handles to come

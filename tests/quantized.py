@@ -9,6 +9,22 @@ from gpt_fast.kernels.reference import dequantize_int4
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 
 
+def noisy_rows(n: int, k: int, seed: int = 0) -> Tensor:
+    """Random weights, float32 [n, k], some of them far from the others, in rows that take turns: as they are; with
+    whole numbers, where two codes are as near; all below 0; mostly zeros; constant; too small and too large to square;
+    with zeros alone."""
+    g = torch.Generator().manual_seed(seed)
+    rows = 0.02 * torch.randn(n, k, generator=g) * torch.randn(n, k, generator=g).exp()
+    rows[1::8] = torch.randint(-9, 10, rows[1::8].shape, generator=g).float()
+    rows[2::8] = -1 - rows[2::8].abs()
+    rows[3::8] *= torch.rand(rows[3::8].shape, generator=g) < 0.02
+    rows[4::8] = -0.37
+    rows[5::8] *= 1e-37
+    rows[6::8] *= 1e37
+    rows[7::8] = 0
+    return rows
+
+
 def dequantized(layer: nn.Module) -> Tensor:
     """The weight that ``layer`` multiplies with, float32 [N, K]."""
     if isinstance(layer, SplitLinear):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.files import belongs
 from gpt_fast.errors import ConfigError
 from gpt_fast.serve.archive import build_archive, set_key
@@ -179,6 +180,89 @@ def test_a_draft_that_is_nowhere_is_asked_for(checkpoint: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"^draft: .*nowhere does not exist"):
         pack(checkpoint, tmp_path, config=speculative, draft=tmp_path / "nowhere")
     assert not (tmp_path / "store").exists()
+
+
+# ---- LoRA adapters --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Path:
+    """A folder of two adapters of the same name, beside what PEFT and others leave there."""
+    for style in ("calm", "loud"):
+        folder = tmp_path / "styles" / style / "adapter"
+        (folder / "checkpoint-10").mkdir(parents=True)
+        for name in ("adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json", "notes.txt"):
+            (folder / name).write_text(f"{style}: {name}")
+    return tmp_path / "styles"
+
+
+ADAPTER_FILES = ("README.md", "adapter_config.json", "adapter_model.safetensors")
+
+
+@needs_archiver
+@pytest.mark.parametrize(("archive_format", "file"), [("no-archive", "m"), ("zip-store", "m.mar"), ("tgz", "m.tar.gz")])
+def test_adapters_are_packed_with_their_weights(
+    checkpoint: Path, adapters: Path, tmp_path: Path, archive_format: str, file: str
+) -> None:
+    said: list[str] = []
+    lora = {str(adapters / "loud" / "adapter"): 0.5, str(adapters / "calm" / "adapter"): 1.0}
+    options: dict[str, Any] = {"lora": lora, "archive_format": archive_format, "say": said.append}
+    archive = build_archive(checkpoint, name="m", output=tmp_path / "store", **options)
+    assert archive == tmp_path / "store" / file
+    inside = {name for name in names(archive) if name.startswith("lora/")}
+    assert inside == {f"lora/{i}/{name}" for i in (1, 2) for name in ADAPTER_FILES}
+    assert said[1:] == [f"left out of lora/{i}: checkpoint-10/, notes.txt, tokenizer.json" for i in (1, 2)]
+    if archive.is_dir():
+        shutil.rmtree(adapters)
+        assert (archive / "lora" / "1" / "adapter_model.safetensors").read_text().startswith("loud")
+        settings = read_settings({"handler": handler_of(archive)}, archive)
+        assert settings.engine["lora"] == {str(archive / "lora" / "1"): 0.5, str(archive / "lora" / "2"): 1.0}
+
+
+@needs_archiver
+def test_an_adapter_that_the_configuration_names_by_a_relative_path_comes_along(
+    checkpoint: Path, adapters: Path, tmp_path: Path
+) -> None:
+    config, options = adapters / "c.yaml", {"name": "m", "output": tmp_path / "store"}
+    config.write_text("handler:\n    lora:\n        calm/adapter: 0.5\n        /on/the/other/machine: 2\n")
+    archive = build_archive(checkpoint, config=config, **options)  # type: ignore[arg-type]
+    assert handler_of(archive)["lora"] == {"lora/1": 0.5, "/on/the/other/machine": 2}
+    assert (archive / "lora" / "1" / "adapter_config.json").is_file()
+    archive = build_archive(checkpoint, config=config, by_reference=True, **options)  # type: ignore[arg-type]
+    assert handler_of(archive)["lora"] == {str(adapters / "calm" / "adapter"): 0.5, "/on/the/other/machine": 2}
+    assert not (archive / "lora").exists()
+    config.write_text("handler:\n    lora:\n    - /on/the/other/machine\n")  # left as it was written
+    archive = build_archive(checkpoint, config=config, **options)  # type: ignore[arg-type]
+    assert handler_of(archive)["lora"] == ["/on/the/other/machine"]
+
+
+def test_what_is_no_adapter_is_not_packed(checkpoint: Path, adapters: Path, tmp_path: Path) -> None:
+    config, folder = tmp_path / "c.yaml", adapters / "calm" / "adapter"
+    config.write_text("handler:\n    lora: nowhere\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml: lora 'nowhere' .* does not exist.*Name the adapter with --lora"):
+        pack(checkpoint, tmp_path, config=config)
+    with pytest.raises(ConfigError, match=r"^lora: .*nowhere does not exist"):
+        pack(checkpoint, tmp_path, lora={"nowhere": 1.0})
+    (folder / "adapter_model.safetensors").unlink()
+    for by_reference in (False, True):
+        with pytest.raises(ConfigError, match=r"adapter has no adapter_model\.safetensors or adapter_model\.bin"):
+            pack(checkpoint, tmp_path, lora={str(folder): 1.0}, by_reference=by_reference)
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json; name the folder"):
+        pack(checkpoint, tmp_path, lora={str(checkpoint): 1.0})
+    assert not (tmp_path / "store").exists()
+
+
+@needs_archiver
+def test_the_command_packs_an_adapter_that_the_checkpoint_takes(tmp_path: Path) -> None:
+    data = ROOT / "tests" / "data"
+    arguments = ["--checkpoint", data / "models" / "stories260K_hf", "--output", tmp_path]
+    done = archive_command(*arguments, "--lora", f"{data / 'adapters' / 'stories260K_peft'}=0.5")
+    assert done.returncode == 0, done.stderr
+    archive = Path(done.stdout.strip())
+    settings = read_settings(yaml.safe_load((archive / "model_config.yaml").read_text()), archive)
+    assert settings.engine["lora"] == {str(archive / "lora" / "1"): 0.5}
+    opened = Checkpoint.open(settings.checkpoint).with_adapters(settings.engine["lora"])
+    assert [adapter.weight for adapter in opened.adapters] == [0.5]
 
 
 @needs_archiver
@@ -441,6 +525,9 @@ def test_the_script_is_the_same(checkpoint: Path, draft: Path, tmp_path: Path) -
         ("handler:\n  # note\n  a: 1\n", 'handler:\n  checkpoint: "c"\n  # note\n  a: 1\n'),
         ("handler:\n\n# checkpoint: x\nb: 1\n", 'handler:\n    checkpoint: "c"\n\n# checkpoint: x\nb: 1\n'),
         ("handler:\n  a: 1\nb:\n  checkpoint: x\n", 'handler:\n  checkpoint: "c"\n  a: 1\nb:\n  checkpoint: x\n'),
+        ("handler:\n  checkpoint:\n    x: 1\n\n  a: 1\n", 'handler:\n  checkpoint: "c"\n\n  a: 1\n'),
+        ("handler:\n  a:\n    checkpoint: x\n", 'handler:\n  checkpoint: "c"\n  a:\n    checkpoint: x\n'),
+        ("handler:\n  checkpoint:\n  - x\n  - y\n  a: 1\n", 'handler:\n  checkpoint: "c"\n  a: 1\n'),
         ("minWorkers: 1\n", 'minWorkers: 1\nhandler:\n    checkpoint: "c"\n'),
         ("", 'handler:\n    checkpoint: "c"\n'),
     ],

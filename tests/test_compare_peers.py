@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 import statistics
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sentencepiece
 import torch
+from safetensors.torch import load_file
 
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
@@ -22,7 +26,7 @@ from gpt_fast.model.description import describe
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import compare_peers
-from peers import files, gguf_file, llamacpp, registry, report, rounds
+from peers import contexts, files, gguf_file, ikllama, openvino, registry, report, rounds
 from peers.measures import Measure, plan
 from peers.process import Worker, WorkerError
 from peers.registry import Peer
@@ -300,7 +304,9 @@ def gguf(path: Path, sizes: dict[str, int]) -> Path:
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
 
-    values = [text("general.name") + struct.pack("<I", 8) + text("tiny")]
+    values = [text("general.architecture") + struct.pack("<I", 8) + text("tiny")]
+    counts = {"block_count": 3, "embedding_length": 64, "attention.head_count": 4, "attention.head_count_kv": 2}
+    values += [text(f"tiny.{key}") + struct.pack("<II", 4, count) for key, count in counts.items()]
     values.append(text("general.alignment") + struct.pack("<II", 4, 64))
     values.append(text("words") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc"))
     header = b"GGUF" + struct.pack("<IQQ", 3, len(sizes), len(values)) + b"".join(values)
@@ -315,13 +321,14 @@ def gguf(path: Path, sizes: dict[str, int]) -> Path:
 def test_bytes_per_token_of_a_gguf_file(tmp_path: Path) -> None:
     sizes = {"token_embd.weight": 640, "blk.0.attn_q.weight": 128, "output.weight": 320}
     path = gguf(tmp_path / "a.gguf", sizes)
-    assert gguf_file.tensor_bytes(path) == sizes
+    assert gguf_file.read_header(path)[1] == sizes
+    assert gguf_file.kv_bytes_per_token(path, 2) == 3 * 2 * (16 + 16) * 2
     assert gguf_file.bytes_per_token(path) == 128 + 320
     del sizes["output.weight"]  # the head is the embedding: all of it is read
     assert gguf_file.bytes_per_token(gguf(tmp_path / "b.gguf", sizes)) == 640 + 128
     path.write_bytes(b"not one")
     with pytest.raises(ValueError, match="not a GGUF file"):
-        gguf_file.tensor_bytes(path)
+        gguf_file.read_header(path)
 
 
 def test_the_made_up_tokenizer_has_every_id() -> None:
@@ -337,6 +344,9 @@ def test_a_checkpoint_of_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytes
     for _ in range(2):
         made = files.ensure_checkpoint("tiny", tmp_path, None, said.append)
     assert sorted(path.name for path in made.iterdir()) == ["config.json", "model.safetensors", "tokenizer.model"]
+    weights = load_file(made / "model.safetensors")
+    first, second = (weights[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in (0, 1))
+    assert not first.equal(second)  # a peer that keeps equal matrices once would read half of them from caches
     assert len(said) == 1
 
 
@@ -354,32 +364,168 @@ def test_gguf_files_are_made_once_and_by_the_converter(tmp_path: Path) -> None:
         made = files.ensure_gguf(source, out, ["BF16"], convert=convert, say=said.append, **common)
     assert made["BF16"].read_text() == "{}"
     assert len(said) == 1
-    with pytest.raises(files.FilesError, match=r"(?s)quantizing to Q4_0 ended with status 1.*llama_cpp"):
+    with pytest.raises(files.FilesError, match=r"(?s)quantizing to Q4_0 .*--python.* ended with status 1.*llama_cpp"):
         files.ensure_gguf(source, out, ["BF16", "Q4_0"], convert=None, say=said.append, **common)
     with pytest.raises(files.FilesError, match=r"pip download.*llama-cpp-python"):
         files.ensure_gguf(source, tmp_path / "other", ["BF16"], convert=None, say=said.append, **common)
 
 
-def test_llama_cpp_keeps_the_faster_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[bool] = []
+class FakeContext:
+    """Notes what is computed; a step takes it ``step_s`` on its own clock."""
 
-    class Context:
-        def __init__(self, lib: Any, model: Any, measure: Measure, threads: int, flash: bool) -> None:
-            self.flash, self.faster = flash, (measure == LONG) == flash
+    num_vocab = 32
+    clock_s = 0.0
+    calls: list[list[contexts.Row]]
 
-        def run(self) -> float:
-            return 1.0 if self.faster else 2.0
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.step_s, self.calls, self.closed = step_s, [], False
+        self.cached: dict[int, list[int]] = {}
 
-        def close(self) -> None:
-            closed.append(self.flash)
+    def decode(self, rows: Any) -> None:
+        FakeContext.clock_s += self.step_s
+        self.calls.append(list(rows))
+        for token, position, sequence, _ in rows:
+            assert position == len(self.cached.setdefault(sequence, []))  # no gap, nothing twice
+            self.cached[sequence].append(token)
 
-    monkeypatch.setattr(llamacpp, "Context", Context)
-    subject = llamacpp.LlamaCpp.__new__(llamacpp.LlamaCpp)
-    subject.lib = subject.model = None
-    subject.threads, subject.contexts, subject.flash = 1, {}, {}
-    assert [subject.measure(m) for m in (LONG, DECODE, LONG)] == [1.0, 1.0, 1.0]
-    assert closed == [False, True]
-    assert {name: chosen["on"] for name, chosen in subject.flash.items()} == {"decode at 64": True, "decode": False}
+    def likeliest(self, row: int) -> int:
+        assert self.calls[-1][row][3], "its logits were not wanted"
+        return (self.calls[-1][row][0] + 1) % self.num_vocab
+
+    def forget(self, sequence: int, position: int) -> None:
+        del self.cached[sequence][position:]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_run_computes_what_its_measure_says() -> None:
+    together = FakeContext()
+    run = contexts.Run(together, TOGETHER)
+    for _ in range(2):  # the prompts stay in the cache, what was decoded does not
+        del together.calls[:]
+        run.seconds()
+        assert [[row[1] for row in rows] for rows in together.calls] == [[p] * 8 for p in (6, 7, 8, 9)]
+        first, second = together.calls[:2]
+        assert [row[0] for row in second] == [(row[0] + 1) % 32 for row in first]  # greedy
+        assert {sequence: len(tokens) for sequence, tokens in together.cached.items()} == dict.fromkeys(range(8), 6)
+    alone = FakeContext()
+    contexts.Run(alone, Measure("prefill", 1, 700)).seconds()
+    assert [len(rows) for rows in alone.calls] == [512, 188]
+    assert [row[3] for rows in alone.calls for row in rows] == [False] * 699 + [True]
+    assert alone.cached == {0: []}
+
+
+def test_the_fastest_way_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "time", SimpleNamespace(perf_counter=lambda: FakeContext.clock_s))
+    opened: list[tuple[str, FakeContext]] = []
+
+    def way(name: str, decode_s: float, prefill_s: float) -> Any:
+        def open_context(measure: Measure) -> FakeContext:
+            opened.append((name, FakeContext(prefill_s if measure.kind == "prefill" else decode_s)))
+            return opened[-1][1]
+
+        return open_context
+
+    runs = contexts.FastestRuns({"a": way("a", 1, 3), "b": way("b", 2, 1), "c": way("c", 3, 2)})
+    assert [runs.measure(m) for m in (DECODE, PREFILL, DECODE)] == [4.0, 1.0, 4.0]
+    assert [name for name, _ in opened] == list("abcabc")
+    assert [context.closed for _, context in opened] == [False, True, True, True, False, True]
+    assert {name: note["chosen"] for name, note in runs.notes.items()} == {"decode": "a", "prefill 24": "b"}
+
+
+def test_ik_llama_cpp_is_compiled_against_its_own_header(tmp_path: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    with pytest.raises(RuntimeError, match=r"ik_shim.c does not compile with the llama.h of .*nowhere.*\n.*llama.h"):
+        ikllama.compile_shim(tmp_path / "nowhere")
+
+
+class Node:
+    """As much of a node of OpenVINO's graph as counting needs."""
+
+    def __init__(self, kind: str, *inputs: Node, num_bytes: int = 0) -> None:
+        self.kind, self.inputs, self.num_bytes = kind, inputs, num_bytes
+
+    def get_type_name(self) -> str:
+        return self.kind
+
+    def get_friendly_name(self) -> str:
+        return str(id(self))
+
+    def get_byte_size(self) -> int:
+        return self.num_bytes
+
+    def get_node(self) -> Node:
+        return self
+
+    def input_value(self, index: int) -> Node:
+        return self.inputs[index]
+
+    def input_values(self) -> tuple[Node, ...]:
+        return self.inputs
+
+
+def rounded(num_bytes: int) -> Node:
+    """A stored weight with its scales: (weight - zero point) * scale."""
+    weight, zero, scale = (Node("Constant", num_bytes=n) for n in (num_bytes, 1, 2))
+    return Node("Multiply", Node("Subtract", Node("Convert", weight), Node("Convert", zero)), scale)
+
+
+def graph(*nodes: Node) -> Any:
+    return SimpleNamespace(get_ops=lambda: nodes)
+
+
+def test_bytes_per_token_of_an_openvino_model() -> None:
+    table, weight = rounded(1000), rounded(300)
+    hidden = Node("MatMul", Node("Gather", table, Node("Parameter")), weight)
+    scores = Node("MatMul", hidden, Node("Concat", hidden))  # activations alone: nothing is stored
+    assert openvino.weight_bytes(graph(table, weight, hidden, scores)) == 303
+    untied, tied = Node("MatMul", scores, rounded(1000)), Node("MatMul", scores, table)
+    assert openvino.weight_bytes(graph(table, weight, hidden, scores, untied)) == 303 + 1003
+    assert openvino.weight_bytes(graph(table, weight, hidden, scores, tied, tied)) == 303 + 1003
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_openvino_does_not_run_on_equal_matrices(equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    class Model:
+        model = graph(*(Node("MatMul", Node("Parameter"), rounded(300)) for _ in range(2)))
+
+        @staticmethod
+        def from_pretrained(checkpoint: str, **options: Any) -> Model:
+            asked.update(options)
+            return Model()
+
+        def save_pretrained(self, folder: Path) -> None:
+            folder.mkdir()
+            (folder / "openvino_model.bin").write_bytes(bytes(303 if equal else 606))
+
+    intel = SimpleNamespace(OVModelForCausalLM=Model)
+    monkeypatch.setattr(openvino, "importlib", SimpleNamespace(import_module=lambda name: intel))
+    if equal:
+        with pytest.raises(RuntimeError, match="stored 303 of 606 bytes"):
+            openvino.export("weights", str(tmp_path / "made"), "int4")
+    else:
+        openvino.export("weights", str(tmp_path / "made"), "int4")
+        assert asked["quantization_config"]["group_size"] == 32
+    assert (tmp_path / "made").is_dir() is not equal
+
+
+def test_openvino_that_is_not_installed_is_told(tmp_path: Path) -> None:
+    if importlib.util.find_spec("openvino") or importlib.util.find_spec("optimum"):
+        pytest.skip("it is installed")
+    found = rounds.Found()
+    assert not rounds.check([registry.REGISTRY["openvino"]], setting(tmp_path, []), found)
+    (skip,) = found.skipped
+    assert "no module openvino" in skip["reason"]
+    assert "pip install openvino optimum-intel nncf" in skip["reason"]
+    with pytest.raises(files.FilesError, match=r"(?s)exporting to OpenVINO's int8 ended with status 1.*optimum"):
+        files.ensure_openvino(tmp_path, tmp_path / "made", ["int8"], sys.executable, print)
+    (tmp_path / "made" / "openvino-int8").mkdir()
+    made = files.ensure_openvino(tmp_path, tmp_path / "made", ["int8"], "no-python", print)  # nothing is run
+    assert made == {"int8": tmp_path / "made" / "openvino-int8"}
 
 
 # The command.
@@ -433,15 +579,17 @@ def test_the_command_compares_skips_and_reports(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--peers", "vllm"], "peer 'vllm' is not known; known: llama.cpp, transformers"),
+        (["--peers", "vllm"], "peer 'vllm' is not known; known: llama.cpp, ik_llama.cpp"),
         (["--precisions", "fp3"], "precision 'fp3' is not one of bf16, int8, int4"),
-        (["--python", "llama=x"], "--python 'llama=x' is not PEER=FILE"),
+        (["--python", "llama=x"], "--python 'llama=x' is not PEER=PATH"),
         (["--rounds", "0"], "at least 1"),
         (["--checkpoint", "nowhere"], "no config.json in nowhere"),
         (["--plot", "peers.doc"], "must end in one of .png"),
         (["--peers", "absent"], "pip install absent"),
         (["--peers", "fake", "--precisions", "int4"], "fake: it has no format for int4"),
-        (["--peers", "gpt-fast"], "--gpt-fast-path"),
+        (["--peers", "gpt-fast"], "--checkout gpt-fast=DIR: gpt-fast needs its checkout, the folder of generate.py"),
+        (["--peers", "ik_llama.cpp", "--checkout", "ik_llama.cpp=nowhere"], "the folder of build/src/libllama.so: git"),
+        (["--checkout", "nowhere"], "--checkout 'nowhere' is not PEER=PATH"),
         (["--peers", "fake", "--python", "fake=no-such-python"], "no-such-python does not start"),
     ],
 )

@@ -210,3 +210,35 @@ def test_times_follow_the_machine_and_every_number_of_rows() -> None:
     times.note(1, 100.0)  # a hiccup
     assert times[1] < 3.0
     assert times[17] > times[16]
+
+
+def test_a_few_right_first_drafts_are_enough_to_try_later_ones() -> None:
+    """What the first is worth says what the next are worth, until something else is known of them."""
+
+    def step(rows: int) -> float:
+        return {4: 39, 8: 49}.get(rows, 49 + 3.25 * (rows - 8) if rows > 8 else 10 * rows)
+
+    controller, requests = World(step, None, noise=0).controller(), [request() for _ in range(4)]
+    asked = [Asked(r, 4) for r in requests]
+    for _ in range(8):
+        controller.observe(4, has_drafts=False, seconds=0.039)
+    assert sum(controller.choose(asked)) == 4
+    for i in range(20):  # of first drafts nine in ten are right
+        controller.note(requests[i % 4], 1, i % 10 > 0)
+    assert sum(controller.choose(asked)) > 8  # with a guess of 0.6 for each of the later ones it would be 8
+
+
+def test_a_request_whose_drafts_are_suddenly_wrong_costs_little() -> None:
+    world = World(int8, None)
+    controller = world.controller()
+    world.run(300, lambda step: 1, lambda step, i: 0.9, controller)
+    r = request()
+    for _ in range(60):
+        controller.choose([Asked(r, MOST)])
+        controller.note(r, MOST, MOST)
+    rows = []
+    for _ in range(40):
+        drafts = sum(controller.choose([Asked(r, MOST)]))
+        controller.note(r, drafts or MOST, 0)  # what is not verified is judged all the same
+        rows.append(1 + drafts)
+    assert sum(map(world.step, rows)) < 1.12 * 40 * world.step(1), rows

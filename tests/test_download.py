@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +17,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import torch
+from gguf_files import write_model
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.download import choose, download
+from gpt_fast.checkpoint.download import choose, download, find, find_local
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import DownloadError
+from gpt_fast.gguf import all_parts
 from gpt_fast.model.building import random_model
 
 COMMIT = "a" * 40
@@ -155,6 +160,64 @@ def test_the_needed_files_and_no_others(where: str, hub: Hub, checkpoint: dict[s
     assert hub.served == []  # a second time finds everything
 
 
+@pytest.fixture
+def gguf_files(tmp_path: Path) -> dict[str, bytes]:
+    """The files of a repository with GGUF models: one that can be read, and one in parts."""
+    save_checkpoint(random_model(TINY, torch.float32), tmp_path / "source")
+    tiny = write_model(tmp_path / "source", tmp_path / "tiny.gguf").read_bytes()
+    parts = {f"big/Q8-{i:05}-of-00002.gguf": b"part %d" % i for i in (1, 2)}
+    return {"tiny-Q8_0.gguf": tiny, "LICENSE": b"free", "README.md": b"", "imatrix.dat": b"", **parts}
+
+
+@pytest.mark.parametrize("where", ["cache", "directory"])
+def test_a_gguf_file(where: str, hub: Hub, gguf_files: dict[str, bytes], tmp_path: Path) -> None:
+    hub.repos["some/model-GGUF"] = gguf_files
+    out = tmp_path / "out" if where == "directory" else None
+    path = download("some/model-GGUF", "tiny-Q8_0.gguf", out_dir=out, endpoint=hub.url)
+    assert sorted(hub.served) == ["LICENSE", "tiny-Q8_0.gguf"]
+    assert path.name == "tiny-Q8_0.gguf"
+    assert out is None or path == out.resolve() / path.name
+    assert Checkpoint.open(path).config.family == "llama"
+    hub.served.clear()
+    assert download("some/model-GGUF", "tiny-Q8_0.gguf", out_dir=out, endpoint=hub.url) == path
+    assert hub.served == []
+
+
+@pytest.mark.parametrize("named", [1, 2])
+def test_a_gguf_model_in_several_files_comes_whole(named: int, hub: Hub, gguf_files: dict[str, bytes]) -> None:
+    hub.repos["some/model-GGUF"] = gguf_files
+    path = download("some/model-GGUF", f"big/Q8-0000{named}-of-00002.gguf", endpoint=hub.url)
+    assert (path.parent.name, path.name) == ("big", "Q8-00001-of-00002.gguf")
+    assert [part.read_bytes() for part in all_parts(path)] == [b"part 1", b"part 2"]
+    assert "tiny-Q8_0.gguf" not in hub.served
+
+
+def test_gguf_files_that_are_not_there(hub: Hub, gguf_files: dict[str, bytes], checkpoint: dict[str, bytes]) -> None:
+    hub.repos["some/model-GGUF"], hub.repos["some/model"] = gguf_files, checkpoint
+    several = r"big/Q8-00001-of-00002\.gguf, tiny-Q8_0\.gguf$"
+    with pytest.raises(DownloadError, match=r"no weights in .*; of its GGUF files name one, such as " + several):
+        download("some/model-GGUF", endpoint=hub.url)
+    with pytest.raises(DownloadError, match=r"some/model-GGUF has no file tiny\.gguf; it has " + several):
+        download("some/model-GGUF", "tiny.gguf", endpoint=hub.url)
+    with pytest.raises(DownloadError, match=r"some/model has no file tiny\.gguf; it has no GGUF file"):
+        download("some/model", "tiny.gguf", endpoint=hub.url)
+    with pytest.raises(DownloadError, match=r"model\.safetensors is no GGUF file; without it the whole checkpoint"):
+        download("some/model", "model.safetensors", endpoint=hub.url)
+    del gguf_files["big/Q8-00002-of-00002.gguf"]
+    with pytest.raises(DownloadError, match=r"has no file big/Q8-00002-of-00002\.gguf"):
+        download("some/model-GGUF", "big/Q8-00001-of-00002.gguf", endpoint=hub.url)
+
+
+def test_the_command_prints_what_checkpoint_takes(hub: Hub, gguf_files: dict[str, bytes], tmp_path: Path) -> None:
+    hub.repos["some/model-GGUF"] = gguf_files
+    command = [sys.executable, "-m", "gpt_fast", "download", "some/model-GGUF", "tiny-Q8_0.gguf"]
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert Checkpoint.open(Path(done.stdout.strip())).config.family == "llama"
+    assert f"--checkpoint {done.stdout.strip()}" in done.stderr
+
+
 def test_a_revision(hub: Hub, checkpoint: dict[str, bytes]) -> None:
     hub.repos["some/model"] = checkpoint
     assert download("some/model", revision=COMMIT, endpoint=hub.url).name == COMMIT
@@ -186,6 +249,22 @@ def test_what_is_not_there(hub: Hub, checkpoint: dict[str, bytes]) -> None:
     hub.broken.add("some/model")
     with pytest.raises(DownloadError, match="the Hub answered 503"):
         download("some/model", endpoint=hub.url)
+
+
+def test_a_model_is_found_here_or_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetched(repo: str, file: str | None = None) -> Path:
+        return Path("/fetched", repo, file or "")
+
+    monkeypatch.setattr("gpt_fast.checkpoint.download.download", fetched)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    assert find("a") == find_local("a") == tmp_path / "a"
+    assert find("owner/name") == Path("/fetched/owner/name")
+    assert find("owner/name/q4/big-00001-of-00002.gguf") == Path("/fetched/owner/name/q4/big-00001-of-00002.gguf")
+    assert find_local("owner/name") is find_local("owner/name/model.gguf") is None
+    assert find("gpt2") == Path("/fetched/gpt2")
+    with pytest.raises(DownloadError, match="gpt2 does not exist, and is no name of the Hub"):
+        find_local("gpt2")
 
 
 def test_no_network(hub: Hub) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -102,6 +103,14 @@ def wait_until(llm: LLM, condition: Callable[[], bool]) -> None:
     """Wait for something that the engine does."""
     with llm.engine.changed:
         assert llm.engine.changed.wait_for(condition, HANG_S), "it did not happen"
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for something that nobody is told of."""
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
 
 
 def answers(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[tuple[int, ...]]:
@@ -234,6 +243,49 @@ def test_what_nobody_fetches_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPat
     wait_until(llm, lambda: handle.finished)
     assert handle.completion is not None
     assert handle.completion.finish_reason == "abort"
+    check_idle(llm)
+
+
+def test_the_time_since_the_last_step_tells_an_engine_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeModelLLM() as llm:
+        engine, execute, allowed = llm.engine, llm.engine.runner.execute, threading.Semaphore(0)
+        engine._moved -= 1000  # it has been idle for long
+        assert engine.since_last_step_s == 0
+
+        def braked(plan: Any) -> Any:
+            assert allowed.acquire(timeout=HANG_S)
+            return execute(plan)
+
+        monkeypatch.setattr(engine.runner, "execute", braked)
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        with engine.changed:  # the engine's thread cannot have woken
+            handles = [llm.submit([3], params)]
+            assert engine.since_last_step_s < 500, "the idle time counts as well"
+        eventually(lambda: bool(engine.scheduler.running))
+        engine._moved -= 1000  # as if this step had begun so long ago
+        handles.append(llm.submit([3], params))
+        assert engine.since_last_step_s >= 1000, "a request that comes is no step"
+        for _ in range(2):
+            allowed.release()
+        wait_until(llm, lambda: handles[1].has_begun)
+        assert engine.since_last_step_s < 500, "the first step has ended"
+        for _ in range(10):
+            allowed.release()
+        assert all(list(handle)[-1].finish_reason == "length" for handle in handles)
+        check_idle(llm)
+        assert engine.since_last_step_s == 0
+
+
+def test_requests_that_nobody_fetches_are_no_engine_that_stands_still(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpt_fast.engine.engine.ABANDONED_S", HANG_S)
+    handle = llm.submit([7, 8], SamplingParams(max_tokens=60, ignore_eos=True), max_uncollected=FEW)
+    eventually(lambda: handle.request.paused)
+    for _ in range(2):  # the first time a step may just be ending
+        llm.engine._moved -= 1000
+        eventually(lambda: llm.engine.since_last_step_s < 500)  # the engine wakes once a second
+    handle.cancel()
     check_idle(llm)
 
 

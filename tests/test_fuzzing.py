@@ -10,9 +10,11 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from fuzzing import bodies, report
 from fuzzing.campaign import Campaign
 from fuzzing.client import Answer, fire
-from fuzzing.fields import CHAT, COMPLETION, NATIVE, PROTOCOLS
+from fuzzing.fields import CHAT, COMPLETION, DETOKENIZE, LIMITS, NATIVE, PREDICT, PROTOCOLS, RESPONSE, TOKENIZE
 from fuzzing.generator import FOREIGN, KINDS, PAGES, Generator
 from fuzzing.judge import SAME, SECRET, SERVED, STATUS, WHOLE, faults, normal
+from fuzzing.round_trip import lost
 from fuzzing.shot import Shot, Target, message
 from fuzzing.values import Pairs, Raw, dump
 
 from gpt_fast.errors import RequestError
-from gpt_fast.serve.protocol import native, openai_fields
+from gpt_fast.serve import routes
+from gpt_fast.serve.protocol import native, openai_fields, responses_fields, token_routes
 from gpt_fast.serve.protocol.body import parse_json
-from gpt_fast.serve.protocol.openai_chat import parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
-from gpt_fast.serve.protocol.openai_completions import parse_completion
 from gpt_fast.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +98,10 @@ def test_every_field_of_the_package_is_sent_right_and_odd(shots: list[Shot]) -> 
     assert set(NATIVE) == set(native.FIELDS)
     assert set(COMPLETION) == set(openai_fields.COMPLETION)
     assert set(CHAT) == set(openai_fields.CHAT)
+    assert set(RESPONSE) == set(responses_fields.RESPONSE)
+    assert set(PREDICT) == set(native.FIELDS)
+    assert set(TOKENIZE) == set(token_routes.TOKENIZE)
+    assert set(DETOKENIZE) == set(token_routes.DETOKENIZE)
     for protocol, fields in PROTOCOLS.items():
         for kind in ("right", "odd"):
             sent = b"".join(s.data for s in shots if s.route == protocol and s.kind == kind)
@@ -107,16 +113,16 @@ def test_what_the_generator_calls_right_is_accepted() -> None:
     """Else the demand that right requests are served would ask for too much, or for nothing."""
     tokenizer = load_tokenizer(ROOT / "model_store" / "demo" / "target")
     context = OpenAIContext(models=("gpt-fast",), max_model_len=512, tokenizer=tokenizer)
-    parse: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "native": native.parse_request,
-        "v1/completions": lambda body: parse_completion(body, context),
-        "v1/chat/completions": lambda body: parse_chat(body, context),
+    parse: dict[str, Callable[[dict[str, Any]], object]] = {
+        **{name: partial(routes.parse, name, openai=context) for name in PROTOCOLS},
+        "tokenize": lambda body: token_routes.tokenize(body, context),
+        "detokenize": lambda body: token_routes.detokenize(body, context),
     }
     rng = random.Random(0)
     for _ in range(300):
         for protocol in PROTOCOLS:
             body = bodies.right(rng, protocol, "gpt-fast")
-            assert parse[protocol](json.loads(dump(body))).prompts
+            assert parse[protocol](json.loads(dump(body)))
 
 
 def test_requests_that_are_odd_are_mostly_refused_and_never_all() -> None:
@@ -214,6 +220,79 @@ def test_the_workers_own_paths_are_secrets() -> None:
     assert [demand for demand, _ in found] == [SECRET]
 
 
+LINES = {"content-type": "application/x-ndjson"}
+USAGE = {"input_tokens": 2, "output_tokens": 1, "total_tokens": 3}
+CONTRADICTION = b'{"error": {"message": "no token", "code": "contradiction"}}'
+
+
+def response(text: str = "a b", **changed: Any) -> dict[str, Any]:
+    """An answer of v1/responses."""
+    item = {"id": "msg_1", "type": "message", "status": "completed", "content": [{"type": "output_text", "text": text}]}
+    head = {"object": "response", "status": "completed", "error": None, "incomplete_details": None}
+    return {**head, "output": [item], "usage": USAGE, **changed}
+
+
+def named(*changed: tuple[int, dict[str, Any]], last: bool = True) -> bytes:
+    """A stream of v1/responses, with fields of the numbered events changed."""
+    events: list[dict[str, Any]] = [{"type": "response.created", "response": response(status="in_progress")}]
+    events += [{"type": "response.output_text.delta", "delta": piece, "output_index": 0} for piece in ("a ", "b")]
+    events += [{"type": "response.completed", "response": response()}] if last else []
+    numbered = [{"sequence_number": i, **event} for i, event in enumerate(events)]
+    for i, fields in changed:
+        numbered[i] |= fields
+    texts = [
+        f"event: {event['type']}\ndata: {json.dumps(each)}\n\n" for event, each in zip(events, numbered, strict=True)
+    ]
+    return "".join(texts).encode()
+
+
+@pytest.mark.parametrize(
+    ("route", "answer", "right"),
+    [
+        ("v1/responses", Answer(200, JSON, json.dumps(response()).encode()), True),
+        ("v1/responses", Answer(200, JSON, json.dumps(response(output=[])).encode()), False),
+        ("v1/responses", Answer(200, JSON, json.dumps(response(status="incomplete")).encode()), False),
+        ("v1/responses", Answer(200, JSON, json.dumps(response(usage={**USAGE, "total_tokens": 4})).encode()), False),
+        ("v1/responses", Answer(200, JSON, b'{"text": "another form"}'), False),
+        ("v1/responses", Answer(200, EVENTS, named()), True),
+        ("v1/responses", Answer(200, EVENTS, named(last=False)), False),
+        ("v1/responses", Answer(200, EVENTS, named()[:-1]), False),
+        ("v1/responses", Answer(200, EVENTS, named((2, {"sequence_number": 1}))), False),
+        ("v1/responses", Answer(200, EVENTS, named((2, {"type": "response.other"}))), False),
+        ("v1/responses", Answer(200, EVENTS, named((2, {"delta": "c"}))), False),
+        ("v1/responses", Answer(200, EVENTS, named((3, {"response": response(status="failed")}))), False),
+        ("v1/responses", Answer(200, EVENTS, named().replace(b"a b", "é".encode())), False),
+        (
+            "v1/responses",
+            Answer(200, EVENTS, b'event: error\ndata: {"type": "error", "sequence_number": 0}\n\n'),
+            False,
+        ),
+        ("tokenize", Answer(200, JSON, b'{"count": 2, "tokens": [5, 6], "token_strs": null}'), True),
+        ("tokenize", Answer(200, JSON, b'{"count": 3, "tokens": [5, 6], "token_strs": null}'), False),
+        ("tokenize", Answer(200, JSON, b'{"count": 2, "tokens": [5, 6], "token_strs": ["a"]}'), False),
+        ("tokenize", Answer(200, JSON, b'{"count": 2}'), False),
+        ("detokenize", Answer(200, JSON, b'{"prompt": "a"}'), True),
+        ("detokenize", Answer(200, JSON, b"{}"), False),
+        ("predict", Answer(200, JSON, b'"Once upon"'), True),
+        ("predict", Answer(200, JSON, b'"upon"'), False),
+        ("native", Answer(200, LINES, b'{"text": "a"}\n{"finish_reason": "stop"}\n'), True),
+        ("native", Answer(200, LINES, b'{"text": "a"}\n'), False),
+        ("native", Answer(200, LINES, b'{"text": "a"}\n{"finish_rea'), False),
+        ("native", Answer(200, LINES, b'{"text": "a"}\n' + CONTRADICTION), False),
+    ],
+)
+def test_an_answer_has_the_form_of_its_route(route: str, answer: Answer, right: bool) -> None:
+    shot = Shot(0, "right", route, b'POST / HTTP/1.1\r\n\r\n{"prompt": "Once"}', served=True)
+    assert {demand for demand, _ in faults(shot, answer)} == (set() if right else {WHOLE})
+
+
+@pytest.mark.parametrize("kind", [LINES, TEXT])
+def test_what_demands_the_impossible_may_fail_in_mid_stream(kind: dict[str, str]) -> None:
+    answer = Answer(200, kind, b'{"text": "a"}\n' + CONTRADICTION + b"\n")
+    assert list(faults(SHOT, answer)) == []
+    assert [demand for demand, _ in faults(SERVED_SHOT, answer)] == [WHOLE]
+
+
 def stream(*pieces: str, id: str = "a") -> Answer:
     events = [
         {"id": id, "created": 5, "choices": [{"index": 0, "text": piece, "finish_reason": None}]} for piece in pieces
@@ -228,6 +307,15 @@ def test_answers_are_compared_without_what_changes_from_time_to_time() -> None:
     assert normal(Answer(200, JSON, (body % (0, "x")).encode())) == normal(
         Answer(200, JSON, (body % (16, "y")).encode())
     )
+    lines = [
+        b'{"text": "a"}\n{"text": "b", "token_ids": [5, 6]}\n',
+        b'{"text": "ab", "token_ids": [5]}\n{"token_ids": [6]}\n',
+    ]
+    assert normal(Answer(200, LINES, lines[0])) == normal(Answer(200, LINES, lines[1]))
+    assert normal(Answer(200, LINES, lines[0])) != normal(Answer(200, LINES, lines[0].replace(b"6", b"7")))
+    assert normal(Answer(200, EVENTS, named())) == normal(Answer(200, EVENTS, named((0, {"id": "b"}))))
+    last = {"response": response(output=[])}
+    assert normal(Answer(200, EVENTS, named())) != normal(Answer(200, EVENTS, named((3, last))))
     assert normal(Answer(200, TEXT, b"a")) != normal(Answer(400, TEXT, b"a"))
 
 
@@ -252,8 +340,10 @@ class Fake(BaseHTTPRequestHandler):
             Fake.count += 1
             nth = Fake.count > 60 and Fake.count % 10 == 0
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        good = body.get("max_new_tokens") == 8 or body.get("max_tokens") == 8
-        if nth and not good and self.fault == "status":
+        good = 8 in (body.get(name) for name in LIMITS)
+        if self.fault == "silence" and Fake.count > 60:
+            time.sleep(0.5)
+        elif nth and not good and self.fault == "status":
             self.reply(500, {"error": {"message": "oh"}})
         elif nth and not good and self.fault == "refusal":
             self.reply(503, {"error": {"message": "busy"}}, {"Retry-After": "1"})
@@ -261,7 +351,9 @@ class Fake(BaseHTTPRequestHandler):
             self.reply(200, {"error": {"message": "oh"}})
         else:
             wrong = Fake.count > 60 and self.fault == ("good" if good else "same")
-            self.reply(200, {"text": f"text {Fake.count}" if wrong else "text"})
+            self.reply(
+                200, {"prompt": "<s> text"} if "tokens" in body else {"text": f"text {Fake.count}" if wrong else "text"}
+            )
 
     def reply(self, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         data = json.dumps(body).encode()
@@ -334,6 +426,29 @@ def test_a_server_that_breaks_a_demand_is_caught(
     assert bool(shown) == bool(campaign.problems or campaign.good.problems)
     assert "BROKEN" in report.table(campaign) if demand else True
     json.dumps(report.as_json(campaign))
+
+
+def test_a_server_that_stops_answering_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("client", "campaign"):
+        monkeypatch.setattr(f"fuzzing.{module}.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("fuzzing.worker.REST_S", 0.5)
+    monkeypatch.setattr("fuzzing.good.AGAIN_S", 0.0)
+    with fake("silence") as target:
+        campaign = Campaign(target, 1, 3000)
+        campaign.generator = Plain(target)  # type: ignore[assignment]
+        asyncio.run(campaign.run())
+    assert campaign.ended_early == "8 requests had no answer within 0 s"
+    assert campaign.sent < 300
+
+
+@pytest.mark.parametrize("text", ["text", "te"])
+def test_tokens_that_do_not_make_their_text_again_are_caught(text: str) -> None:
+    told = Answer(200, JSON, b'{"count": 1, "tokens": [5], "token_strs": null}')
+    with fake() as target:  # which answers {"prompt": "<s> text"} to whoever asks for the text of tokens
+        for route, served in (("tokenize", True), ("tokenize", False), ("native", True)):
+            data = message(target, target.path, json.dumps({"prompt": text}).encode())
+            what = asyncio.run(lost(target, Shot(0, "right", route, data, served=served), told))
+            assert bool(what) == (text == "te" and route == "tokenize" and served)
 
 
 def test_slow_and_vanishing_clients() -> None:

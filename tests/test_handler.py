@@ -19,6 +19,8 @@ from fake_llm import FakeLLM, Here
 from gpt_fast.errors import ConfigError, EngineError, RequestError
 from gpt_fast.serve import closing
 from gpt_fast.serve.lanes import Lanes
+from gpt_fast.serve.protocol.native import NativeRequest
+from gpt_fast.serve.session import MAX_PIECE_BYTES
 
 pytest.importorskip("ts", reason="torchserve is not installed")
 
@@ -375,6 +377,30 @@ def test_a_failure_of_one_leaves_the_other(batch: Batch, llm: FakeLLM, exits: li
     assert exits == []
 
 
+@pytest.mark.parametrize(
+    ("text", "status", "code"),
+    [("\ud800", 500, b"internal_error"), ("é" * (MAX_PIECE_BYTES // 2 + 1), 400, b"answer_too_large")],
+    ids=["half a pair", "too long"],
+)
+def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_own(
+    text: str, status: int, code: bytes, batch: Batch, monkeypatch: pytest.MonkeyPatch, exits: list[int]
+) -> None:
+    """With TorchServe's failure to take it the worker would end."""
+    monkeypatch.setattr(NativeRequest, "write_end", lambda self, completions: text)
+    bodies = {"a": {"prompt": "a", "max_new_tokens": 3}, "b": {"prompt": "b", "max_new_tokens": 1, "stream": False}}
+    told: dict[str, list[tuple[int, bytes, str]]] = {"a": [], "b": []}
+    while bodies:
+        for name, piece in batch.turn(**bodies).items():
+            told[name].append(piece)
+            if piece[2] != "true":
+                del bodies[name]
+    assert told["b"][0][0] == status
+    assert code in told["b"][0][1]
+    assert told["a"][0] == (200, b" w0", "true")
+    assert code in told["a"][-1][1]
+    assert exits == []
+
+
 def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
     class Full(FakeLLM):
         def submit(self, *_: Any) -> Any:
@@ -384,6 +410,29 @@ def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
     assert answer[2] == 503
     assert answer[3]["Retry-After"] == "1"
     assert json.loads(answer[4])["error"]["retry_after"] == 1
+
+
+def errors_told(handler: Any) -> dict[str, int]:
+    """The counter of errors, without what it has not counted."""
+    return {kind: count for kind, count in handler.metrics.stats()["request_errors_total"].items() if count}
+
+
+def test_what_is_answered_with_an_error_is_counted_once(batch: Batch, llm: FakeLLM, exits: list[int]) -> None:
+    bodies: dict[str, object] = {"a": {"prompt": "a", "max_new_tokens": 3}, "b": {"prompt": 5}, "c": b"{"}
+    batch.turn(**bodies)
+    assert errors_told(batch.handler) == {"invalid_request": 2}
+    llm.fail_after = 1  # of an answer that has begun, whose status is 200
+    assert b"error" in batch.turn(a=bodies["a"])["a"][1]
+    batch.turn(d={"prompt": "d", "max_new_tokens": 1})
+    llm.fail_after = 0
+    assert batch.turn(e={"prompt": "e"})["e"][0] == 500
+    assert errors_told(batch.handler) == {"invalid_request": 2, "server_error": 2}
+
+
+def test_errors_are_counted_in_sync_mode_too(worker: Worker) -> None:
+    for body in ({"prompt": 5}, {"prompt": "a"}, b"{"):
+        worker.one(body)
+    assert errors_told(worker.handler) == {"invalid_request": 2}
 
 
 def test_several_workers_are_refused_in_this_mode(tmp_path: Path) -> None:

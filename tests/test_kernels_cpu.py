@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,8 +44,12 @@ def weights(kind: str, n: int, k: int, seed: int = 0) -> tuple[PackedWeights, Ca
     """Random weights as the kernels take them, and the product with their plain form in torch."""
     g = torch.Generator().manual_seed(seed)
     if kind in ("float32", "bfloat16"):
-        w = torch.randn(n, k, generator=g).to(getattr(torch, kind)) / k**0.5
-        return PackedWeights(kind, packing.pack_dense(w), n, k), lambda x: reference.exact_product(x, w.float())
+        dtype = getattr(torch, kind)
+        w = torch.randn(n, k, generator=g).to(dtype) / k**0.5
+        inputs = dtype if cpu.rounding(kind) else torch.float32
+        return PackedWeights(kind, packing.pack_dense(w), n, k), lambda x: reference.exact_product(
+            x.to(inputs), w.float()
+        )
     if kind == "int8":
         q = torch.randint(-127, 128, (n, k), generator=g, dtype=torch.int8)
         s = torch.rand(n, generator=g) / 127 / k**0.5
@@ -74,13 +79,12 @@ def int4_grid(n: int, groups: int, g: torch.Generator | None = None) -> tuple[Te
 def test_dense_and_int8_stand_where_the_layout_says(n: int, k: int) -> None:
     w, q = torch.randn(n, k), torch.randint(-128, 128, (n, k), dtype=torch.int8)
     i, j = torch.arange(n)[:, None], torch.arange(k)
-    for dense, lane in ((w, i % 16), (w.bfloat16(), i % 8 * 2 + i % 16 // 8)):
-        packed = packing.pack_dense(dense)
-        assert torch.equal(packed[i // 16, j, lane], dense)
-        assert packed.count_nonzero() == dense.count_nonzero()  # the rest is zeros
-    packed = packing.pack_int8(q)
-    assert torch.equal(packed[i // 16, j // 32, j % 32 // 4, i % 16, j % 4], q)
-    assert packed.count_nonzero() == q.count_nonzero()
+    packed = packing.pack_dense(w)
+    assert torch.equal(packed[i // 16, j, i % 16], w)
+    assert packed.count_nonzero() == w.count_nonzero()  # the rest is zeros
+    for plain, packed, unit in ((w.bfloat16(), packing.pack_dense(w.bfloat16()), 2), (q, packing.pack_int8(q), 4)):
+        assert torch.equal(packed[i // 16, j // 32, j % 32 // unit, i % 16, j % unit], plain)
+        assert packed.count_nonzero() == plain.count_nonzero()
 
 
 @needs_cpp
@@ -430,6 +434,19 @@ def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     path = cpu.build()
     monkeypatch.setattr(cpu, "_compile", lambda *_: pytest.fail("compiled again"))
     assert cpu.build() == path
+
+
+@needs_cpp
+def test_tiles_that_give_something_else_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "variants", lambda: ["amx", "avx512_bf16"])
+    monkeypatch.setattr(cpu, "build", lambda names=("amx", "avx512_bf16"): names[0])
+    monkeypatch.setattr(
+        cpu, "_load", lambda name: SimpleNamespace(name=name, gpt_fast_tiles_work=lambda: name != "amx")
+    )
+    assert cpu.library.__wrapped__().name == "avx512_bf16"
+    assert "do without them" in caplog.text
 
 
 PLANTED = b"not a library, and not this user's"

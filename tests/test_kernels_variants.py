@@ -1,4 +1,5 @@
-"""The C++ kernels for other CPUs than this one: the same sources for AVX2, VNNI's by its formula, NEON's emulated.
+"""The C++ kernels for other CPUs than this one: the same sources for AVX2, VNNI's, BF16's and AMX's by their formulas,
+NEON's emulated.
 
 Each step is run by the native kernels and, its memory in a file, by a program made of the same sources for the other
 CPU (kernel_calls.cpp). Their results must agree to the bit.
@@ -7,22 +8,25 @@ CPU (kernel_calls.cpp). Their results must agree to the bit.
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import struct
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from programs import Twin
+from quantized import noisy_rows
 from test_program import CASES as OPERATIONS
 from torch import Tensor
 
 from gpt_fast.kernels.cpu import library as cpu
-from gpt_fast.kernels.cpu import packing, structs
+from gpt_fast.kernels.cpu import packing, quantizing, structs
+from gpt_fast.kernels.cpu import program as program_module
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
 from gpt_fast.model import description as d
 
@@ -121,12 +125,33 @@ def run_both(
     return got.view(expected.shape), expected
 
 
-def product_of(kind: str, rows: int, n: int, k: int, group: int = 32) -> tuple[Program, Tensor]:
-    """A program of one product with random weights, and its input."""
+def quantized_by(command: Sequence[str], rows: Tensor, group_size: int, folder: Path) -> bytes:
+    """What ``command`` makes of ``rows``, float32 or bfloat16 [n, K], in int4."""
+    kind = cpu.FORMATS[str(rows.dtype).removeprefix("torch.")]
+    head = struct.pack("<qqqq", kind, *rows.shape, group_size)
+    (folder / "in").write_bytes(head + rows.view(torch.uint8).numpy().tobytes())
+    arguments = ["quantize", str(folder / "in"), str(folder / "out")]
+    subprocess.run([*command, *arguments], check=True, timeout=600)
+    return (folder / "out").read_bytes()
+
+
+class Case(NamedTuple):
+    """A program of one product with random weights, its input, and if the weights are dense what comes out where x is
+    rounded as they are."""
+
+    program: Program
+    x: Tensor
+    rounded: Tensor | None
+
+
+def product_of(kind: str, rows: int, n: int, k: int, group: int = 32) -> Case:
+    """``rows`` rows times [n, k]."""
     g = torch.Generator().manual_seed(n + k)
-    scale = None
+    scale = rounded = None
+    x, bias = torch.randn(rows, k, generator=g), torch.randn(n, generator=g)
     if kind in ("float32", "bfloat16"):
-        data = packing.pack_dense(torch.randn(n, k, generator=g).to(getattr(torch, kind)))
+        plain = torch.randn(n, k, generator=g).to(getattr(torch, kind))
+        data, rounded = packing.pack_dense(plain), x.to(plain.dtype).float() @ plain.float().T + bias
     elif kind == "int8":
         data = packing.pack_int8(torch.randint(-127, 128, (n, k), generator=g, dtype=torch.int8))
         scale = torch.rand(n, generator=g)
@@ -135,28 +160,34 @@ def product_of(kind: str, rows: int, n: int, k: int, group: int = 32) -> tuple[P
         grid = torch.randint(0, 256, (2, n, k // group), generator=g, dtype=torch.uint8)
         data, scale = packing.pack_int4(packing.nibbles(codes), *grid), torch.rand(n, generator=g)
     size = group if kind == "int4" else 0
-    w = PackedWeights(kind, data, n, k, scale, size, torch.randn(n, generator=g))
+    w = PackedWeights(kind, data, n, k, scale, size, bias)
     program = Program([([d.Product("in", "out", "w")], Weights({"w": [w]}))], "out", input=("in", k))
-    return program, torch.randn(rows, k, generator=g)
+    return Case(program, x, rounded)
 
 
 PRODUCTS = [
     (kind, rows, n, k)
     for kind in ("float32", "bfloat16", "int8", "int4")
-    for rows, n, k in ((1, 40, 96), (5, 37, 640), (8, 100, 1088), (19, 64, 128))
-] + [("int4", 3, 24, 256, 128)]
+    for rows, n, k in ((1, 40, 96), (5, 37, 640), (8, 100, 1088), (19, 64, 128), (50, 530, 1088))
+] + [("int4", 3, 24, 256, 128), ("bfloat16", 3, 20, 45)]
 CACHES = (torch.float32, torch.bfloat16, torch.int8)
 
 
-@pytest.fixture(params=["neon", "neon_dot", "avx2", "vnni"])
-def command(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
-    """The command that runs kernel_calls.cpp as built for another CPU."""
+@pytest.fixture(params=["neon", "neon_dot", "avx2", "formulas", "tiles"])
+def command(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command that runs kernel_calls.cpp as built for another CPU. It rounds x for products of bfloat16 if this CPU
+    does, or by the formula."""
+    formulas = request.param in ("formulas", "tiles")
+    rounds = cpu.rounding("bfloat16") or 2 * formulas
+    monkeypatch.setattr(program_module, "rounding", lambda kind: rounds if kind == "bfloat16" else cpu.rounding(kind))
     folder = tmp_path
     target = str(folder / "kernel_calls")
     flags = [flag for flag in cpu.FLAGS if flag not in ("-fPIC", "-shared")]
     flags += [f"-I{cpu.SOURCES}", str(HERE / "kernel_calls.cpp"), "-o", target]
-    if request.param in ("avx2", "vnni"):
-        (folder / "dpbusd.h").write_text(DPBUSD if request.param == "vnni" else "")
+    flags += ["-DGPT_FAST_BFLOAT16_DOTS"] * bool(rounds)
+    flags += ["-DGPT_FAST_TILES"] * (request.param == "tiles")
+    if formulas or request.param == "avx2":
+        (folder / "dpbusd.h").write_text(DPBUSD if formulas else "")
         include = ["-include", str(folder / "dpbusd.h")]
         subprocess.run([cpu.compiler(), *cpu.VARIANTS["avx2"], *include, *flags], check=True, timeout=600)
         return [target]
@@ -167,7 +198,7 @@ def command(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     return [ARM_EMULATOR, target]
 
 
-def test_results_equal_the_native_kernels(command: list[str], tmp_path: Path) -> None:
+def test_results_equal_the_native_kernels(command: list[str], request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """All steps in one test, which is skipped where there is no emulator."""
 
     def compare(name: str, program: Program, run: Callable[[], Tensor], tolerance: float) -> None:
@@ -175,10 +206,19 @@ def test_results_equal_the_native_kernels(command: list[str], tmp_path: Path) ->
         close = {"atol": tolerance, "rtol": tolerance, "equal_nan": True}
         torch.testing.assert_close(got, expected, **close, msg=lambda text: f"{name}: {text}")
 
-    for case in PRODUCTS:
-        program, x = product_of(*case)
+    for kind, *sizes in PRODUCTS:
+        program, x, rounded = product_of(kind, *sizes)
         rows = torch.arange(x.shape[0])
-        compare(str(case), program, lambda p=program, x=x, r=rows: p.run(r, r, [], None, r, x), 0)
+        run = functools.partial(program.run, rows, rows, [], None, rows, x)
+        tiles = kind == "bfloat16" and ("[tiles]" in request.node.name or "amx" in cpu.variants())
+        if program_module.rounding(kind) == cpu.rounding(kind) and not tiles:
+            compare(f"{kind} {sizes}", program, run, 0)
+        else:  # as this CPU does not, or in another order
+            torch.testing.assert_close(run_both(program, run, command, tmp_path)[0], rounded, atol=1e-4, rtol=1e-4)
+    for dtype, size in ((torch.float32, 32), (torch.bfloat16, 128)):
+        rows = noisy_rows(9, 300).to(dtype)
+        expected = b"".join(t.numpy().tobytes() for t in quantizing.quantize_int4(rows, size).values())
+        assert quantized_by(command, rows, size, tmp_path) == expected, dtype
     for name, case in OPERATIONS.items():
         exact = name.startswith(("embed", "positions", "product", "attention"))
         for cache in CACHES if name.startswith("attention") else CACHES[:1]:
@@ -189,7 +229,22 @@ def test_results_equal_the_native_kernels(command: list[str], tmp_path: Path) ->
             compare(f"{name} {cache}", program, lambda t=twin, x=x, p=program: t.fast(x, p), 0 if exact else 1e-5)
 
 
-@pytest.mark.parametrize("variant", ["avx512_vnni", "avx_vnni"])
+@pytest.mark.parametrize("command", ["tiles"], indirect=True)
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_a_row_has_the_same_bits_in_tiles_of_any_number_of_rows(kind: str, command: list[str], tmp_path: Path) -> None:
+    program, x, _ = product_of(kind, 50, 530, 1088)  # several tiles for each of two threads
+
+    def run(first: int, last: int) -> Tensor:
+        some = x[first:last]
+        rows = torch.arange(some.shape[0])
+        return run_both(program, lambda: program.run(rows, rows, [], None, rows, some), command, tmp_path)[0]
+
+    whole = run(0, 50)
+    for first, last in ((0, 1), (30, 47), (16, 48), (49, 50)):
+        assert torch.equal(run(first, last), whole[first:last])
+
+
+@pytest.mark.parametrize("variant", ["amx", "avx512_bf16", "avx512_vnni", "avx_vnni"])
 def test_the_compiler_takes_the_flags_of_every_variant(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,3 +257,5 @@ def test_the_compiler_takes_the_flags_of_every_variant(
         pytest.skip(str(error))
     text = subprocess.run(["objdump", "-d", str(library)], capture_output=True, text=True, check=False).stdout
     assert not text or "vpdpbusd" in text
+    assert not text or ("vdpbf16ps" in text) == (variant in ("amx", "avx512_bf16"))
+    assert not text or ("tdpbf16ps" in text) == ("tdpbssd" in text) == (variant == "amx")

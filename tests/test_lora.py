@@ -22,8 +22,9 @@ from torch import Tensor
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.batch.setup import set_up
 from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.files import ADAPTER_CONFIG
 from gpt_fast.checkpoint.fingerprint import fingerprint
-from gpt_fast.checkpoint.lora import CONFIG, open_adapters
+from gpt_fast.checkpoint.lora import open_adapters
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.cli import main
 from gpt_fast.commands import options
@@ -52,7 +53,7 @@ def write(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
         folder / "adapter_model.safetensors",
     )
     given = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "target_modules": "all-linear"}
-    (folder / CONFIG).write_text(json.dumps(given | config))
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(given | config))
     return folder
 
 

@@ -25,9 +25,11 @@ from gpt_fast.engine.scheduler import Scheduler, SequencePlan, StepPlan
 from gpt_fast.engine.speculate.lookup import LookupDrafter
 from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.engine.text import TextStream
-from gpt_fast.params import SamplingParams
+from gpt_fast.errors import RequestError
+from gpt_fast.params import SamplingParams, try_later
 from gpt_fast.serve import metrics as module
 from gpt_fast.serve.metrics import (
+    ERRORS,
     FAMILIES,
     Metrics,
     Sample,
@@ -73,6 +75,7 @@ class Simulation:
         self.on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None
         self.on_finish: Callable[[Request], None] = lambda request: None
         self.speculation: Speculation | None = None
+        self.since_last_step_s = 0.0
         self.requests: list[Request] = []
         self.tokens: dict[str, list[float]] = {}
         self.begun: dict[str, float] = {}
@@ -196,12 +199,32 @@ def test_every_number_is_what_happened(options: dict[str, int]) -> None:
         "prefix_cache_hits_total": pages.hits,
         "num_requests_running": 0,
         "num_requests_waiting": 0,
+        "time_since_last_step_seconds": 0,
         "kv_cache_usage_perc": 0,
         "gpu_cache_usage_perc": 0,
     }
     reasons = Counter(r.finish_reason for r in simulation.requests)
     for reason in ("stop", "length", "abort"):
         assert found.value("vllm:request_success_total", finished_reason=reason) == reasons[reason]
+
+
+def test_errors_are_counted_by_their_kind() -> None:
+    simulation = Simulation()
+    metrics, front_end = watched(simulation), FrontEnd()
+    metrics.flush(front_end.emit)
+    told: dict[str, list[Exception]] = {
+        "invalid_request": [RequestError("x"), RequestError("x", "p", "not_found", 404)],
+        "queue_full": [try_later("full")],
+        "stopping": [RequestError("x", None, "stopping", 503, 10)],
+        "timeout": [RequestError("x", "timeout_s", "timeout", 504)] * 3,
+        "server_error": [RequestError("x", None, "internal_error", 500), ValueError("x")],
+    }
+    for error in (error for errors in told.values() for error in errors):
+        metrics.count_error(error)
+    metrics.flush(front_end.emit)
+    for found in (parse(metrics.exposition()), front_end.scraped()):
+        shown = {kind: found.value("vllm:request_errors_total", error=kind) for kind in ERRORS}
+        assert shown == {kind: len(errors) for kind, errors in told.items()}
 
 
 SCALARS = (
@@ -212,6 +235,7 @@ SCALARS = (
     "prefix_cache_hits_total",
     "num_requests_running",
     "num_requests_waiting",
+    "time_since_last_step_seconds",
     "kv_cache_usage_perc",
     "gpu_cache_usage_perc",
 )
@@ -233,7 +257,9 @@ def test_gauges_follow_the_engine() -> None:
     for _ in range(3):
         simulation.add(8, 5)
     simulation.step()
+    simulation.since_last_step_s = 12.3456
     found = parse(metrics.exposition())
+    assert found.value("vllm:time_since_last_step_seconds") == 12.346
     assert found.value("vllm:num_requests_running") == 2
     assert found.value("vllm:num_requests_waiting") == 1
     assert found.value("vllm:kv_cache_usage_perc") == 4 / 10  # page 0 is nobody's

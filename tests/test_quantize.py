@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from quantized import dequantized
+from quantized import dequantized, noisy_rows
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -24,6 +24,7 @@ from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
+from gpt_fast.kernels.cpu import library, quantizing
 from gpt_fast.kernels.cpu.packing import from_nibbles, nibbles
 from gpt_fast.kernels.reference import dequantize_int4
 from gpt_fast.llm import LLM
@@ -32,11 +33,12 @@ from gpt_fast.model.description import describe, parts
 from gpt_fast.params import SamplingParams
 from gpt_fast.quantize.apply import quantize_model, swap_layers
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
-from gpt_fast.quantize.rtn import encode, find_grid, pad_groups, quantize_rows
+from gpt_fast.quantize.rtn import encode, find_grid, pad_groups, plain_int4, quantize_rows
 from gpt_fast.quantize.scheme import Scheme, Split, parse_quant_config, quant_config
 from gpt_fast.quantize.writer import CheckpointWriter, quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+needs_cpp = pytest.mark.skipif(not library.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
 
 TINY = ModelConfig("llama", 64, 32, 2, 4, 2, 8, 48, 128)  # 48 inputs are a group and a half
 SHAPES = {
@@ -153,6 +155,59 @@ def test_padding_does_not_change_a_range() -> None:
     weight = noise(4, 40)
     assert torch.equal(pad_groups(weight, 32)[:, :40], weight)
     assert torch.equal(pad_groups(weight, 32)[:, 40:], weight[:, 39:].expand(4, 24))
+
+
+def assert_same(made: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit for bit, but for what kind of NaN a row's scale is."""
+    assert made.keys() == expected.keys()
+    for name, tensor in made.items():
+        torch.testing.assert_close(tensor, expected[name], atol=0, rtol=0, equal_nan=True, msg=lambda m, n=name: n + m)
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_cpp_searches_as_plain_torch_does(group_size: int, dtype: torch.dtype) -> None:
+    for n, k in ((1, 1), (8, 20), (24, 172), (9, 8 * group_size), (8, 9 * group_size + 5), (64, 1024)):
+        rows = noisy_rows(n, k, seed=k).to(dtype)
+        expected = plain_int4(rows.float(), group_size)
+        assert_same(quantizing.quantize_int4(rows, group_size), expected)
+        assert_same(quantizing.quantize_int4(rows.t().contiguous().t(), group_size), expected)
+        torch.set_num_threads(3)
+        assert_same(quantizing.quantize_int4(rows, group_size), expected)
+
+
+@needs_cpp
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_shows_in_the_scale_of_its_row_alone(value: float) -> None:
+    weight = noise(4, 600)
+    weight[1, 70] = weight[3, 0] = weight[3, 599] = value
+    weight[3, 1] = -value
+    for make in (quantizing.quantize_int4, plain_int4):
+        made = make(weight, 32)
+        assert made["row_scale"].isfinite().tolist() == [True, False, True, False]
+        assert_same(made, plain_int4(weight, 32))
+        assert_same({n: t[::2] for n, t in made.items()}, plain_int4(weight[::2], 32))
+
+
+@needs_cpp
+def test_cpp_rounds_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, used = dict[str, Tensor](), list[str]()
+
+    def noted(name: str, function: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+        return lambda *arguments: used.append(name) or function(*arguments)
+
+    monkeypatch.setattr("gpt_fast.kernels.cpu.quantizing.quantize_int4", noted("C++", quantizing.quantize_int4))
+    monkeypatch.setattr("gpt_fast.quantize.rtn.plain_int4", noted("plain", plain_int4))
+    made = quantize_rows(noise(3, 64), Scheme("int4", 32))
+    monkeypatch.setattr(library, "available", lambda: False)
+    assert_same(quantize_rows(noise(3, 64), Scheme("int4", 32)), made)
+    assert used == ["C++", "plain"]
+
+
+def test_group_sizes_that_cpp_does_not_know_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"group_size \(48\) is not one of 32, 64, 128"):
+        quantizing.quantize_int4(noise(3, 96), 48)
 
 
 # Layers

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from typing import Any
 
 import pytest
@@ -198,6 +200,14 @@ def test_a_failure_in_a_stream_is_an_event() -> None:
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"model": "gpt-4o"}, "model"),
+        # What the answer quotes has to be JSON again.
+        ({"user": "\ud800"}, "user"),
+        ({"metadata": {"\ud800": "a"}}, "metadata"),
+        ({"metadata": {"a": math.nan}}, "metadata"),
+        ({"metadata": functools.reduce(lambda inner, _: [inner], range(300), [])}, "metadata"),
+        ({"reasoning": {"summary": math.inf}}, "reasoning"),
+        ({"text": {"format": {"type": "text", "name": "\udfff"}}}, "text"),
+        ({"tools": [{**TOOL, "parameters": {"a": -math.inf}}]}, "tools"),
     ],
     ids=lambda v: json.dumps(v)[:60],
 )

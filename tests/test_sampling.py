@@ -173,7 +173,7 @@ def test_noise_is_exponential_and_tokens_and_keys_have_their_own() -> None:
 CHOICES: dict[str, list[float | int | None]] = {
     "temperature": [0.0, 0.3, 1.0, 1.7],
     "top_k": [None, 1, 5, 900],
-    "top_p": [None, 1e-6, 0.1, 0.5, 0.9, 0.999],
+    "top_p": [None, 1e-300, 1e-6, 0.1, 0.5, 0.9, 0.999],
     "min_p": [None, 0.05, 0.3, 1.0],
 }
 

@@ -7,26 +7,29 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from fuzzing.fields import FORGERIES, GRAMMARS, PROTOCOLS, UNKNOWN, Field, ids
+from fuzzing.fields import ASKED, GRAMMARS, LIMITS, PROTOCOLS, UNKNOWN, Field, ids
+from fuzzing.talk import FORGERIES
 from fuzzing.values import NOT_JSON, STRINGS, Pairs, Raw, anything, deep, dump, nested, text
 
 Body = dict[str, Any]
 
-_NAME_OF_PROMPT = {"native": "prompt", "v1/completions": "prompt", "v1/chat/completions": "messages"}
 # Without them a grammar can be followed to its end: each forbids tokens that it may need.
 _AGAINST_GRAMMARS = ("min_tokens", "logit_bias", "ignore_eos", "stop_token_ids", "allowed_token_ids", "bad_words")
-# What makes a native stream one of JSON lines. The judge, which compares answers wherever they are cut, joins none.
-_WHOLE = {"logprobs", "prompt_logprobs", "return_token_ids", "return_origins", "draft_counts"}
 MILLION = 1_000_000
 
 
 def base(rng: random.Random, protocol: str, model: str) -> Body:
-    """The least that a protocol asks for: a prompt, few tokens, and a seed, so that its answer can come again."""
-    name = _NAME_OF_PROMPT[protocol]
-    body: Body = {name: PROTOCOLS[protocol][name].right(rng), "max_tokens": rng.randint(1, 12)}
-    if protocol != "native":
+    """The least that a protocol asks for, such as a prompt; where it generates, few tokens, and a seed, so that its
+    answer can come again."""
+    fields = PROTOCOLS[protocol]
+    name = ASKED.get(protocol, "prompt")
+    body: Body = {name: fields[name].right(rng)}
+    if "model" in fields:
         body["model"] = model
-    return body | {"seed": rng.randrange(2**31)}
+    if "seed" in fields:
+        limit = next(name for name in LIMITS if name in fields)
+        body |= {limit: fields[limit].right(rng), "seed": rng.randrange(2**31)}
+    return body
 
 
 def right(rng: random.Random, protocol: str, model: str) -> Body:
@@ -34,12 +37,14 @@ def right(rng: random.Random, protocol: str, model: str) -> Body:
     fields = PROTOCOLS[protocol]
     body = base(rng, protocol, model)
     free = [name for name in fields if name not in body]
-    for name in rng.sample(free, rng.randrange(0, 9)):
+    for name in rng.sample(free, rng.randrange(0, min(9, len(free) + 1))):
         body[name] = fields[name].right(rng)
-    if rng.random() < 0.6:  # half of the field names ask for what is not there anyway; these two matter most
-        body["stream"] = rng.random() < 0.5
-    if rng.random() < 0.5:
-        body["temperature"] = fields["temperature"].right(rng)
+    for name, share in (
+        ("stream", 0.6),
+        ("temperature", 0.5),
+    ):  # half of the fields change little; these two matter most
+        if name in fields and rng.random() < share:
+            body[name] = fields[name].right(rng)
     _agree(rng, protocol, body)
     names = list(body)
     rng.shuffle(names)
@@ -54,17 +59,14 @@ def _agree(rng: random.Random, protocol: str, body: Body) -> None:
     if grammars or body.get("tools"):
         for name in _AGAINST_GRAMMARS:
             body.pop(name, None)
-    for alias in ("max_new_tokens", "max_completion_tokens"):
-        if alias in body:
-            del body["max_tokens"]
-    limit = next(body[name] for name in ("max_new_tokens", "max_completion_tokens", "max_tokens") if name in body)
+    limits = [name for name in LIMITS if name in body]
+    for name in limits[:-1]:
+        del body[name]
     if "min_tokens" in body:
-        body["min_tokens"] = rng.randint(0, limit)
+        body["min_tokens"] = rng.randint(0, body[limits[-1]])
     if body.get("stream_options") is not None:
         body["stream"] = True
-    if protocol == "native" and not _WHOLE.isdisjoint(body):
-        body["stream"] = False
-    if protocol != "native" and body.get("return_origins"):
+    if protocol.startswith("v1/") and body.get("return_origins"):
         body["logprobs"] = body.get("logprobs", 1) if protocol == "v1/completions" else True
     if body.get("echo") and "logprobs" in body:
         body.pop("prompt_logprobs", None)
@@ -73,11 +75,13 @@ def _agree(rng: random.Random, protocol: str, body: Body) -> None:
         body.pop("stream_options", None)
     if "allowed_token_ids" in body:
         body.pop("bad_words", None)
+    if protocol == "tokenize" and "messages" in body:
+        del body["prompt"]
     if body.get("continue_final_message"):
         body.pop("add_generation_prompt", None)
     if body.get("tools"):
         body.pop("guided_grammar", None)
-    if "top_logprobs" in body:
+    if body.get("top_logprobs"):
         body["logprobs"] = True
     if body.get("best_of") is not None:
         body["best_of"] = body.get("n", 1)
@@ -178,10 +182,24 @@ _BIG_COMMON: tuple[Callable[[random.Random], Body], ...] = (
     lambda rng: {"json_schema": {"enum": [f"e{i}" for i in range(rng.choice((1_000, 60_000)))]}},
     lambda rng: {"json_schema": {"description": _long_text(rng), "type": "boolean"}},
 )
+_BIG_PROMPTS: tuple[Callable[[random.Random], Body], ...] = (
+    lambda rng: {"prompt": _long_text(rng)},
+    lambda rng: {"prompt": ids(rng, rng.choice((480, 511, 512, 513, 5_000, 150_000)))},
+)
 _BIG: dict[str, tuple[Callable[[random.Random], Body], ...]] = {
-    "native": (
-        lambda rng: {"prompt": _long_text(rng)},
-        lambda rng: {"prompt": ids(rng, rng.choice((480, 511, 512, 513, 5_000, 150_000)))},
+    "native": _BIG_PROMPTS,
+    "predict": _BIG_PROMPTS,
+    "tokenize": (lambda rng: {"prompt": _long_text(rng), "return_token_strs": rng.random() < 0.5},),
+    "detokenize": (lambda rng: {"tokens": ids(rng, rng.choice((512, 20_000, 200_000)))},),
+    "v1/responses": (
+        lambda rng: {"input": _long_text(rng)},
+        lambda rng: {"input": [{"role": "user", "content": "hi"}] * rng.choice((50, 1_000, 10_000))},
+        lambda rng: {
+            "input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]
+            * rng.choice((20, 8_000))
+        },
+        lambda rng: {"metadata": {f"k{i}": "v" * 20 for i in range(20_000)}, "stream": True},
+        lambda rng: {"instructions": _long_text(rng)},
     ),
     "v1/completions": (
         lambda rng: {"prompt": _long_text(rng), "echo": rng.random() < 0.5},

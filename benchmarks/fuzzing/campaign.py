@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fuzzing.client import Answer, fire
+from fuzzing.client import TIMEOUT_S, Answer, fire
 from fuzzing.generator import Generator
 from fuzzing.good import GoodClient
-from fuzzing.judge import SAME, STATUS, faults, normal, of_front_end
+from fuzzing.judge import BACK, CONTRADICTION, SAME, STATUS, faults, normal, of_front_end
+from fuzzing.round_trip import lost
 from fuzzing.shot import Shot, Target
 from fuzzing.worker import Worker, WorkerGoneError
 
 PROBLEMS_KEPT = 500
+MOST_LATE = 8  # requests without an answer, after which nobody waits for more
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Campaign:
         self.good = GoodClient(self.target)
         self.worker = Worker(self.target)
         self._secrets: list[bytes] = []
+        self._num_late = 0
         self._answers: dict[int, str] = {}  # normal forms, by the number of the first time
 
     async def run(self, progress: Callable[[Campaign], object] = lambda campaign: None) -> None:
@@ -113,17 +116,22 @@ class Campaign:
         self.outcomes[outcome + " of TorchServe alone" * of_front_end(answer)] += 1
         found = list(faults(shot, answer, self._secrets))
         found += [(SAME, what) for what in self._difference(shot, answer)]
+        found += [(BACK, what) for what in [await lost(self.target, shot, answer)] if what]
         for demand, what in found:
             self.num_problems[demand] += 1
             if len(self.problems) < PROBLEMS_KEPT:
                 self.problems.append(Problem(shot.index, shot.kind, shot.route, demand, what))
+        self._num_late += answer.took_s > TIMEOUT_S
+        if self._num_late >= MOST_LATE:
+            raise WorkerGoneError(f"{MOST_LATE} requests had no answer within {TIMEOUT_S:.0f} s")
         if any(demand == STATUS for demand, _ in found) or (answer.fault and not shot.lame):
             await self.worker.wait()  # if it ended, what comes now would only tell that again
 
     def _difference(self, shot: Shot, answer: Answer) -> list[str]:
         """How ``answer`` differs from that to the same request before, if there was one."""
-        # "too_complex" tells of a time limit: whether it is met depends on the machine.
-        if not shot.same or answer.refused or answer.gone or answer.fault or b'"too_complex"' in answer.body:
+        # Whether a time limit is met, and how much of a stream has left before it fails, depends on the machine.
+        by_chance = any(b'"%s"' % code.encode() in answer.body for code in ("too_complex", CONTRADICTION))
+        if not shot.same or answer.refused or answer.gone or answer.fault or by_chance:
             return []
         now = normal(answer)
         first = self._answers.setdefault(shot.index if shot.of is None else shot.of, now)

@@ -11,21 +11,27 @@ import random
 from collections.abc import Callable
 
 from fuzzing import bodies
-from fuzzing.fields import PROTOCOLS
+from fuzzing.fields import ASKED, LIMITS, PROTOCOLS
 from fuzzing.http_faults import MAKERS, METHODS
 from fuzzing.shot import Shot, Target, message
 from fuzzing.values import Pairs, dump, text
 
 REPEATS = 0.1  # share of requests that are earlier ones again
-_CHANGING = (b"health", b"metrics")  # pages that are not the same twice
+_CHANGING = (b"health", b"metrics", b"stats")  # pages that are not the same twice
+_WEIGHTS = {"native": 6, "v1/completions": 8, "v1/chat/completions": 8, "v1/responses": 8} | dict.fromkeys(
+    ("predict", "tokenize", "detokenize"), 3
+)
 _TRIES = 8  # for an earlier one whose answer may be asked for again
 
 # Routes that take no body, with whether GET must be answered 200 there.
 PAGES: dict[str, bool] = {
     "v1/models": True,
     "v1/models/{model}": True,
+    "tokenizer_info": True,
     "health": True,
     "metrics": True,
+    "stats": True,
+    "page": True,
     "v1/models/x": False,
     "v1/models/../../x": False,
     "v1/embeddings": False,
@@ -95,8 +101,10 @@ class Generator:
         return random.Random(f"{self.seed} {index} {what}")
 
 
-def _protocol(rng: random.Random) -> str:
-    return rng.choices(list(PROTOCOLS), (3, 4, 4))[0]
+def _protocol(rng: random.Random, having: str = "") -> str:
+    """One of them, or of those with the field ``having``."""
+    some = [name for name, fields in PROTOCOLS.items() if not having or having in fields]
+    return rng.choices(some, [_WEIGHTS[name] for name in some])[0]
 
 
 def _path(rng: random.Random, target: Target, protocol: str) -> str:
@@ -115,8 +123,9 @@ def _post(rng: random.Random, target: Target, protocol: str, body: bytes) -> byt
 def _json_shot(rng: random.Random, target: Target, protocol: str, body: bodies.Body | Pairs) -> Shot:
     given = dict(body)
     timed = given.get("timeout_s") is not None
+    settled = type(given.get("seed")) is int or "seed" not in PROTOCOLS[protocol]
     data = _post(rng, target, protocol, dump(body, rng.random() < 0.7))
-    return Shot(0, "", protocol, data, same=type(given.get("seed")) is int and not timed, timed=timed)
+    return Shot(0, "", protocol, data, same=settled and not timed, timed=timed)
 
 
 def _right(rng: random.Random, target: Target) -> Shot:
@@ -131,7 +140,7 @@ def _odd(rng: random.Random, target: Target) -> Shot:
 
 
 def _grammar(rng: random.Random, target: Target) -> Shot:
-    protocol = _protocol(rng)
+    protocol = _protocol(rng, "regex")
     return _json_shot(rng, target, protocol, bodies.hostile_grammar(rng, protocol, target.model))
 
 
@@ -169,22 +178,22 @@ def _page(rng: random.Random, target: Target) -> Shot:
     served = exists and name == "GET" and not body
     lame = name in ("HEAD", "CONNECT")
     data = message(target, path, body, method=name)
-    return Shot(0, "", route, data, served=served, same=route.startswith("v1") and not lame, lame=lame)
+    return Shot(0, "", route, data, served=served, same=route.encode() not in _CHANGING and not lame, lame=lame)
 
 
 def _hang_up(rng: random.Random, target: Target) -> Shot:
     """A client that is gone before, while or as soon as it is answered."""
-    protocol = _protocol(rng)
-    body = bodies.right(rng, protocol, target.model)
-    body |= {
-        "max_tokens": rng.choice((1, 20, 200)),
-        "ignore_eos": True,
-        "n": 1 if protocol == "native" else rng.choice((1, 4)),
-    }
-    for name in ("max_new_tokens", "max_completion_tokens", "min_tokens", "best_of", "timeout_s"):
+    protocol = _protocol(rng, "seed")
+    fields, body = PROTOCOLS[protocol], bodies.right(rng, protocol, target.model)
+    for name in (*LIMITS, "min_tokens", "best_of", "timeout_s"):
         body.pop(name, None)
-    if rng.random() < 0.3:
-        body["prompt" if protocol != "v1/chat/completions" else "user"] = text(rng, 300)
+    limit = next(name for name in LIMITS if name in fields)
+    body |= {limit: rng.choice((1, 20, 200)), "ignore_eos": True}
+    if protocol in ("v1/completions", "v1/chat/completions"):
+        body["n"] = rng.choice((1, 4))
+    asked = ASKED.get(protocol, "prompt")
+    if rng.random() < 0.3 and asked != "messages":
+        body[asked] = text(rng, 300)
     data = _post(rng, target, protocol, dump(body))
     when = rng.choice(("first", "first", "sent", "sent", "cut"))
     if when == "cut":

@@ -29,6 +29,7 @@ def requests(target: Target) -> list[Shot]:
         target.path: {"prompt": prompt, "max_new_tokens": NUM_TOKENS},
         f"{target.versioned}/v1/completions": {**openai, "prompt": [prompt, "The cat"], "logprobs": 1},
         f"{target.versioned}/v1/chat/completions": {**openai, "messages": talk},
+        f"{target.versioned}/v1/responses": {"model": target.model, "max_output_tokens": NUM_TOKENS, "input": talk},
     }
     return [
         Shot(i, "good", path, message(target, path, dump({**body, **how, "stream": stream})), served=True)
@@ -83,9 +84,10 @@ class GoodClient:
             await asyncio.sleep(PAUSE_S)
             self.late_s = max(self.late_s, time.perf_counter() - begin - PAUSE_S)
         for which in range(len(self.requests)):
-            await self._ask(which)
+            if (await self._ask(which)).fault:
+                break  # nobody answers any more
 
-    async def _ask(self, which: int) -> None:
+    async def _ask(self, which: int) -> Answer:
         begin = time.perf_counter()
         answer = await fire(self.target.host, self.target.port, self.requests[which])
         if answer.refused:
@@ -98,6 +100,7 @@ class GoodClient:
             at = time.strftime("%H:%M:%S")
             self.problems.append(f"good request {which} ({self.requests[which].route}) at {at}: {_told(answer)}")
             await asyncio.sleep(AGAIN_S)
+        return answer
 
 
 def _told(answer: Answer) -> str:

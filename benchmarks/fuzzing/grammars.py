@@ -48,6 +48,12 @@ def response_format(rng: random.Random) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": rng.choice(SCHEMAS)}}
 
 
+def text_format(rng: random.Random) -> dict[str, Any]:
+    """The field ``text`` of v1/responses, which says the same."""
+    form = response_format(rng)
+    return {"format": {"type": form["type"], **form.get("json_schema", {})}} | rng.choice(({}, {"verbosity": "medium"}))
+
+
 BAD_REGEXES = (
     *("[^\\s\\S]", "[^\\x00-\\U0010FFFF]", "a^", "$a", "(?!)", "(?=a)b", "\\b\\B", "(?<=x)y", "(a)\\1", "a{5}{0}b&c"),
     *("(a+)+b", "(a|a)*b", "((a*)*)*c", "(x+x+)+y", "(.*)*(.*)*(.*)*z", "(a?){30}a{30}", "([a-z]+[0-9]*)+!"),
@@ -242,10 +248,29 @@ def bad_tools(rng: random.Random) -> Any:
     return rng.choice(made)(rng)
 
 
+def flat_tools(rng: random.Random) -> list[dict[str, Any]]:
+    """A function as v1/responses takes it: with calls in the input two do not fit into a small context."""
+    return [{"type": "function", **tool["function"]} for tool in tools(rng)[:1]]
+
+
+def bad_flat_tools(rng: random.Random) -> Any:
+    """The same gone wrong."""
+    return rng.choice((_flat(bad_tools(rng)), [{"type": rng.choice(("web_search", "mcp", "custom", 5))}], tools(rng)))
+
+
+def _flat(value: Any) -> Any:
+    """Tools of a chat without their ``function`` around the name; of what is none, as much as is one."""
+    if not isinstance(value, list):
+        return value
+    inner = [tool.get("function") if isinstance(tool, dict) else tool for tool in value]
+    return [{"type": "function", **each} if isinstance(each, dict) else each for each in inner]
+
+
 def bad_tool_choice(rng: random.Random) -> Any:
-    """A choice of what is not there."""
+    """A choice of what is not there, or in the form of another route."""
     named = {"type": "function", "function": {"name": string(rng)}}
-    return rng.choice(("required", "any", named, {"type": "function"}, anything(rng)))
+    flat = {"type": "function", "name": rng.choice(("f", string(rng)))}
+    return rng.choice(("required", "any", named, flat, {"type": "function"}, anything(rng)))
 
 
 def bad_format(rng: random.Random) -> Any:
@@ -264,3 +289,12 @@ def bad_format(rng: random.Random) -> Any:
         lambda r: {"type": "json_schema", "json_schema": {"name": "x", "schema": bad_schema(r)}},
     )
     return rng.choice(made)(rng)
+
+
+def bad_text_format(rng: random.Random) -> Any:
+    """``text`` gone wrong."""
+    form = bad_format(rng)
+    inner = form.pop("json_schema", {}) if isinstance(form, dict) else None
+    if isinstance(inner, dict) and rng.random() < 0.8:
+        form |= inner
+    return rng.choice(({"format": form}, {"format": form, "verbosity": string(rng)}, anything(rng)))

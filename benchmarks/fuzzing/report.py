@@ -6,7 +6,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from fuzzing.campaign import Campaign
-from fuzzing.judge import SAME, SECRET, SERVED, STATUS, WHOLE
+from fuzzing.judge import BACK, SAME, SECRET, SERVED, STATUS, WHOLE
 
 MAX_LATENCY_S = 1.0
 MAX_GROWTH = 0.02
@@ -27,7 +27,7 @@ def demands(campaign: Campaign) -> list[Demand]:
     growth = worker.growth()
     counted = [
         Demand(name, not campaign.num_problems[name], f"{campaign.num_problems[name]} broke it")
-        for name in (STATUS, WHOLE, SERVED, SECRET, SAME)
+        for name in (STATUS, WHOLE, SERVED, SECRET, SAME, BACK)
     ]
     return [
         *counted,

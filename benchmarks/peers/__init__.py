@@ -3,8 +3,9 @@
 worker.py      the worker's side of the protocol: commands on stdin, one JSON line each on stdout; standard library only
 process.py     the other side
 registry.py    the peers by name: formats, installation, module
-ours.py, llamacpp.py, eager.py, gptfast.py     the workers; each imports only its own engine
-files.py       checkpoints of random weights, GGUF files from them, both cached
+ours.py, llamacpp.py, ikllama.py, openvino.py, eager.py, gptfast.py     the workers; each imports only its own engine
+contexts.py    what llamacpp.py and ikllama.py (with ik_shim.c) share: runs, and the choice of the fastest way
+files.py       checkpoints of random weights, GGUF files and OpenVINO's models from them, all kept
 measures.py    what is measured; standard library only
 rounds.py      loading and alternating
 report.py      medians, ratios, table, plot

@@ -1,4 +1,4 @@
-"""What the peers load: a checkpoint of random weights of a shape, and GGUF files from it. Made once and kept."""
+"""What the peers load: a checkpoint of random weights of a shape, GGUF files and OpenVINO's models. Made once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import struct
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peers.process import BENCHMARKS
+
+if TYPE_CHECKING:
+    import torch
 
 CONVERTER = "convert_hf_to_gguf.py"
 HOW_TO_CONVERT = (
@@ -47,9 +51,21 @@ def ensure_checkpoint(shape_name: str, work: Path, tokenizer: Path | None, say: 
         shutil.copyfile(tokenizer, part / "tokenizer.model")
     else:
         (part / "tokenizer.model").write_bytes(made_up_tokenizer(config.vocab_size))
-    save_checkpoint(random_model(config, torch.bfloat16), part, extra={"bos_token_id": 1, "eos_token_id": 2})
+    model = random_model(config, torch.bfloat16)
+    _tell_apart(model)
+    save_checkpoint(model, part, extra={"bos_token_id": 1, "eos_token_id": 2})
     part.rename(directory)
     return directory
+
+
+def _tell_apart(model: torch.nn.Module) -> None:
+    """Shift the numbers of each matrix by another count. Matrices of a shape are equal to one another in a random
+    model, and a peer that keeps equal matrices once would read a layer's weights from the CPU's cache."""
+    import torch
+
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(parameter.flatten().roll(37 * number).view_as(parameter))
 
 
 def made_up_tokenizer(vocab_size: int) -> bytes:
@@ -124,12 +140,26 @@ def ensure_gguf(
         if not path.is_file():
             say(f"quantizing {base} to {name}")
             command = [quantize_python, "-m", "peers.llamacpp", "quantize", str(base), str(path), name, str(threads)]
-            _run(command, f"quantizing to {name}")
+            _run(command, f"quantizing to {name} (its Python needs llama-cpp-python: --python llama.cpp=FILE)")
+    return paths
+
+
+def ensure_openvino(
+    checkpoint: Path, directory: Path, formats: Sequence[str], python: str, say: Callable[[str], object]
+) -> dict[str, Path]:
+    """Folders of OpenVINO's models in ``formats``, exported by ``python``. Raises FilesError."""
+    paths = {name: directory / f"openvino-{name}" for name in formats}
+    for name, path in paths.items():
+        if not path.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            say(f"exporting {checkpoint} to {path}")
+            command = [python, "-m", "peers.openvino", "export", str(checkpoint), str(path), name]
+            _run(command, f"exporting to OpenVINO's {name}")
     return paths
 
 
 def _run(command: list[str], what: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
     except OSError as error:

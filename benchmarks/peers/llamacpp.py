@@ -11,19 +11,20 @@ removed.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import platform
 import sys
-import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from peers.gguf_file import bytes_per_token
-from peers.measures import Measure, prompt_ids
+from peers.contexts import N_BATCH, Context, FastestRuns, Row
+from peers.gguf_file import bytes_per_token, kv_bytes_per_token
+from peers.measures import Measure
 from peers.worker import serve
 
-N_BATCH = 512
 _FTYPES = {"Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0", "Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0"}
 
 
@@ -32,11 +33,11 @@ def check() -> dict[str, Any]:
     return {"llama-cpp-python": metadata.version("llama-cpp-python"), "python": platform.python_version()}
 
 
-class Context:
-    """A llama context for one measure, its prompts computed."""
+class LlamaContext:
+    """A context of llama.cpp, long enough for ``measure``."""
 
     def __init__(self, lib: Any, model: Any, measure: Measure, threads: int, flash: bool) -> None:
-        self.lib, self.measure = lib, measure
+        self.lib = lib
         self.num_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
         params = lib.llama_context_default_params()
         params.n_seq_max = measure.batch
@@ -49,43 +50,9 @@ class Context:
             raise RuntimeError(f"llama_init_from_model failed for {measure.name}")
         self.memory = lib.llama_get_memory(self.context)
         self.batch = lib.llama_batch_init(N_BATCH, 0, 1)
-        self.prompts = [prompt_ids(measure.prompt_tokens, self.num_vocab, i) for i in range(measure.batch)]
-        if measure.kind == "decode":
-            for sequence, prompt in enumerate(self.prompts):
-                self._prefill(sequence, prompt)
 
-    def run(self) -> float:
-        """Seconds."""
-        m = self.measure
-        begin = time.perf_counter()
-        if m.kind == "prefill":
-            self._prefill(0, self.prompts[0])
-            self._likeliest(-1)
-        else:
-            tokens = [prompt[0] for prompt in self.prompts]
-            for position in range(m.prompt_tokens, m.prompt_tokens + m.new_tokens):
-                self._decode([(token, position, sequence, True) for sequence, token in enumerate(tokens)])
-                tokens = [self._likeliest(i) for i in range(m.batch)]
-        seconds = time.perf_counter() - begin
-        for sequence in range(m.batch):
-            keep = m.prompt_tokens if m.kind == "decode" else 0
-            if not self.lib.llama_memory_seq_rm(self.memory, sequence, keep, -1):
-                raise RuntimeError("llama_memory_seq_rm failed")
-        return seconds
-
-    def close(self) -> None:
-        """Free it."""
-        self.lib.llama_batch_free(self.batch)
-        self.lib.llama_free(self.context)
-
-    def _prefill(self, sequence: int, prompt: list[int]) -> None:
-        last = len(prompt) - 1
-        for begin in range(0, len(prompt), N_BATCH):
-            part = prompt[begin : begin + N_BATCH]
-            self._decode([(token, i, sequence, i == last) for i, token in enumerate(part, begin)])
-
-    def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """One call with tokens, positions, sequences and whether logits are wanted."""
+    def decode(self, rows: Sequence[Row]) -> None:
+        """One call of llama_decode. Raises RuntimeError."""
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
@@ -95,11 +62,22 @@ class Context:
         if status:
             raise RuntimeError(f"llama_decode returned {status}")
 
-    def _likeliest(self, row: int) -> int:
+    def likeliest(self, row: int) -> int:
+        """The token with the greatest logit."""
         import numpy as np  # llama_cpp needs it anyway
 
         logits = self.lib.llama_get_logits_ith(self.context, row)
         return int(np.ctypeslib.as_array(logits, shape=(self.num_vocab,)).argmax())
+
+    def forget(self, sequence: int, position: int) -> None:
+        """Remove cached tokens. Raises RuntimeError."""
+        if not self.lib.llama_memory_seq_rm(self.memory, sequence, position, -1):
+            raise RuntimeError("llama_memory_seq_rm failed")
+
+    def close(self) -> None:
+        """Free it."""
+        self.lib.llama_batch_free(self.batch)
+        self.lib.llama_free(self.context)
 
 
 class LlamaCpp:
@@ -114,34 +92,24 @@ class LlamaCpp:
         self.model = self.lib.llama_model_load_from_file(self.path.encode(), params)
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {self.path}")
-        self.contexts: dict[Measure, Context] = {}
-        self.flash: dict[str, dict[str, Any]] = {}
+        ways = {"no flash attention": False, "flash attention": True}
+        self.runs = FastestRuns({name: functools.partial(self._open, flash=flash) for name, flash in ways.items()})
+
+    def _open(self, measure: Measure, *, flash: bool) -> Context:
+        return LlamaContext(self.lib, self.model, measure, self.threads, flash)
 
     def facts(self) -> dict[str, Any]:
         """A step reads the file without the embedding; the cache is in float16."""
-        lib, model = self.lib, self.model
-        head_dim = lib.llama_model_n_embd(model) // lib.llama_model_n_head(model)
-        kv_bytes = 2 * lib.llama_model_n_layer(model) * lib.llama_model_n_head_kv(model) * head_dim * 2
-        return {"weight_bytes": bytes_per_token(self.path), "kv_bytes_per_token": kv_bytes}
+        return {"weight_bytes": bytes_per_token(self.path), "kv_bytes_per_token": kv_bytes_per_token(self.path, 2)}
 
     def measure(self, measure: Measure) -> float:
-        """Seconds; the first call for a measure chooses between flash attention and none."""
-        if measure not in self.contexts:
-            found = {}
-            for flash in (False, True):
-                context = Context(self.lib, self.model, measure, self.threads, flash)
-                context.run()
-                found[flash] = (context.run(), context)
-            best = found[True][0] < found[False][0]
-            found[not best][1].close()
-            self.contexts[measure] = found[best][1]
-            self.flash[measure.name] = {"on": best, "seconds_off": found[False][0], "seconds_on": found[True][0]}
-        return self.contexts[measure].run()
+        """Seconds."""
+        return self.runs.measure(measure)
 
     def notes(self) -> dict[str, Any]:
         """What was chosen, and what the library was built for."""
         info = self.lib.llama_print_system_info().decode(errors="replace").strip()
-        return {"flash_attention": self.flash, "system_info": info}
+        return {"ways": self.runs.notes, "system_info": info}
 
 
 def quantize(source: str, target: str, kind: str, threads: int) -> None:

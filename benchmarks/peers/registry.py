@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 OURS = "ours"
+LLAMA_CPP = "llama.cpp"  # whose interpreter also quantizes GGUF files
 PRECISIONS = ("bf16", "int8", "int4")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """``formats``: by precision, each measured on its own. ``module``: run as ``python -m``; see worker.py."""
+    """``formats``: by precision, each measured on its own. ``module``: run as ``python -m``; see worker.py.
+
+    ``checkout``: a file that shows that the folder of --checkout is what this peer needs; "" where it needs none.
+    """
 
     name: str
     module: str
@@ -20,12 +24,14 @@ class Peer:
     batches: bool = True  # several sequences together
     prefill: bool = True
     contexts: bool = True  # decoding after long prompts
-    wants: str = "checkpoint"  # checkpoint | gguf | checkout
+    wants: str = "checkpoint"  # checkpoint | gguf | openvino
+    checkout: str = ""
+    copies: int = 1  # of the weights that a worker may hold
 
     def num_bytes(self, format: str, checkpoint_bytes: int) -> int:
         """About what the weights take in memory, to see beforehand whether they fit."""
         share = {"float32": 2.0, "int8": 0.55, "Q8_0": 0.55, "int4": 0.35, "Q4_0": 0.35}.get(format, 1.0)
-        return int(share * checkpoint_bytes)
+        return int(self.copies * share * checkpoint_bytes)
 
 
 REGISTRY: dict[str, Peer] = {
@@ -38,11 +44,28 @@ REGISTRY: dict[str, Peer] = {
             "pip install -e . in the repository",
         ),
         Peer(
-            "llama.cpp",
+            LLAMA_CPP,
             "peers.llamacpp",
             {"bf16": ("BF16",), "int8": ("Q8_0",), "int4": ("Q4_0",)},
             "CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python",
             wants="gguf",
+        ),
+        Peer(
+            "ik_llama.cpp",
+            "peers.ikllama",
+            {"bf16": ("BF16",), "int8": ("Q8_0",), "int4": ("Q4_0",)},
+            "git clone https://github.com/ikawrakow/ik_llama.cpp, then in it: cmake -B build -DGGML_NATIVE=ON "
+            "-DBUILD_SHARED_LIBS=ON && cmake --build build --target llama",
+            wants="gguf",
+            checkout="build/src/libllama.so",
+            copies=2,  # as in the file and repacked
+        ),
+        Peer(
+            "openvino",
+            "peers.openvino",
+            {"bf16": ("bfloat16",), "int8": ("int8",), "int4": ("int4",)},
+            "pip install openvino optimum-intel nncf, in a separate environment (--python openvino=FILE)",
+            wants="openvino",
         ),
         Peer(
             "transformers",
@@ -59,7 +82,7 @@ REGISTRY: dict[str, Peer] = {
             batches=False,  # another batch size or cache length is another compilation
             prefill=False,
             contexts=False,
-            wants="checkout",
+            checkout="generate.py",
         ),
     )
 }

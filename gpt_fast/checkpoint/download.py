@@ -8,29 +8,37 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, errors, snapshot_download
 
-from gpt_fast.checkpoint.files import COMPANIONS, is_one
-from gpt_fast.errors import DownloadError
+from gpt_fast.checkpoint.files import COMPANIONS, RIGHTS, is_one
+from gpt_fast.errors import DownloadError, some
+from gpt_fast.gguf import all_parts, first_part
+
+# A name of the Hub, and behind it a GGUF file of that repository.
+_NAMED = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(/(?P<file>.+\.gguf))?")
 
 
 def download(
     repo: str,
+    file: str | None = None,
+    *,
     revision: str | None = None,
     out_dir: str | Path | None = None,
     token: str | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """Fetch the checkpoint ``repo`` ("owner/name") and return its directory.
+    """Fetch the checkpoint ``repo`` ("owner/name") and return its directory; or its GGUF model ``file``, by any of its
+    parts, and return that file, the first of several.
 
     ``revision``: branch, tag or commit; None: the main branch. ``out_dir``: None means the Hub's cache, where a second
     download finds everything. ``token``: None means $HF_TOKEN or a stored login. ``endpoint``: None means $HF_ENDPOINT
     or the public Hub. An interrupted download goes on where it stopped.
 
-    Raises DownloadError when the repository is gated, absent or holds no checkpoint, when the Hub cannot be reached,
-    and when the disk is full.
+    Raises DownloadError when the repository is gated, absent or holds no checkpoint or no such file, when the Hub
+    cannot be reached, and when the disk is full.
     """
     try:
         info = HfApi(endpoint=endpoint, token=token).model_info(repo, revision=revision)
-        files = choose([sibling.rfilename for sibling in info.siblings or []], repo)
+        names = [sibling.rfilename for sibling in info.siblings or []]
+        files = choose(names, repo) if file is None else choose_gguf(names, repo, file)
         # The commit instead of the branch, so that the files are those of the listing.
         found = snapshot_download(
             repo, revision=info.sha, local_dir=out_dir, token=token, endpoint=endpoint, allow_patterns=files
@@ -45,18 +53,31 @@ def download(
         raise DownloadError(
             f"{repo}: {len(missing)} files did not arrive, such as {missing[0]}; run the same command again"
         )
-    return Path(found)
+    return Path(found) if file is None else Path(found, files[0])
+
+
+def find(named: str) -> Path:
+    """The absolute path of the folder or file ``named``, or else of the repository of the Hub, "owner/name", or of a
+    GGUF file in one, "owner/name/file.gguf", which is fetched. Raises DownloadError."""
+    if path := _here(named):
+        return path
+    of_hub = _NAMED.fullmatch(named)
+    return download(of_hub["repo"], of_hub["file"]) if of_hub else download(named)
 
 
 def find_local(named: str) -> Path | None:
-    """The absolute path of the folder or file ``named``; None where that is no path but may be a repository of the Hub,
-    "owner/name". Raises DownloadError for what is neither."""
+    """The absolute path of the folder or file ``named``; None where that is no path but may be a repository of the Hub
+    or a file of one, as in :func:`find`. Raises DownloadError for what is neither. (The Hub's oldest names, such as
+    gpt2, have no owner; here a single word is more often a folder's name that is spelled wrong.)"""
+    path = _here(named)
+    if path is None and not _NAMED.fullmatch(named):
+        raise DownloadError(f"{named} does not exist, and is no name of the Hub: owner/name, or owner/name/file.gguf")
+    return path
+
+
+def _here(named: str) -> Path | None:
     path = Path(named).expanduser()
-    if path.exists():
-        return path.absolute()
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", named):
-        raise DownloadError(f"{named} does not exist, and is no name of the Hub, which is owner/name")
-    return None
+    return path.absolute() if path.exists() else None
 
 
 def choose(names: list[str], repo: str) -> list[str]:
@@ -68,8 +89,28 @@ def choose(names: list[str], repo: str) -> list[str]:
     texts = [name for name in top if name.endswith(".json") or is_one(name, COMPANIONS)]
     if not weights or "config.json" not in texts:
         what = "no config.json" if weights else "no weights in .safetensors or pytorch_model*.bin files"
-        raise DownloadError(f"{repo} is not a checkpoint that can be loaded: it has {what}")
+        models = _models(names)
+        todo = f"; of its GGUF files name one, such as {some(models)}" if models else ""
+        raise DownloadError(f"{repo} is not a checkpoint that can be loaded: it has {what}{todo}")
     return sorted([name for name in texts if name.endswith(index) or not name.endswith(".index.json")] + weights)
+
+
+def choose_gguf(names: list[str], repo: str, file: str) -> list[str]:
+    """The files of a repository that make its GGUF model ``file``, the first part first, and its licences. Raises
+    DownloadError when there is none."""
+    parts = [part.as_posix() for part in all_parts(first_part(Path(file)))]
+    if not file.endswith(".gguf"):
+        raise DownloadError(f"{file} is no GGUF file; without it the whole checkpoint {repo} is fetched")
+    if missing := [part for part in parts if part not in names]:
+        models = _models(names)
+        known = f"it has {some(models)}" if models else "it has no GGUF file"
+        raise DownloadError(f"{repo} has no file {missing[0]}; {known}")
+    return parts + sorted(name for name in names if "/" not in name and is_one(name, RIGHTS))
+
+
+def _models(names: list[str]) -> list[str]:
+    """The GGUF models among the files of a repository, by their first parts."""
+    return sorted({first_part(Path(name)).as_posix() for name in names if name.endswith(".gguf")})
 
 
 def _explain(error: Exception, repo: str, revision: str | None, out_dir: str | Path | None) -> str | None:

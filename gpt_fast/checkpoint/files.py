@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -21,6 +21,9 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.index.json")
 # All that a checkpoint has. Whatever else lies in the folder (notes, code, keys) is nobody's business.
 PATTERNS = (*WEIGHTS, "*config.json", "params.json", "*.model", "readme*", *COMPANIONS)
 SINGLE = ("model.safetensors", "pytorch_model.bin")  # Hugging Face's weights, whole; in shards they have an index
+# Of a LoRA adapter, as PEFT names them.
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # What a training run leaves beside the weights, under endings of weights.
 TRAINING = ("optimizer*", "scheduler*", "training_args*", "rng_state*")
 
@@ -67,15 +70,33 @@ def choose_files(folder: Path, named: str = "", follow_links: bool = False) -> t
     a link that leads nowhere or, without ``follow_links``, out of the folder; the links of the Hugging Face cache
     (``snapshots/<commit>/file`` to ``blobs/<hash>``) are followed.
     """
-    files, left_out = [], []
     others = WEIGHTS if is_one(named, ("*.pth", "*.pt")) else ()
     model = the_checkpoint(folder / named)
     whole = all_parts(model) if is_gguf(model) else []
-    for path in sorted(folder.iterdir()):
-        known = belongs(path.name) and not is_one(path.name, others)
+
+    def known(path: Path) -> bool:
         if whole:
-            known = path in whole or is_one(path.name, (*RIGHTS, "readme*"))
-        wanted = not path.is_dir() and (path.name == named or known)
+            return path in whole or path.name == named or is_one(path.name, (*RIGHTS, "readme*"))
+        return path.name == named or (belongs(path.name) and not is_one(path.name, others))
+
+    return _sort(folder, known, follow_links)
+
+
+def choose_adapter_files(folder: Path, follow_links: bool = False) -> tuple[tuple[Path, ...], list[str]]:
+    """As :func:`choose_files`, of the ``folder`` of a LoRA adapter. Raises ConfigError where it is none."""
+    for names in ((ADAPTER_CONFIG,), ADAPTER_WEIGHTS):
+        if not any((folder / name).is_file() for name in names):
+            lacking = f"lora: {folder} has no {' or '.join(names)}"
+            raise ConfigError(f"{lacking}; name the folder that PEFT's save_pretrained wrote")
+    patterns = (ADAPTER_CONFIG, *ADAPTER_WEIGHTS, *RIGHTS, "readme*")
+    return _sort(folder, lambda path: is_one(path.name, patterns), follow_links)
+
+
+def _sort(folder: Path, known: Callable[[Path], bool], follow_links: bool) -> tuple[tuple[Path, ...], list[str]]:
+    """The files of ``folder`` that are ``known``, and the names of all else. Raises ConfigError for their links."""
+    files, left_out = [], []
+    for path in sorted(folder.iterdir()):
+        wanted = not path.is_dir() and known(path)
         if wanted and path.is_symlink():
             _check_link(path, follow_links)
         if wanted and path.is_file():  # no socket, no pipe
@@ -90,7 +111,7 @@ def copy_files(files: Sequence[Path], into: Path) -> None:
 
     Files and folder get no permission for others that the originals lack.
     """
-    into.mkdir()
+    into.mkdir(parents=True)
     for path in files:
         narrow(Path(shutil.copyfile(path, into / path.name)), [path])
     into.chmod(into.stat().st_mode & (files[0].parent.stat().st_mode | 0o700))

@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gpt_fast.checkpoint.families import read_json
+from gpt_fast.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.checkpoint.weight_files import open_weights
 from gpt_fast.errors import CheckpointError, some
 
-CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
 _ENDS = {  # of tensors' names: which factor it is, and whether of a table
     ".lora_A.weight": ("A", False), ".lora_B.weight": ("B", False),
@@ -108,14 +107,15 @@ class Adapter:
 
     def __init__(self, folder: Path, weight: float = 1.0) -> None:
         self.folder, self.weight = folder, weight
-        if not (folder / CONFIG).is_file():
-            raise CheckpointError(f"lora: {folder} has no {CONFIG}; name the folder that PEFT's save_pretrained wrote")
-        self._config = read_json(folder / CONFIG)
-        found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+        if not (folder / ADAPTER_CONFIG).is_file():
+            todo = "name the folder that PEFT's save_pretrained wrote"
+            raise CheckpointError(f"lora: {folder} has no {ADAPTER_CONFIG}; {todo}")
+        self._config = read_json(folder / ADAPTER_CONFIG)
+        found = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
         if found is None:
-            raise CheckpointError(f"lora: {folder} has no weights: none of {', '.join(WEIGHTS)}")
-        self.files = [folder / CONFIG, found]
-        _check_config(self._config, f"lora: {folder / CONFIG}")
+            raise CheckpointError(f"lora: {folder} has no weights: none of {', '.join(ADAPTER_WEIGHTS)}")
+        self.files = [folder / ADAPTER_CONFIG, found]
+        _check_config(self._config, f"lora: {folder / ADAPTER_CONFIG}")
         self.added: dict[str, LowRank] = {}
         self.saved: dict[str, StoredTensor] = {}
         self._sort(open_weights([found]), f"lora: {found}")

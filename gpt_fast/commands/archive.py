@@ -14,7 +14,11 @@ _LINKS = "copy files of the checkpoint that are links out of its folder, too"
 _OPTIONS: options.Table = {  # the parameters of build_archive
     "--checkpoint": {"required": True, "metavar": "DIR", "help": "the model: weights, config.json, tokenizer"},
     "--draft": {"metavar": "DIR", "help": "a smaller model with the same vocabulary, which guesses tokens ahead"},
-    "--by-reference": {"action": "store_true", "help": "name the checkpoint's path, do not copy it"},
+    **options.LORA,
+    "--by-reference": {
+        "action": "store_true",
+        "help": "name the paths of checkpoint, draft and adapters, copy none",
+    },
     "--name": {"help": "the model's name in TorchServe (default: gpt-fast)"},
     "--version": {"help": "the model's version in TorchServe (default: 1.0)"},
     "--format": {"dest": "archive_format", "choices": list(SUFFIXES), "help": _FORMATS},

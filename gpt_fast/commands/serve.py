@@ -40,7 +40,8 @@ def add_parser(subparsers: Any) -> None:
     words = "serve a model over HTTP, by TorchServe"
     parser = subparsers.add_parser("serve", help=words, description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--checkpoint", metavar="MODEL", help="a folder, a file, or owner/name of the Hub (default: the demo model)")
+    model = "a folder, a file, or owner/name or owner/name/FILE.gguf of the Hub (default: the demo model)"
+    add("--checkpoint", metavar="MODEL", help=model)
     add("--speculative", action="store_true", help="the demo model with the demo draft, which guesses tokens ahead")
     add("--config", type=Path, metavar="FILE", help="another model_config.yaml; options replace its keys")
     add("--host", default=ports.LOOPBACK, help="address to listen on; 0.0.0.0: all (default: %(default)s)")

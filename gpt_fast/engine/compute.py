@@ -135,7 +135,8 @@ def _rows(part: Computed) -> list[SamplingRow]:
 def sampling_row(request: Request, drafts: tuple[int, ...], allowed: Tensor | None) -> SamplingRow:
     """How the token behind ``drafts`` is sampled if they are right. ``allowed``: [V] bool, by the request's grammar."""
     if request.rules is not None:
-        allowed = request.rules.mask([*request.token_ids[request.num_prompt :], *drafts], allowed)
+        tail = max(request.num_prompt, request.num_tokens - request.rules.num_read)
+        allowed = request.rules.mask([*request.token_ids[tail:], *drafts], allowed)
     token_ids = [*request.token_ids, *drafts] if drafts and request.params.penalised else request.token_ids
     position = request.num_tokens + len(drafts)
     return SamplingRow(request.params, request.seed, position, token_ids, request.num_prompt, request.end_ids, allowed)

@@ -48,6 +48,7 @@ class Engine:
         self.on_step: Callable[[StepPlan, float], None] = lambda plan, seconds: None
         self.threads = threads
         self._began = 0.0  # when the next step began: at the end of the one before, or of a sleep
+        self._moved = 0.0  # monotonic: when a step last ended, a sleep did, or a request found the engine idle
         self._inbox: deque[Request] = deque()
         self._handles: dict[str, Handle] = {}
         self._closing = False
@@ -59,6 +60,12 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return len(self._inbox) + len(self.scheduler.waiting)
+
+    @property
+    def since_last_step_s(self) -> float:
+        """Seconds since a step last ended, or since there is something to compute; 0 where no request is there. In a
+        step it is the time that this one has taken so far: an engine that stands still is known by it."""
+        return max(0.0, time.monotonic() - self._moved) if self._handles else 0.0
 
     def start(self, warm_up: Callable[[], None]) -> None:
         """Start the thread and run ``warm_up`` in it. Raises what ends the engine in there."""
@@ -78,6 +85,8 @@ class Engine:
                 raise self._stopped()
             if self.max_waiting is not None and self.num_waiting + len(handles) > self.max_waiting:
                 raise try_later(f"{self.num_waiting} requests are waiting, and at most {self.max_waiting} may")
+            if not self._handles:
+                self._moved = time.monotonic()
             self._handles |= {handle.id: handle for handle in handles}
             self._inbox.extend(requests)
             self.changed.notify_all()
@@ -121,7 +130,7 @@ class Engine:
             busy = self._closing or self._inbox or self.scheduler.has_work
             if not busy and not any(handle.cancelled for handle in self._handles.values()):
                 self.changed.wait(1.0 if self._handles else None)  # paused requests still have deadlines
-                self._began = time.perf_counter()
+                self._began, self._moved = time.perf_counter(), time.monotonic()
             while self._inbox:
                 self.scheduler.add(self._inbox.popleft())
             now = time.monotonic()
@@ -148,7 +157,7 @@ class Engine:
                 num_drafts = max(0, own.end - request.num_tokens)
                 self._try(self._advance, request, outcome, num_drafts, now)
             self.changed.notify_all()
-        began, self._began = self._began, time.perf_counter()
+        began, self._began, self._moved = self._began, time.perf_counter(), time.monotonic()
         if self.speculation is not None:
             self.speculation.observe(plan, self._began - began)
         _observe(self.on_step, plan, self._began - began)

@@ -9,7 +9,6 @@ grammars in use share a budget of memory.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import weakref
 from collections.abc import Sequence
@@ -155,10 +154,8 @@ class CompiledGrammar:
 def _source(params: SamplingParams, matcher: Any, field: str) -> str:
     if params.grammar is not None:
         return str(matcher.grammar_from_lark(params.grammar))
-    # Choices as one regular expression: more than 2,000 alternatives of a grammar exceed a limit of the parser.
-    regex = params.regex if params.choice is None else "|".join(map(re.escape, params.choice))
-    if regex is not None:
-        return str(matcher.grammar_from_regex(regex))
+    if params.pattern is not None:
+        return str(matcher.grammar_from_regex(params.pattern))
     try:
         closed = close_objects(params.json_schema or {})
         return str(matcher.grammar_from_json_schema(json.dumps(closed), overrides=ONE_SPELLING))

@@ -16,7 +16,7 @@ _START = "\n"  # no tokenizer joins what follows to it
 
 class TokenRules:
     """What one request allows. As in vLLM a bad word is a sequence of tokens, and where the completion ends with all
-    but the last of them, that last one is forbidden."""
+    but the last of them, that last one is forbidden. ``num_read``: how many tokens at the end decide that."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._mask = torch.ones(vocab_size, dtype=torch.bool)
@@ -28,7 +28,7 @@ class TokenRules:
                 self._longer.append((tuple(beginning), last))
             else:
                 self._mask[last] = False
-        self._longest = max((len(beginning) for beginning, _ in self._longer), default=0)
+        self.num_read = max((len(beginning) for beginning, _ in self._longer), default=0)
         self._names = ["allowed_token_ids"] if params.allowed_token_ids is not None else []
         self._names += ["bad_words"] if params.bad_words else []
 
@@ -42,8 +42,9 @@ class TokenRules:
         return TokenRules(params, tokenizer, vocab_size)
 
     def mask(self, generated: Sequence[int], grammar: Tensor | None) -> Tensor:
-        """[V] bool: what may follow the tokens ``generated`` so far, of what the ``grammar`` [V] allows."""
-        tail = tuple(generated[max(0, len(generated) - self._longest) :])
+        """[V] bool: what may follow the tokens ``generated`` so far, of which the last ``num_read`` are enough, of what
+        the ``grammar`` [V] allows."""
+        tail = tuple(generated[max(0, len(generated) - self.num_read) :])
         mask = self._mask if grammar is None else self._mask & grammar
         if forbidden := [last for beginning, last in self._longer if tail[-len(beginning) :] == beginning]:
             mask = mask.clone()

@@ -169,9 +169,10 @@ def pack_block(module: Block, tied: Sequence[PackedWeights] = (), num_ranks: int
         if m.split == "columns":
             matrices[m.name] = [w._replace(parts=_num_parts(w, num_ranks)) for w in matrices[m.name]]
     vectors = {v.name: (module.vector(v.name).weight, module.vector(v.name).bias) for v in block.vectors}
+    tables: dict[str, Tensor | PackedWeights]
     tables = {t.name: module.get_parameter(f"{t.name}.weight").detach() for t in block.tables}
     if tied and "tokens" in tables:
-        tables["tokens"] = tied[0].data
+        tables["tokens"] = tied[0]
     splits = {m.name: m.split for m in block.matrices} | {t.name: t.split for t in block.tables}
     return Weights(matrices, vectors, tables, splits=splits)
 
@@ -179,7 +180,7 @@ def pack_block(module: Block, tied: Sequence[PackedWeights] = (), num_ranks: int
 def _num_parts(w: PackedWeights, num_ranks: int) -> int:
     """Parts of the inputs that one of ``num_ranks`` ranks sums by themselves: of PARTS of the whole matrix, or of as
     many as it can be cut into."""
-    unit = {"int8": packing.BLOCK, "int4": w.group_size}.get(w.kind, 1)
+    unit = {"bfloat16": packing.BLOCK, "int8": packing.BLOCK, "int4": w.group_size}.get(w.kind, 1)
     parts = PARTS
     while parts > num_ranks and (w.in_features * num_ranks) % (parts * unit):
         parts //= 2

@@ -5,6 +5,9 @@ by search (the idea of llama.cpp's k-quants): several shrunken ranges are tried,
 the codes it leads to, and the one with the least squared error stays. The squared error of normally distributed weights
 is about an eighth less than with the plain minimum and maximum. Then the few values of scale and zero that can be
 stored near it are tried, so that storing them in a byte each costs nothing that could be measured.
+
+The search is much arithmetic for each weight. Where the C++ kernels run, they do it (kernels/cpu/quantizing.py); what
+stands here is their plain twin, with the same bits on a CPU: its sums have an order of their own (``_sum``).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast.checkpoint.stored import Report, StoredTensor
+from gpt_fast.kernels.cpu import library, quantizing
 from gpt_fast.kernels.cpu.packing import nibbles
 from gpt_fast.quantize.scheme import Scheme
 
@@ -27,9 +31,10 @@ ZERO_STEPS = 8  # of a zero, in one code
 _FP8_MAX = 448.0  # of float8_e4m3fn
 _SHRINKS = (1.0, 0.93, 0.86, 0.8, 0.73)  # parts of a group's range that are tried
 _TINY = 1e-30  # the least scale of a group
-_CHUNK = 1 << 18  # weights quantized at a time: with what the search needs beside them they fit a cache
+_CHUNK = 1 << 18  # weights quantized at a time: with what the search needs beside them they fit a CPU's cache
+_GPU_CHUNK = 1 << 22  # the same where a call costs more than its work
 
-_Mean = Callable[[Tensor], Tensor]  # over the last dimension of [n, groups, group size], which stays as one
+_Mean = Callable[[Tensor], Tensor]  # [group size, n, groups] -> [n, groups]
 
 
 class Grid(NamedTuple):
@@ -52,23 +57,36 @@ def quantized_pieces(
     stored: StoredTensor, scheme: Scheme, device: torch.device | str, report: Report = None
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """``stored`` quantized on ``device``, a few rows at a time: the number of the first one, and the tensors."""
-    for begin, rows in stored.pieces(report, max(1, _CHUNK // stored.shape[1])):
+    chunk = _CHUNK if torch.device(device).type == "cpu" else _GPU_CHUNK
+    num_rows = None if _in_cpp(scheme, device) else max(1, chunk // stored.shape[1])
+    for begin, rows in stored.pieces(report, num_rows):
         yield begin, quantize_rows(rows.to(device), scheme)
 
 
 def quantize_rows(rows: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     """[n, K] of any floating dtype -> the tensors of ``scheme`` for these rows."""
+    if _in_cpp(scheme, rows.device):
+        return quantizing.quantize_int4(rows, scheme.group_size)
     _keep_memory()
     rows = rows.float()
     if scheme.kind == "int4":
-        padded = pad_groups(rows, scheme.group_size)
-        grid = find_grid(padded, scheme.group_size)
-        return {"weight": nibbles(encode(padded, grid)), **grid._asdict()}
+        return plain_int4(rows, scheme.group_size)
     dtype, most = (torch.int8, 127.0) if scheme.kind == "int8" else (torch.float8_e4m3fn, _FP8_MAX)
     scale = rows.abs().amax(1) / most
     scale = torch.where(scale == 0, 1.0, scale)  # NaN stays, so that it is seen
     scaled = (rows / scale[:, None]).clamp_(-most, most)
     return {"weight": (scaled.round_() if scheme.kind == "int8" else scaled).to(dtype), "scale": scale}
+
+
+def _in_cpp(scheme: Scheme, device: torch.device | str) -> bool:
+    return scheme.kind == "int4" and torch.device(device).type == "cpu" and library.available()
+
+
+def plain_int4(rows: Tensor, group_size: int) -> dict[str, Tensor]:
+    """``quantizing.quantize_int4`` in plain torch, on any device; ``rows`` float32 [n, K]."""
+    padded = pad_groups(rows, group_size)
+    grid = find_grid(padded, group_size)
+    return {"weight": nibbles(encode(padded, grid)), **grid._asdict()}
 
 
 @functools.cache
@@ -88,19 +106,21 @@ def find_grid(rows: Tensor, group_size: int, importance: Tensor | None = None) -
 
     ``importance``, float32 [P], weighs the columns' errors; None: all alike.
     """
-    w = rows.unflatten(1, (-1, group_size))  # [n, groups, group size]
+    groups = rows.unflatten(1, (-1, group_size))
+    low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
+    w = groups.permute(2, 0, 1).contiguous()  # [group size, n, groups]
     mean = _mean_of(importance, group_size)
-    _, step, zero = functools.reduce(_better, _ranges(w, mean))
+    _, step, zero = functools.reduce(_better, _ranges(w, mean, low, high))
     row_scale = step.amax(1, keepdim=True) / LARGEST
     _, scale, zero = functools.reduce(_better, _storable(w, mean, step, zero, row_scale))
-    return Grid(scale.squeeze(-1).to(torch.uint8), (zero * ZERO_STEPS).squeeze(-1).to(torch.uint8), row_scale.flatten())
+    return Grid(_bytes(scale), _bytes(zero * ZERO_STEPS), row_scale.flatten())
 
 
 def encode(rows: Tensor, grid: Grid) -> Tensor:
     """Float32 [n, P] -> the nearest codes, uint8 [n, P]."""
     n, groups = grid.scale.shape
     w = rows.view(n, groups, -1)
-    return _codes(w / grid.steps()[..., None], grid.zeros()[..., None]).to(torch.uint8).view(n, -1)
+    return _bytes(_codes(w / grid.steps()[..., None], grid.zeros()[..., None])).view(n, -1)
 
 
 def to_zero(zero: Tensor) -> Tensor:
@@ -108,8 +128,13 @@ def to_zero(zero: Tensor) -> Tensor:
     return (zero * ZERO_STEPS).round_().clamp_(0, LARGEST).div_(ZERO_STEPS)
 
 
+def _bytes(values: Tensor) -> Tensor:
+    """Whole numbers of 0 to 255 as uint8; NaN, for which the row's scale speaks, as 0."""
+    return values.nan_to_num(0.0).to(torch.uint8)
+
+
 class _Found(NamedTuple):
-    error: Tensor  # of all, and of the rest: [n, groups, 1]
+    error: Tensor  # of all, and of the rest: [n, groups]
     scale: Tensor
     zero: Tensor
 
@@ -119,9 +144,8 @@ def _better(old: _Found, new: _Found) -> _Found:
     return _Found(*(torch.where(better, a, b) for a, b in zip(new, old, strict=True)))
 
 
-def _ranges(w: Tensor, mean: _Mean) -> Iterator[_Found]:
-    """Steps and zeros of the groups ``w`` that are tried, not rounded."""
-    low, high = w.amin(-1, keepdim=True).clamp_(max=0), w.amax(-1, keepdim=True).clamp_(min=0)
+def _ranges(w: Tensor, mean: _Mean, low: Tensor, high: Tensor) -> Iterator[_Found]:
+    """Steps and zeros of the groups ``w`` that are tried, not rounded; with 0 they reach from ``low`` to ``high``."""
     middle, half = (low + high) / 2, (high - low) / 2
     for shrink in _SHRINKS:
         step = (2 * shrink * half / LEVELS).clamp_(min=_TINY)
@@ -153,10 +177,23 @@ def _codes(in_steps: Tensor, zero: Tensor) -> Tensor:
 
 def _mean_of(importance: Tensor | None, group_size: int) -> _Mean:
     if importance is None:
-        return lambda values: values.mean(-1, keepdim=True)
-    weigh = importance.view(-1, group_size)
-    total = weigh.sum(-1, keepdim=True).clamp_(min=1e-30)
-    return lambda values: (weigh * values).sum(-1, keepdim=True) / total
+        return lambda values: _sum(values) / group_size
+    weigh = importance.view(-1, 1, group_size).permute(2, 1, 0).contiguous()
+    total = _sum(weigh).clamp_(min=1e-30)
+    return lambda values: _sum(weigh * values) / total
+
+
+def _sum(values: Tensor) -> Tensor:
+    """[group size, n, groups] -> [n, groups]: four sums side by side, of every fourth value each.
+
+    torch's own order differs from CPU to CPU.
+    """
+    first, second, *others = values.unflatten(0, (-1, 4))
+    four: Tensor = first + second
+    for other in others:
+        four += other
+    halves = four[:2] + four[2:]
+    return halves[0] + halves[1]
 
 
 def _least_squares(w: Tensor, codes: Tensor, mean: _Mean, step: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:

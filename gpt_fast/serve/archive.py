@@ -1,6 +1,6 @@
 """Build an archive that TorchServe loads as it is: handler, package, configuration and, unless told otherwise, weights.
 
-    gpt-fast archive --checkpoint DIR [--draft DIR] [--by-reference] [--format no-archive] [--output model_store]
+    gpt-fast archive --checkpoint DIR [--draft DIR] [--lora DIR] [--by-reference] [--format zip-store] [--output DIR]
 
 torch-model-archiver does the packing. Around it: the package gpt_fast stays a folder (--extra-files unpacks folders),
 the working place is not ``/tmp/<model name>`` (which it deletes first), and a checkpoint is copied only once.
@@ -19,10 +19,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt_fast.checkpoint.files import choose_files, copy_files, narrow
+from gpt_fast.checkpoint.files import choose_adapter_files, choose_files, copy_files, narrow
 from gpt_fast.config import DRAFTS
 from gpt_fast.errors import ConfigError
 from gpt_fast.serve.model_yaml import NAME, parse_model_yaml
@@ -34,18 +35,27 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
 
 
 class _Model(NamedTuple):
-    """A checkpoint that the archive comes with. ``key``: the handler's, and the name of the folder in the archive.
-    ``value``: of that key. ``files``: to copy into the folder; none where ``value`` is a path outside."""
+    """A checkpoint or an adapter that the archive comes with. ``folder``: its place in the archive. ``value``: how the
+    handler's key names it. ``files``: to copy into the folder; none where ``value`` is a path outside."""
 
-    key: str
+    folder: str
     value: str
-    files: tuple[Path, ...]
+    files: tuple[Path, ...] = ()
+
+
+class _Taking(NamedTuple):
+    """How they are taken along: :func:`build_archive` has these parameters."""
+
+    by_reference: bool
+    follow_links: bool
+    say: Callable[[str], None]
 
 
 def build_archive(
     checkpoint: str | Path,
     *,
     draft: str | Path | None = None,
+    lora: Mapping[str, float] | None = None,
     name: str = "gpt-fast",
     version: str = "1.0",
     archive_format: str = "no-archive",
@@ -62,6 +72,7 @@ def build_archive(
     ``checkpoint``: a folder, or a file with what belongs to it beside it. The files go into the archive's folder
     ``checkpoint``; with ``by_reference`` the archive names the absolute path instead and stays small. ``draft``: the
     same for a model that guesses tokens ahead; None: the one that ``config`` names by a relative path, if it does.
+    ``lora``: the same for folders of LoRA adapters, each with its weight; they become ``lora/1``, ``lora/2`` and so on.
     ``archive_format``: "no-archive" (a folder, the fastest), "default" (.mar), "zip-store" (.mar, not compressed,
     the better one for weights) or "tgz". ``config`` and ``handler``: None means the repository's. ``keys``: of the
     handler block, in the place of those that ``config`` has. ``follow_links``: copy files of the checkpoint that are
@@ -74,9 +85,12 @@ def build_archive(
         if not path.exists():
             raise ConfigError(f"{what}: {path} does not exist")
     before = check_file(config).config
-    sources = {"checkpoint": checkpoint, "draft": draft or _draft_of(config, {**(before.get("handler") or {}), **keys})}
-    models = [_model(k, Path(v), by_reference, follow_links, say) for k, v in sources.items() if v is not None]
-    text = _config_with(config, before, {**keys, **{model.key: model.value for model in models}})
+    block, taking = {**(before.get("handler") or {}), **keys}, _Taking(by_reference, follow_links, say)
+    sources = {"checkpoint": checkpoint, "draft": draft or _draft_of(config, block)}
+    models = [_model(key, Path(path), taking) for key, path in sources.items() if path is not None]
+    adapters = _adapters(lora, config, block, taking)
+    named = {model.folder: model.value for model in models} | {"lora": {a.value: w for a, w in adapters.items()}}
+    text = _config_with(config, before, {**keys, **{key: value for key, value in named.items() if value}})
     target = Path(output).resolve() / (name + SUFFIXES[archive_format])
     if target.is_dir() and any(target.iterdir()) and not (target / "MAR-INF" / "MANIFEST.json").is_file():
         raise ConfigError(f"{target} exists and is not an archive; it is left alone")
@@ -87,7 +101,7 @@ def build_archive(
             work = Path(scratch)
             (work / NAME).write_text(text, encoding="utf-8")
             narrow(work / NAME, [config])
-            built = _pack(work, models, name, version, archive_format, handler)
+            built = _pack(work, [*models, *adapters], name, version, archive_format, handler)
             if target.is_dir():
                 shutil.rmtree(target)
             os.replace(built, target)
@@ -111,17 +125,19 @@ def set_key(yaml_text: str, key: str, value: Any) -> str:
     start = next((i for i, line in enumerate(lines) if re.match(r"handler\s*:", line)), len(lines))
     if start == len(lines):
         lines.append("handler:")
-    indent, place = "    ", slice(start + 1, start + 1)
+    indent, place = "", slice(start + 1, start + 1)
     for i in range(start + 1, len(lines)):
         line = lines[i]
         if line.strip() and not line.lstrip().startswith("#"):
             if not line[0].isspace():
                 break
-            indent = line[: len(line) - len(line.lstrip())]
-            if found.match(line):
-                place = slice(i, i + 1)
+            own = line[: len(line) - len(line.lstrip())]
+            indent = indent or own  # what is further in belongs to the value of a key
+            if own == indent and found.match(line):
+                inside = re.compile(rf"{indent}(\s+|-\s)[^\s#]")  # of a list or a block that was the value
+                place = slice(i, i + 1 + sum(1 for _ in takewhile(inside.match, lines[i + 1 :])))
                 break
-    lines[place] = [f"{indent}{key}: {json.dumps(value)}"]
+    lines[place] = [f"{indent or '    '}{key}: {json.dumps(value)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -136,28 +152,69 @@ def _draft_of(config: Path, block: Mapping[str, Any]) -> Path | None:
     named = next((block[name] for name in _names("draft") if block.get(name) is not None), None)
     if named in (None, *DRAFTS) or Path(named).expanduser().is_absolute():
         return None
+    return _find(named, config, "draft", "Name the draft model with --draft DIR")
+
+
+def _find(named: str, config: Path, key: str, todo: str) -> Path:
+    """Where the ``named`` folder of ``key`` in ``config`` is: beside that file, or where this command runs."""
     try:
-        return find_named(Path(named), config.absolute().parent, "draft")
+        return find_named(Path(named), config.absolute().parent, key)
     except ConfigError as error:
-        raise ConfigError(f"{config}: {error}. Name the draft model with --draft DIR") from None
+        raise ConfigError(f"{config}: {error}. {todo}") from None
 
 
-def _model(key: str, path: Path, by_reference: bool, follow_links: bool, say: Callable[[str], None]) -> _Model:
+def _model(key: str, path: Path, taking: _Taking) -> _Model:
     """The checkpoint at ``path``, for the archive. Raises ConfigError."""
-    source = path.expanduser().absolute()
-    # Without links in the folder's path; a file that is itself a link stays in the folder it was named in.
-    source = source.resolve() if source.is_dir() else source.parent.resolve() / source.name
-    if not source.exists():
-        raise ConfigError(f"{key}: {source} does not exist")
-    if by_reference:
-        return _Model(key, str(source), ())
+    source = _source(key, path)
+    if taking.by_reference:
+        return _Model(key, str(source))
     named = "" if source.is_dir() else source.name
-    files, left_out = choose_files(source.parent if named else source, named, follow_links)
+    files, left_out = choose_files(source.parent if named else source, named, taking.follow_links)
     if not files:
         raise ConfigError(f"{key}: {source} holds no file that a checkpoint has, such as config.json")
     if left_out:
-        say(f"left out of {key}: {', '.join(left_out)}")
+        taking.say(f"left out of {key}: {', '.join(left_out)}")
     return _Model(key, f"{key}/{named}".rstrip("/"), files)
+
+
+def _source(key: str, path: Path) -> Path:
+    """``path``, absolute and without links in the folder's path; a file that is itself a link stays in the folder it
+    was named in. Raises ConfigError where nothing is there."""
+    source = path.expanduser().absolute()
+    source = source.resolve() if source.is_dir() else source.parent.resolve() / source.name
+    if not source.exists():
+        raise ConfigError(f"{key}: {source} does not exist")
+    return source
+
+
+def _adapters(
+    lora: Mapping[str, float] | None, config: Path, block: Mapping[str, Any], taking: _Taking
+) -> dict[_Model, float]:
+    """The LoRA adapters of ``lora``, each with its weight; None: those that the handler ``block`` of ``config`` names,
+    if one of them by a path that is not absolute. Absolute ones in there stay where they are. Raises ConfigError."""
+    given = check({"handler": block}).engine.get("lora") or {} if lora is None else lora
+    outside = {folder for folder in given if lora is None and Path(folder).expanduser().is_absolute()}
+    if len(outside) == len(given):
+        return {}
+    found = {}
+    for i, (folder, weight) in enumerate(given.items(), 1):
+        if folder in outside:
+            found[_Model("", folder)] = weight
+        else:
+            path = _find(folder, config, "lora", "Name the adapter with --lora DIR") if lora is None else Path(folder)
+            found[_adapter(f"lora/{i}", path, taking)] = weight
+    return found
+
+
+def _adapter(place: str, path: Path, taking: _Taking) -> _Model:
+    """The adapter at ``path``, for the folder ``place`` of the archive. Raises ConfigError."""
+    source = _source("lora", path)
+    files, left_out = choose_adapter_files(source, taking.follow_links)
+    if taking.by_reference:
+        return _Model("", str(source))
+    if left_out:
+        taking.say(f"left out of {place}: {', '.join(left_out)}")
+    return _Model(place, place, files)
 
 
 def _config_with(config: Path, before: Mapping[str, Any], keys: Mapping[str, Any]) -> str:
@@ -181,9 +238,9 @@ def _pack(work: Path, models: Sequence[_Model], name: str, version: str, archive
     shutil.copytree(PACKAGE, staging / PACKAGE.name, ignore=ignored)
     for folder, _, _ in os.walk(staging / PACKAGE.name):
         os.chmod(folder, 0o755)  # an installed package may be read-only; an archive will be replaced
-    copied = {model.key: model.files for model in models if model.files}
+    copied = {model.folder: model.files for model in models if model.files}
     for folder, files in copied.items() if archive_format != "no-archive" else ():
-        (staging / folder).mkdir()
+        (staging / folder).mkdir(parents=True)
         for path in files:
             (staging / folder / path.name).symlink_to(path.resolve())
     built = _run_archiver(work, staging, name, version, archive_format, handler)

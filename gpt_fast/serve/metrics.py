@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, get_args
 
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import StepPlan
+from gpt_fast.errors import RequestError
 from gpt_fast.outputs import FinishReason
 
 if TYPE_CHECKING:
@@ -62,11 +63,15 @@ def _seconds(name: str, help: str, buckets: tuple[float, ...] = REQUEST_S, forme
 
 
 _USED = "Part of the KV cache's pages that running requests hold; 1 is all."
+ERRORS = ("invalid_request", "queue_full", "stopping", "timeout", "server_error")  # error_kind()
+_ERRORS = "Requests that were answered with an error, or ended in one after their first piece, by its kind."
 _ENDED = "Requests that ended, by the reason."
+_STEP = "Since a step last ended, while there are requests; 0 without any."
 _GAP = "Between one step that brought a request tokens and the next."
 FAMILIES = (
     Family("num_requests_running", "gauge", "Requests that hold a place in the batch."),
     Family("num_requests_waiting", "gauge", "Requests that wait for a place in the batch."),
+    Family("time_since_last_step_seconds", "gauge", _STEP, "Seconds"),
     Family("kv_cache_usage_perc", "gauge", _USED, "Percent", former="gpu_cache_usage_perc"),
     Family("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache."),
     Family("prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache."),
@@ -74,6 +79,7 @@ FAMILIES = (
     Family("generation_tokens_total", "counter", "Tokens generated."),
     Family("num_preemptions_total", "counter", "Times a running request had to give its pages to an older one."),
     Family("request_success_total", "counter", _ENDED, label="finished_reason", label_values=get_args(FinishReason)),
+    Family("request_errors_total", "counter", _ERRORS, label="error", label_values=ERRORS),
     Family("iteration_tokens_total", "histogram", "Tokens computed in a step.", buckets=STEP_TOKENS),
     _seconds("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_S),
     _seconds("inter_token_latency_seconds", _GAP, TOKEN_GAP_S, former="time_per_output_token_seconds"),
@@ -195,6 +201,13 @@ class Metrics:
         self._seen[request.id] = last, request.num_output
         self._values["generation_tokens_total", ""] += request.num_output - num_counted
 
+    # Called by whoever answers.
+
+    def count_error(self, error: Exception) -> None:
+        """Count a request whose client was told ``error``, whether the engine has ever seen it or not."""
+        with self._lock:
+            self._values["request_errors_total", error_kind(error)] += 1
+
     # Called by whoever reports.
 
     def _read(self) -> list[tuple[Family, str, list[Sample]]]:
@@ -204,6 +217,7 @@ class Metrics:
             values = self._values
             values["num_requests_running", ""] = len(scheduler.running)
             values["num_requests_waiting", ""] = engine.num_waiting
+            values["time_since_last_step_seconds", ""] = round(engine.since_last_step_s, 3)
             values["kv_cache_usage_perc", ""] = pages.num_used / (pages.num_pages - 1)
             values["num_preemptions_total", ""] = scheduler.num_preemptions
             if pages.prefix_cache:
@@ -296,6 +310,14 @@ class Metrics:
                     due = time.monotonic() + busy_interval_s
         except OSError as error:  # the output is closed, and with it the only way to report
             log.warning("metrics are no longer reported: %s", error)
+
+
+def error_kind(error: Exception) -> str:
+    """Which of ERRORS ``error`` is. A full queue, a server that stops and a time limit are apart, since a client may
+    wait and ask again. All that a client wrote wrong is one kind."""
+    if not isinstance(error, RequestError):
+        return "server_error"
+    return error.code if error.code in ERRORS else "invalid_request" if error.status < 500 else "server_error"
 
 
 def log_line(request: Request, now: float) -> str:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 MAX_UNCOLLECTED = 256  # tokens of a stream that wait to be sent; then the engine pauses that sequence
 LIGHT_BYTES = 8192  # a larger body takes the heavy lane
 LIGHT_NUMBERS = 1000  # an answer with more log probabilities does, too
+MAX_PIECE_BYTES = 6_553_500  # TorchServe's max_response_size, where nobody sets it
 PARSE_S = 10.0  # to parse a request and prepare its prompt and grammar; one that takes longer is refused
 TOO_MANY_LARGE = "too many large requests are waiting"
 
@@ -83,7 +84,9 @@ class Session:
         had been given out: it is the whole answer."""
         try:
             piece = self._finished_work()
-            return self._news() if piece is None and self._work is None else piece
+            if piece is None and self._work is None:
+                piece = self._news()
+            return piece and _sendable(piece)
         except Exception as error:
             self.cancel()
             if not self.started and isinstance(error, RequestError):
@@ -202,6 +205,16 @@ class Session:
                 parts.append(self._request.write_delta(i, delta))
             self._completions[i] = delta.completion
         return "".join(parts)
+
+
+def _sendable(piece: Piece) -> Piece:
+    """``piece``, if TorchServe can send it: what it cannot would end the worker. Raises UnicodeEncodeError for half of
+    a surrogate pair, RequestError for too many bytes."""
+    num_bytes = len(piece.text.encode())
+    if num_bytes > MAX_PIECE_BYTES:
+        limit = f"the answer has {num_bytes} bytes, and at most {MAX_PIECE_BYTES} can be sent at once"
+        raise RequestError(f"{limit}; ask for less in one request", None, "answer_too_large")
+    return piece
 
 
 def timed_out() -> RequestError:

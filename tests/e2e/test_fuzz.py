@@ -60,6 +60,6 @@ def test_no_generated_request_hurts_anyone(server: Server) -> None:
     broken = [d for d in judged if d.held is not True]
     assert not broken, f"{broken}\n{report.failures(campaign, 'benchmarks/fuzz.py')}\n{report.table(campaign)}"
     assert campaign.sent == NUM_REQUESTS
-    assert campaign.good.counts["right"] > 12, "the good client hardly asked"
+    assert campaign.good.counts["right"] > len(campaign.good.requests), "the good client hardly asked"
     assert campaign.repeats_compared > 20
     assert set(campaign.outcomes) >= {"200", "400", "404", "gone"}

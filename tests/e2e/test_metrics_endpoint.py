@@ -181,9 +181,10 @@ def test_gauges_rise_with_a_request_and_fall_with_its_end(server: Server, client
         sent = pool.submit(client.generate, prompts, max_tokens=20, ignore_eos=True)
         wait_for(lambda: gauge("num_requests_running") == 2 and gauge("num_requests_waiting") > 0)
         wait_for(lambda: 0 < gauge("kv_cache_usage_perc") <= 1)
+        wait_for(lambda: gauge("time_since_last_step_seconds") > 1)  # the brake lets it make no step
         assert not sent.done(), "seen while they ran"
     sent.result()
-    quiet = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    quiet = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "time_since_last_step_seconds")
     wait_for(lambda: not any(gauge(name) for name in quiet))
 
 
@@ -208,6 +209,9 @@ def test_the_shipped_handler_and_the_metrics_file_where_nothing_is_detected(stor
         request = {"prompt": "Once upon a time", "max_new_tokens": 5, "ignore_eos": True}
         assert server.predict(request, "shipped").status == 200
         wait_for(lambda: scrape(server).value("vllm:generation_tokens_total") == 5)
+        assert server.request("GET", "/predictions/shipped/1.0/health").json()["since_last_step_s"] == 0
+        assert server.predict({"prompt": 5}, "shipped").status == 400
+        wait_for(lambda: scrape(server).value("vllm:request_errors_total", error="invalid_request") == 1)
         exact = parse(server.request("GET", "/predictions/shipped/1.0/metrics").text)
         wait_for(lambda: vllm_part(scrape(server)).keys() == exact.values.keys())
         assert scrape(server).value("vllm:request_success_total", model_name="shipped", finished_reason="length") == 1

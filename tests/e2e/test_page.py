@@ -181,6 +181,40 @@ def test_a_token_tells_its_probability_under_mouse_and_keyboard(page: Page) -> N
     assert page.browser.evaluate("document.querySelector('#card').hidden")
 
 
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_the_prompts_tokens_tell_their_probability_when_asked(page: Page, mode: str) -> None:
+    is_chat = mode == "chat"
+    page.open(f"#mode={mode}&temperature=0&max_tokens=6")
+    page.send(PROMPT, prompt_logprobs="3")
+    page.browser.until(DONE)
+    asked = {"messages": [{"role": "user", "content": PROMPT}]} if is_chat else {"prompt": PROMPT}
+    body = {"model": "gpt-fast", **asked, "temperature": 0, "max_tokens": 6, "prompt_logprobs": 3}
+    whole = page.ask("v1/chat/completions" if is_chat else "v1/completions", {**body, "return_token_ids": True}).json()
+    [choice] = whole["choices"]
+    places, ids = (whole if is_chat else choice)["prompt_logprobs"], (whole if is_chat else choice)["prompt_token_ids"]
+    expected = [place and place[str(token)]["logprob"] for place, token in zip(places, ids, strict=True)]
+    spans = ".turn:last-child details .token"
+    shown = page.browser.evaluate(f"[...document.querySelectorAll('{spans}')].map((e) => e.token.logprob)")
+    assert shown == pytest.approx(expected, abs=1e-4)
+    assert shown[0] is None
+    if not is_chat:
+        assert "".join(page.texts(spans)).strip() == PROMPT
+    answer = "".join(page.texts(".turn:last-child > .tokens .token"))
+    assert answer == (choice["message"]["content"] if is_chat else choice["text"])
+    assert "first token" not in page.browser.evaluate(STATUS), "nobody knows when it came"
+    page.browser.evaluate(f"document.querySelector('{spans}').closest('details').open = true")
+    page.browser.point_at(f"{spans}:nth-child(4)")
+    page.browser.until("!document.querySelector('#card').hidden")
+    top = sorted(places[3].values(), key=lambda one: -one["logprob"])
+    assert page.texts("#card th") == [one["decoded_token"].replace(" ", "␣") for one in top]
+    page.browser.evaluate(f"document.querySelector('{spans}').focus()")
+    assert "nothing predicts" in page.texts("#card p")[0]
+    page.browser.press("ArrowRight")
+    assert page.browser.evaluate(f"document.activeElement === document.querySelectorAll('{spans}')[1]")
+    page.browser.evaluate("document.querySelector('#share').open = true")
+    assert "logprobs" not in "".join(page.texts("#share pre:not(#link)"))
+
+
 def test_stop_ends_the_answer_here_and_in_the_engine(page: Page, brake: Brake) -> None:
     page.open()
     aborted = page.ask("stats").json()["request_success_total"]["abort"]
@@ -357,13 +391,14 @@ def test_the_plots_show_the_server(page: Page, brake: Brake) -> None:
     assert batch == 3
 
 
-@pytest.mark.parametrize("look", ["light", "dark", "phone"])
+@pytest.mark.parametrize("look", ["light", "dark", "phone", "phone_dark"])
 def test_nothing_is_cut_off(page: Page, look: str, brake: Brake, tmp_path: Path) -> None:
-    size = PHONE if look == "phone" else DESKTOP
-    page.browser.look(*size, dark=look == "dark")
-    page.open("#seed=3&temperature=0.9" if look != "dark" else "#mode=chat&max_tokens=60&temperature=0.8&seed=3")
+    phone, dark = "phone" in look, "dark" in look
+    size = PHONE if phone else DESKTOP
+    page.browser.look(*size, dark=dark)
+    page.open("#seed=3&temperature=0.9" if not dark else "#mode=chat&max_tokens=60&temperature=0.8&seed=3")
     others_ask(page, brake)
-    for prompt in [PROMPT] * 2 if look != "dark" else ["Tell me about Lily and her dog.", "And then?"]:
+    for prompt in [PROMPT] * 2 if not dark else ["Tell me about Lily and her dog.", "And then?"]:
         page.browser.evaluate("document.querySelector('#status').textContent = ''")
         page.send(prompt)
         page.browser.until(DONE)
@@ -375,7 +410,7 @@ def test_nothing_is_cut_off(page: Page, look: str, brake: Brake, tmp_path: Path)
     page.browser.evaluate("document.querySelectorAll('details.group').forEach((e) => { e.open = false })")
     page.browser.evaluate("document.querySelector('#settings details').open = innerWidth > 600; scrollTo(0, 0)")
     page.browser.until("document.querySelectorAll('.plot path[d^=M]').length === 4")
-    page.browser.point_at(".turn:last-child .token:nth-child(12)", click=look == "phone")
+    page.browser.point_at(".turn:last-child .token:nth-child(12)", click=phone)
     page.browser.until("!document.querySelector('#card').hidden")
     card = page.browser.evaluate("document.querySelector('#card').getBoundingClientRect().toJSON()")
     assert card["left"] >= 0

@@ -20,8 +20,10 @@ from gpt_fast.engine.speculate.times import DraftTimes, StepTimes
 
 _PRIOR, _PRIOR_DRAFTS = 0.6, 6.0  # that a draft is right before anything is known, and what that counts for
 _OWN_STRENGTH = 6.0  # drafts that what is known of all requests counts for, beside those of one request
-_STRENGTH = 2.0  # drafts that the draft before counts for; and all before a trial
+_BEFORE_STRENGTH = 6.0  # drafts that what is known of the draft before counts for
+_STRENGTH = 2.0  # drafts that all before counts for where things may have changed
 _OWN_MEMORY, _ALL_MEMORY = 0.97, 0.99  # what is kept of earlier drafts at each new one, of a request and of all
+_CHANGED = 0.005  # probability of misses in a row from which what was known of a request is no longer true
 _IDLE_MEMORY = 0.992  # at each step in which a request had none
 _PAYS, _STILL_PAYS = 1.04, 1.01  # tokens/s against plain that turn drafts on, and that leave them on
 _REST = 3  # steps for which a choice holds, where a step is shorter than _LONG_S seconds
@@ -48,9 +50,12 @@ class Estimate:
     """How often draft i was right where those before it were, lately."""
 
     def __init__(self, positions: int, right: float = 0.0, tried: float = 0.0) -> None:
+        """``right`` of ``tried`` first drafts count as known."""
         # What comes counts ``_unit``, which grows instead of all that came before being made less.
-        self._right, self._tried, self._unit = [right] * positions, [tried] * positions, 1.0
+        later = [0.0] * (positions - 1)
+        self._right, self._tried, self._unit = [right, *later], [tried, *later], 1.0
         self.step = 0  # the last one that had drafts
+        self.misses, self.doubt = 0, 1.0  # first drafts in a row that were wrong, and how probable that was
 
     @property
     def weight(self) -> float:
@@ -73,6 +78,10 @@ class Estimate:
             self._right = [x / self._unit for x in self._right]
             self._tried = [x / self._unit for x in self._tried]
             self._unit = 1.0
+
+    def trust_less(self) -> None:
+        """Keep so little of what is known that a few drafts can show that things have changed."""
+        self.fade(min(1.0, _STRENGTH / self.weight))
 
     def chance(self, i: int, prior: float, strength: float) -> float:
         """That draft i is right if those before it are; ``prior`` counts for ``strength`` drafts."""
@@ -161,7 +170,7 @@ class Controller:
             own.step = self._step
         chances = []
         for i in range(most):
-            prior = self._all.chance(i, prior, _STRENGTH)
+            prior = self._all.chance(i, prior, _BEFORE_STRENGTH)
             p *= prior if own is None else own.chance(i, prior, _OWN_STRENGTH)
             chances.append(p)
         return chances
@@ -179,10 +188,22 @@ class Controller:
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = Estimate(self.most)
+        first = own.chance(0, self._all.chance(0, _PRIOR, _BEFORE_STRENGTH), _OWN_STRENGTH)
+        own.misses, own.doubt = (0, 1.0) if right else (own.misses + 1, own.doubt * (1 - first))
         own.note(drafted, right, _OWN_MEMORY)
-        own.step = self._step + 1
-        self._wrong_left -= drafted > right
         self._all.note(drafted, right, _ALL_MEMORY)
+        if own.doubt < _CHANGED:
+            self._forget(request, own.misses)
+        self._own[request].step = self._step + 1
+        self._wrong_left -= drafted > right
+
+    def _forget(self, request: Request, misses: int) -> None:
+        """What was known no longer holds for ``request``, but for the last ``misses``; it may hold for nobody."""
+        self._all.trust_less()
+        self._own[request] = own = Estimate(self.most)
+        for _ in range(misses):
+            own.note(1, 0, 1.0)
+            self._all.note(1, 0, 1.0)
 
     def end(self, request: Request) -> None:
         """``request`` has ended."""
@@ -212,7 +233,7 @@ class Controller:
         return chosen
 
     def _begin_trial(self, request: Request, wrong: int, most: int) -> None:
-        """Believe little of what was before, so that a few drafts can show that things have changed."""
+        """Forget what was known of ``request``, and most of what was known of all."""
         self._trial, self._wrong_left, self._trials_left = request, wrong, most
-        self._all.fade(min(1.0, _STRENGTH / self._all.weight))
+        self._all.trust_less()
         self._own.pop(request, None)

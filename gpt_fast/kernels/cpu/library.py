@@ -38,10 +38,15 @@ from gpt_fast.user_cache import private_folder, trusted
 log = logging.getLogger(__name__)
 
 # Without -fno-tree-reassoc gcc gathers integer sums at the end of a block and spills every register on the way.
-FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-pthread", "-fPIC", "-shared")
+# Where a compiler joins a product and a sum differs from CPU to CPU: joined is only what says so (plus_product).
+FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-ffp-contract=off", "-pthread", "-fPIC", "-shared")
 _AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
 _X86 = {
-    "avx512_vnni": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256"),
+    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    "avx512_bf16": _AVX512_BF16,
+    "avx512_vnni": _AVX512,
     "avx_vnni": (*_AVX2, "-mavxvnni"),
     "avx2": _AVX2,
 }
@@ -51,6 +56,7 @@ _ARCHITECTURES = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _BUILD_TIMEOUT_S = 300
+_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # a system call of Linux on x86-64, and its arguments
 
 _I, _P = ctypes.c_int64, ctypes.c_void_p
 
@@ -61,12 +67,21 @@ def variants() -> list[str]:
     # torch says AVX2 only where FMA is there as well.
     if "avx2" in names and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         raise UnavailableError("this CPU has no AVX2")
+    avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
+    bf16 = avx512 | {"avx512_bf16"} <= flags
     have = {
-        "avx512_vnni": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"} <= flags,
+        "amx": bf16 and {"amx_tile", "amx_int8", "amx_bf16"} <= flags and _may_use_tiles(),
+        "avx512_bf16": bf16,
+        "avx512_vnni": avx512 <= flags,
         "avx_vnni": "avx_vnni" in flags,
         "neon_dot": "asimddp" in flags or platform.system() == "Darwin",
     }
     return [name for name in names if have.get(name, True)]
+
+
+def _may_use_tiles() -> bool:
+    """Whether Linux lets this process use AMX's registers, for which every process has to ask once."""
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA) == 0)
 
 
 def _of_this_architecture() -> list[str]:
@@ -96,13 +111,14 @@ def compiler() -> str:
     return found
 
 
-def build() -> Path:
-    """The shared library for this CPU, compiled now unless it was built before. Raises UnavailableError.
+def build(names: Sequence[str] | None = None) -> Path:
+    """The shared library for this CPU, one of the variants ``names``, None: the fastest, compiled now unless it was
+    built before. Raises UnavailableError.
 
     A compiler that does not know the newest instructions gets the next older ones. Without a compiler the library is
     taken that another one has built from the same sources.
     """
-    names = variants()
+    names = variants() if names is None else names
     if given := os.environ.get("GPT_FAST_KERNEL_DIR"):
         if found := _built_in(Path(given), names):
             return found
@@ -183,7 +199,8 @@ def _compile(command: Sequence[str], target: Path) -> None:
             raise CompilerError(f"{command[0]} took more than {_BUILD_TIMEOUT_S} s") from None
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no message"]
-            raise CompilerError(f"{command[0]} failed: {lines[0]}")
+            why = next((line for line in lines if " error: " in line), lines[0])
+            raise CompilerError(f"{command[0]} failed: {why}")
         built.chmod(0o700)  # whatever the umask: what others can write is not loaded
         os.replace(built, target)
 
@@ -193,20 +210,31 @@ def library() -> ctypes.CDLL:
     """The loaded kernels. Raises UnavailableError; the first call may compile for some seconds."""
     if os.environ.get("GPT_FAST_KERNELS", "") == "reference":
         raise UnavailableError("GPT_FAST_KERNELS=reference")
-    path = build()
+    lib = _load(build())
+    if not lib.gpt_fast_tiles_work():
+        log.warning("this CPU's tiles (AMX) do not give what they should: the kernels do without them")
+        lib = _load(build([name for name in variants() if name != "amx"]))
+    return lib
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Raises UnavailableError."""
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         raise UnavailableError(f"{path} cannot be loaded: {error}") from error
     lib.gpt_fast_run.argtypes = [_P, _P, ctypes.c_int]
-    lib.gpt_fast_pack.argtypes = [_I, _P, _P, _I, _I, _I, _I, ctypes.c_int]
+    lib.gpt_fast_pack.argtypes = [_P, _P, _I, _I, _I, _I, ctypes.c_int]
+    lib.gpt_fast_quantize.argtypes = [_P, _I, _I, _I, _I, _P, _P, _P, _P, ctypes.c_int]
     lib.gpt_fast_chain.argtypes = [_P, _P, _P, ctypes.c_int]
     lib.gpt_fast_draw.argtypes = [_P, _P, _P, _I, _I, ctypes.c_int]
-    for function in (lib.gpt_fast_run, lib.gpt_fast_chain, lib.gpt_fast_pack, lib.gpt_fast_draw):
-        function.restype = None
+    for name in ("run", "pack", "quantize", "chain", "draw"):
+        getattr(lib, f"gpt_fast_{name}").restype = None
     lib.gpt_fast_tell.argtypes, lib.gpt_fast_tell.restype = [_P, _P, _I], None
     lib.gpt_fast_hear.argtypes, lib.gpt_fast_hear.restype = [_P], ctypes.POINTER(_I)
     _declare_automaton(lib)
+    lib.gpt_fast_tiles_work.argtypes, lib.gpt_fast_tiles_work.restype = [], _I
+    lib.gpt_fast_rounding.argtypes, lib.gpt_fast_rounding.restype = [_I], _I
     lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
     for which, kind in enumerate(structs.CHECKED):
@@ -237,6 +265,11 @@ def available() -> bool:
         log.log(level, "CPU kernels are off, plain torch runs instead and slower: %s", why)
         return False
     return True
+
+
+def rounding(kind: str) -> int:
+    """How products with weights of ``kind``, a key of FORMATS, round their inputs: 1 to int8, 2 to bfloat16, 0 not."""
+    return int(library().gpt_fast_rounding(FORMATS[kind]))
 
 
 def read(data: Tensor) -> None:

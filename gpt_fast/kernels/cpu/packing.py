@@ -3,10 +3,11 @@
 A matrix [N, K] becomes tiles of 16 outputs, the last one filled up with zeros, so that lanes of a vector are different
 outputs and a thread reads memory from front to back:
 
-    float32, bfloat16  [ceil(N / 16), K, 16]; bfloat16 stores output j beside output j + 8
-    int8               [ceil(N / 16), ceil(K / 32), 8, 16 outputs, 4 k]; the last block of k filled up with zeros
-    int4               [ceil(N / 16), K / group_size, 32 + 8 * group_size] uint8: 16 scales and 16 zeros, then per block
-                       of 32 k [4, 16 outputs, 4] bytes
+    float32   [ceil(N / 16), K, 16]
+    bfloat16  [ceil(N / 16), ceil(K / 32), 16, 16 outputs, 2 k]; the last block of k filled up with zeros
+    int8      [ceil(N / 16), ceil(K / 32), 8, 16 outputs, 4 k]; the same
+    int4      [ceil(N / 16), K / group_size, 32 + 8 * group_size] uint8: 16 scales and 16 zeros, then per block of 32 k
+              [4, 16 outputs, 4] bytes
 
 The plain format of int4 is [N, K / 2] bytes: in each block of 32 values, byte j holds value j in its low and value
 j + 16 in its high half; a value is ``(q - zero / 8) * scale * row_scale`` with scale and zero uint8 [N, K / group_size]
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.kernels.cpu.library import FORMATS, library
+from gpt_fast.kernels.cpu.library import library
 
 BLOCK = 32  # values of k with one activation scale
 GROUP_SIZES = (32, 64, 128)  # values of k with one scale and zero in int4
@@ -43,21 +44,29 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def pack_dense(w: Tensor) -> Tensor:
-    """w [N, K] float32 or bfloat16 -> [ceil(N / 16), K, 16] of the same dtype. Raises ValueError for another one."""
-    if w.dtype not in (torch.float32, torch.bfloat16):
+    """w [N, K] float32 -> [ceil(N / 16), K, 16]; bfloat16 -> [ceil(N / 16), ceil(K / 32), 16, 16, 2]. Raises ValueError
+    for another dtype."""
+    if w.dtype == torch.bfloat16:
+        return _pack_blocks(w, 2)
+    if w.dtype != torch.float32:
         raise ValueError(f"pack_dense takes float32 or bfloat16, not {w.dtype}")
     packed = empty((-(-w.shape[0] // _TILE), w.shape[1], _TILE), w.dtype)
-    return _filled(packed, str(w.dtype).removeprefix("torch."), w, w.shape[1])
+    return _filled(packed, w, w.shape[1])
 
 
 def pack_int8(w: Tensor) -> Tensor:
     """w [N, K] int8 -> [ceil(N / 16), ceil(K / 32), 8, 16, 4] int8. Raises ValueError for another dtype."""
     if w.dtype != torch.int8:
         raise ValueError(f"pack_int8 takes int8, not {w.dtype}")
+    return _pack_blocks(w, 4)
+
+
+def _pack_blocks(w: Tensor, unit: int) -> Tensor:
+    """w [N, K] -> [ceil(N / 16), ceil(K / 32), 32 / unit, 16, unit], where ``unit`` values have 4 bytes."""
     if w.shape[1] % BLOCK:
         w = F.pad(w, (0, -w.shape[1] % BLOCK))
-    packed = empty((-(-w.shape[0] // _TILE), w.shape[1] // BLOCK, 8, _TILE, 4), torch.int8)
-    return _filled(packed, "int8", w, w.shape[1] // 4)
+    packed = empty((-(-w.shape[0] // _TILE), w.shape[1] // BLOCK, BLOCK // unit, _TILE, unit), w.dtype)
+    return _filled(packed, w, w.shape[1] // unit)
 
 
 def pack_int4(data: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -73,14 +82,14 @@ def pack_int4(data: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     for i, numbers in enumerate((scale, zero)):
         whole = F.pad(numbers, (0, 0, 0, -n % _TILE)).view(tiles, _TILE, groups)
         packed[:, :, i * _TILE : (i + 1) * _TILE] = whole.transpose(1, 2)
-    return _filled(packed, "int4", data, k // 8, k // groups // 8, _HEADER)
+    return _filled(packed, data, k // 8, k // groups // 8, _HEADER)
 
 
-def _filled(packed: Tensor, kind: str, rows: Tensor, units: int, group: int = 0, header: int = 0) -> Tensor:
+def _filled(packed: Tensor, rows: Tensor, units: int, group: int = 0, header: int = 0) -> Tensor:
     """``packed`` with ``rows``, each of ``units`` units (pack.h), in it; headers are left as they are."""
     rows, threads = rows.contiguous(), torch.get_num_threads()
     places = rows.data_ptr(), packed.data_ptr()
-    library().gpt_fast_pack(FORMATS[kind], *places, rows.shape[0], units, group or units, header, threads)
+    library().gpt_fast_pack(*places, rows.shape[0], units, group or units, header, threads)
     return packed
 
 

@@ -7,7 +7,9 @@ whole model, or a single one on an input buffer, which is how tests look at kern
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
+import operator
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure
@@ -20,7 +22,7 @@ from gpt_fast.config import VocabShare
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout, check_cache, padded
 from gpt_fast.kernels.cpu import structs
-from gpt_fast.kernels.cpu.library import CACHE_FORMATS, FORMATS, library
+from gpt_fast.kernels.cpu.library import CACHE_FORMATS, FORMATS, library, rounding
 from gpt_fast.kernels.race import Draw, draw_table
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import alibi_slopes
@@ -50,13 +52,13 @@ class Weights(NamedTuple):
     """What the operations of one block name.
 
     matrices: of one matrix several packed ones where parts of it are stored otherwise, or one for each expert.
-    vectors: weight, and bias or None. tables: float32 or bfloat16, [V, E] or, if the head shares it, packed. splits:
-    what ranks divide of each matrix and table.
+    vectors: weight, and bias or None. tables: float32 or bfloat16 [V, E], or the matrix of a head that shares it.
+    splits: what ranks divide of each matrix and table.
     """
 
     matrices: Mapping[str, Sequence[PackedWeights]]
     vectors: Mapping[str, tuple[Tensor, Tensor | None]] = {}
-    tables: Mapping[str, Tensor] = {}
+    tables: Mapping[str, Tensor | PackedWeights] = {}
     cache: LayerCache | None = None
     splits: Mapping[str, d.Split] = {}
 
@@ -261,11 +263,14 @@ class Program:
         done.position_offset = op.offset
         done.x = self._make(op.x, done.width)
 
-    def _read_table(self, done: Structure, table: Tensor) -> None:
-        if table.dtype not in (torch.float32, torch.bfloat16):
-            raise UnsupportedError(f"an embedding table of {table.dtype}")
-        done.width = table.shape[1]
-        done.table = structs.Embedding(self._pointer(table), table.dtype == torch.bfloat16, table.dim() == 3)
+    def _read_table(self, done: Structure, table: Tensor | PackedWeights) -> None:
+        if isinstance(table, PackedWeights):
+            data, done.width, packed = table.data, table.in_features, True
+        else:
+            data, done.width, packed = table, table.shape[1], False
+        if data.dtype not in (torch.float32, torch.bfloat16):
+            raise UnsupportedError(f"an embedding table of {data.dtype}")
+        done.table = structs.Embedding(self._pointer(data), data.dtype == torch.bfloat16, packed)
 
     def _norm(self, op: d.Norm, done: Structure, w: Weights) -> None:
         weight, bias = w.vectors[op.weight]
@@ -280,9 +285,9 @@ class Program:
             raise UnsupportedError(f"{op.matrix} in several pieces, whose sums ranks share")
         done.pieces = self._linears(pieces, total, op.scale, raw=split == "columns")
         done.num_pieces = len(pieces)
-        if any(piece.kind.startswith("int") for piece in pieces):
+        if how := functools.reduce(operator.or_, (rounding(piece.kind) for piece in pieces)):
             self._widest = max(self._widest, done.width)
-            self._rounded.needed(done)
+            self._rounded.needed(done, how)
         if split == "columns":
             done.shared, done.part = 1, self._buffers.new(_PART, total)
         elif split == "rows" and op.out == self._buffers.output_name:
@@ -410,7 +415,7 @@ class _Rounding:
     """Which buffer's rows stand rounded in the one place for them, and who may round them while it makes them."""
 
     def __init__(self) -> None:
-        self._held = -1
+        self._held, self._how = -1, 0
         self._makers: dict[int, Structure | None] = {}  # since the last rounding
 
     def made(self, buffer: int, op: Structure | None) -> None:
@@ -419,11 +424,12 @@ class _Rounding:
             self._held = -1
         self._makers[buffer] = op
 
-    def needed(self, op: Structure) -> None:
-        """``op`` takes the rows of its ``x`` rounded to 8 bits: let their maker round them, or ``op`` itself."""
-        if op.x != self._held:
-            (self._makers.get(op.x) or op).quantize = 1
-            self._held = op.x
+    def needed(self, op: Structure, how: int) -> None:
+        """``op`` takes the rows of its ``x`` rounded, ``how``: let their maker round them, or ``op`` itself."""
+        held = self._how if op.x == self._held else 0
+        if how & ~held:
+            (self._makers.get(op.x) or op).rounding |= how
+            self._held, self._how = op.x, held | how
         self._makers.clear()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt_fast.checkpoint.download import download, find_local
+from gpt_fast.checkpoint.download import find, find_local
 from gpt_fast.config import DRAFTS
 from gpt_fast.errors import ConfigError
 from gpt_fast.serve.archive import build_archive
@@ -64,13 +64,9 @@ def _folder(adapter: str) -> Path:
 def pack(choice: Choice, name: str, store: Path) -> None:
     """The archive ``name`` in the folder ``store``: handler, package and configuration. The models stay where they are;
     those of the Hub are fetched first. Raises ConfigError and DownloadError."""
-    checkpoint, draft = (
-        model and (find_local(model) or download(model)) for model in (choice.checkpoint, choice.draft)
-    )
-    assert checkpoint
     build_archive(
-        checkpoint,
-        draft=draft,
+        find(choice.checkpoint),
+        draft=choice.draft and find(choice.draft),
         name=name,
         config=choice.config,
         keys=choice.keys,

@@ -96,11 +96,10 @@ def _thinking(lark: _Lark, dialect: Dialect, thinking: str) -> str:
 
 
 def _content(lark: _Lark, dialect: Dialect, params: SamplingParams) -> str:
-    regex = params.regex if params.choice is None else "|".join(map(re.escape, params.choice))
     if params.json_schema is not None:
         lark.rules["content"] = _json(params.json_schema)
-    elif regex is not None:
-        lark.rules["content"] = _regex(regex)
+    elif params.pattern is not None:
+        lark.rules["content"] = _regex(params.pattern)
     text = "content" if params.grammar_field is not None else lark.free()
     return f"{lark.literal(dialect.thinking.answer)} {text}" if dialect.thinking is not None else text
 

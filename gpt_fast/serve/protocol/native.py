@@ -25,6 +25,7 @@ from gpt_fast.serve.protocol.request import (
     read_prompt,
     read_sampling,
     require,
+    stream_json,
     token_counts,
 )
 
@@ -63,7 +64,7 @@ class NativeRequest(WireRequest):
             self.content_type = LINES_TYPE
 
     def write_delta(self, index: int, delta: Delta) -> str:
-        return _line(self._part(delta), ascii_only=True) if self._lines else delta.text
+        return stream_json(self._part(delta)) + "\n" if self._lines else delta.text
 
     def write_end(self, completions: Sequence[Completion]) -> str:
         if self.stream and not self._lines:
@@ -77,7 +78,7 @@ class NativeRequest(WireRequest):
         answer["usage"] = usage | {"cached_tokens": completion.num_cached_tokens}
         if self.given.get("draft_counts"):
             answer["usage"] |= draft_counts(completions)
-        return _line(answer, ascii_only=self._lines)
+        return (stream_json(answer) if self._lines else json.dumps(answer, ensure_ascii=False)) + "\n"
 
     def write_error(self, error: RequestError) -> str:
         """The error in a line below the text: the status and the headers have been sent, only the body is left."""
@@ -107,11 +108,6 @@ def parse_request(
         raise RequestError("n must be 1 here; v1/completions gives several samples", "n")
     stream = given.get("stream", default_stream)
     return NativeRequest(given, [prompt], params, stream)
-
-
-def _line(written: Mapping[str, Any], ascii_only: bool) -> str:
-    # In a stream: some readers take U+2028 and U+0085 for line ends.
-    return json.dumps(written, ensure_ascii=ascii_only) + "\n"
 
 
 def _logprobs(entry: TokenLogprobs) -> dict[str, Any]:

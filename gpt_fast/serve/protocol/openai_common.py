@@ -19,7 +19,7 @@ from gpt_fast.errors import RequestError
 from gpt_fast.fields import show
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import SamplingParams
-from gpt_fast.serve.protocol.request import WRITTEN, WireRequest, draft_counts, error_body, token_counts
+from gpt_fast.serve.protocol.request import WRITTEN, WireRequest, draft_counts, error_body, stream_json, token_counts
 from gpt_fast.tokenizer import Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_formats import Dialect, find_dialect
@@ -166,8 +166,7 @@ class OpenAIRequest(WireRequest):
         chunk = self._frame(self._chunk_object, choices)
         if any(self._options.values()):
             chunk["usage"] = usage
-        # ASCII: some readers of event streams take U+2028 and U+0085 for line ends.
-        return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+        return f"data: {stream_json(chunk)}\n\n"
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.given["model"]}

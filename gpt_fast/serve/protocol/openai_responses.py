@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpt_fast.errors import RequestError
+from gpt_fast.fields import check_values
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.serve.protocol.answer_parts import AnswerReader, Part
 from gpt_fast.serve.protocol.openai_chat import Chat, understand
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_fields import read_request
-from gpt_fast.serve.protocol.request import WireRequest, as_written, require
+from gpt_fast.serve.protocol.request import WireRequest, as_written, require, stream_json
 from gpt_fast.serve.protocol.responses_fields import RESPONSE, flat
 
 # Fields of a request that are part of its answer, and what they are where the request has none.
@@ -85,8 +86,7 @@ class _Events:
 
     def add(self, kind: str, **fields: Any) -> None:
         event = {"type": kind, "sequence_number": self.count, **fields}
-        # ASCII: some readers of event streams take U+2028 and U+0085 for line ends.
-        self._texts.append(f"event: {kind}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n")
+        self._texts.append(f"event: {kind}\ndata: {stream_json(event)}\n\n")
         self.count += 1
 
     def take(self) -> str:
@@ -188,6 +188,8 @@ def _status(reason: str) -> str:
 def parse_responses(body: Mapping[str, Any], context: OpenAIContext) -> ResponsesRequest:
     """``body``, understood. Raises RequestError naming the field that is wrong as a path: input.0.content."""
     given = read_request(body, RESPONSE, context)
+    for name in _ECHOED:
+        check_values(body.get(name), name)
     messages = require(given, "input")
     if "instructions" in given:
         messages = [{"role": "system", "content": given["instructions"]}, *messages]

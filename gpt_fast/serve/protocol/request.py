@@ -150,6 +150,11 @@ def draft_counts(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
+def stream_json(value: Mapping[str, Any]) -> str:
+    """``value`` in a stream. ASCII: some readers of lines and events take U+2028 and U+0085 for line ends."""
+    return json.dumps(value, separators=(",", ":"))
+
+
 def error_body(error: RequestError) -> str:
     """What a refused or failed request is answered with. ASCII, so that whatever it quotes can be sent."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"

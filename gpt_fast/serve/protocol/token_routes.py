@@ -16,19 +16,19 @@ from gpt_fast.serve.protocol.openai_fields import MESSAGES
 from gpt_fast.serve.protocol.request import read_fields, read_prompt, require
 from gpt_fast.tokenizer import Tokenizer
 
-_TOKENIZE: dict[str, Kind] = {
+TOKENIZE: dict[str, Kind] = {
     **MESSAGES,
     "model": Text(),
     "prompt": Text(),
     **dict.fromkeys(("add_special_tokens", "return_token_strs"), flag),
 }
-_DETOKENIZE: dict[str, Kind] = {"model": Text(), "tokens": read_prompt}
+DETOKENIZE: dict[str, Kind] = {"model": Text(), "tokens": read_prompt}
 
 
 def tokenize(body: Mapping[str, Any], context: OpenAIContext) -> dict[str, Any]:
     """The token ids of ``prompt``, or of ``messages``. Names of special tokens in the prompt are those tokens, which is
     how clients learn their ids; v1/completions takes them for text. Raises RequestError naming the field."""
-    given, tokenizer = _read(body, _TOKENIZE, context)
+    given, tokenizer = _read(body, TOKENIZE, context)
     if ("prompt" in given) == ("messages" in given):
         raise RequestError("give prompt or messages, one of the two", "prompt")
     if "prompt" in given:
@@ -44,7 +44,7 @@ def tokenize(body: Mapping[str, Any], context: OpenAIContext) -> dict[str, Any]:
 
 def detokenize(body: Mapping[str, Any], context: OpenAIContext) -> dict[str, Any]:
     """The text of ``tokens``. Raises RequestError naming the field."""
-    given, tokenizer = _read(body, _DETOKENIZE, context)
+    given, tokenizer = _read(body, DETOKENIZE, context)
     tokens = require(given, "tokens")
     if isinstance(tokens, str):
         raise RequestError("tokens must be a list of token ids, not a string", "tokens", "invalid_type")

@@ -1,4 +1,4 @@
-// Rows of float32 to int8 in blocks of 32 with one scale each: the left side of the integer products.
+// Rows of float32 rounded for products: to int8 in blocks of 32 with one scale each, and to bfloat16.
 #pragma once
 
 #include "common.h"
@@ -52,7 +52,6 @@ inline void quantize_block(const float* x, QuantizedBlock& to) {
     to.offset = sum * -128;
 }
 
-// Columns [begin, end) of a row of k; begin is a multiple of 32, so is end unless it is k.
 inline void quantize_part(const float* x, int64_t begin, int64_t end, int64_t k, const QuantizedRows& to, int64_t row) {
     for (int64_t b = begin / kBlock; b < ceil_div(end, kBlock); ++b) {
         const float* block = x + b * kBlock;
@@ -66,13 +65,56 @@ inline void quantize_part(const float* x, int64_t begin, int64_t end, int64_t k,
     }
 }
 
-inline void quantize_row(const float* x, int64_t k, const QuantizedRows& to, int64_t row) {
-    quantize_part(x, 0, k, k, to, row);
+// bfloat16, each row filled up with zeros to whole blocks.
+struct Bfloat16Rows {
+    uint16_t* data;
+    int64_t stride;
+
+    const uint16_t* row(int64_t m) const { return data + m * stride; }
+};
+
+inline void round_part(const float* x, int64_t begin, int64_t end, int64_t k, const Bfloat16Rows& to, int64_t row) {
+    uint16_t* out = to.data + row * to.stride;
+    for (int64_t i = begin; i < end; ++i) store_as(x[i], out + i);
+    if (end == k) std::memset(out + k, 0, static_cast<size_t>(to.stride - k) * sizeof *out);
+}
+
+// What products take of rows of k columns, beside their float32; a sum of these says what of it.
+enum Rounding : int64_t { kToInt8 = 1, kToBfloat16 = 2 };
+
+struct RoundedRows {
+    QuantizedRows int8;
+    Bfloat16Rows bfloat16;
+
+    static int64_t num_bytes(int64_t rows, int64_t k) {
+        return int8_bytes(rows, k) + rows * ceil_div(k, kBlock) * kBlock * static_cast<int64_t>(sizeof(uint16_t));
+    }
+    static RoundedRows in(uint8_t* memory, int64_t rows, int64_t k) {
+        auto* second = reinterpret_cast<uint16_t*>(memory + int8_bytes(rows, k));
+        return {QuantizedRows::in(memory, k), {second, ceil_div(k, kBlock) * kBlock}};
+    }
+    RoundedRows from(int64_t row) const {
+        return {int8.from(row), {bfloat16.data + row * bfloat16.stride, bfloat16.stride}};
+    }
+
+private:
+    static int64_t int8_bytes(int64_t rows, int64_t k) { return ceil_div(QuantizedRows::num_bytes(rows, k), 64) * 64; }
+};
+
+// Columns [begin, end) of a row of k; begin is a multiple of 32, so is end unless it is k.
+inline void round_part(int64_t how, const float* x, int64_t begin, int64_t end, int64_t k, const RoundedRows& to,
+                       int64_t row) {
+    if (how & kToInt8) quantize_part(x, begin, end, k, to.int8, row);
+    if (how & kToBfloat16) round_part(x, begin, end, k, to.bfloat16, row);
+}
+
+inline void round_row(int64_t how, const float* x, int64_t k, const RoundedRows& to, int64_t row) {
+    round_part(how, x, 0, k, k, to, row);
 }
 
 // All rows, by the whole team; ends with a barrier.
-inline void quantize_rows(Team& team, const float* x, int64_t rows, int64_t k, const QuantizedRows& to) {
-    team.share(rows, 1, [&](int64_t begin, int64_t) { quantize_row(x + begin * k, k, to, begin); });
+inline void round_rows(Team& team, int64_t how, const float* x, int64_t rows, int64_t k, const RoundedRows& to) {
+    team.share(rows, 1, [&](int64_t begin, int64_t) { round_row(how, x + begin * k, k, to, begin); });
     team.barrier();
 }
 

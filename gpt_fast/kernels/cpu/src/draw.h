@@ -72,7 +72,8 @@ inline int64_t draw_row(const float* logits, int64_t vocab, const Draw& d) {
     const float limit = nucleus ? static_cast<float>(d.top_p) * mass_above(x, count, -INFINITY, greatest) : 0;
     for (;;) {
         const int64_t winner = race_row(x, count, greatest, static_cast<int32_t>(d.low), static_cast<int32_t>(d.high));
-        if (!nucleus || mass_above(x, count, x[winner], greatest) < limit) return winner;
+        // The likeliest token always belongs to the nucleus, even where the limit is too small for a float.
+        if (!nucleus || x[winner] == greatest || mass_above(x, count, x[winner], greatest) < limit) return winner;
         // Tokens above the winner have the mass already, so neither it nor one below it belongs to the nucleus. The
         // race among the others comes out as it would have without those.
         keep_above(x, count, x[winner], false);

@@ -43,15 +43,15 @@ struct ExpertsJob {
 
     int64_t hidden() const { return gated ? up[0].n / 2 : up[0].n; }
 
-    bool rounds_x() const { return up[0].format >= kInt8; }
-    bool rounds_hidden() const { return down[0].format >= kInt8; }
+    int64_t rounds_x() const { return rounding_of(up[0].format); }  // how
+    int64_t rounds_hidden() const { return rounding_of(down[0].format); }
 
     // Of the places below, for n tokens.
     int64_t num_bytes(int64_t n) const {
         const int64_t pairs = n * top_k;
         return 8 * (2 * pairs + 2 * num_experts + 2) + 4 * pairs * (std::max(dim, down[0].n) + up[0].n) +
-               (rounds_hidden() ? 0 : 4 * pairs * hidden()) + (rounds_x() ? QuantizedRows::num_bytes(pairs, dim) : 0) +
-               (rounds_hidden() ? QuantizedRows::num_bytes(pairs, hidden()) : 0) + 9 * 64;
+               (rounds_hidden() ? 0 : 4 * pairs * hidden()) + (rounds_x() ? RoundedRows::num_bytes(pairs, dim) : 0) +
+               (rounds_hidden() ? RoundedRows::num_bytes(pairs, hidden()) : 0) + 9 * 64;
     }
 };
 
@@ -70,9 +70,12 @@ public:
         parts = reinterpret_cast<float*>(take(4 * pairs * std::max(j.dim, j.down[0].n)));
         given = parts;  // which are made when these are no longer needed
         inner = reinterpret_cast<float*>(take(4 * pairs * j.up[0].n));
-        if (j.rounds_x()) q_given = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.dim)), j.dim);
+        auto take_rounded = [&](int64_t k) {
+            return RoundedRows::in(take(RoundedRows::num_bytes(pairs, k)), pairs, k);
+        };
+        if (j.rounds_x()) rounded_given = take_rounded(j.dim);
         if (j.rounds_hidden())
-            q_hidden = QuantizedRows::in(take(QuantizedRows::num_bytes(pairs, j.hidden())), j.hidden());
+            rounded_hidden = take_rounded(j.hidden());
         else
             hidden = reinterpret_cast<float*>(take(4 * pairs * j.hidden()));
     }
@@ -98,7 +101,7 @@ public:
     }
 
     // out[start[e] ...] = w[e] (in[start[e] ...]) for all active experts, by the whole team.
-    void products(Team& team, const Linear* w, const float* in, int64_t k, const QuantizedRows& q, float* out) const {
+    void products(Team& team, const Linear* w, const AnyRows& in, float* out) const {
         const int64_t tiles = ceil_div(w[0].n, kTile), step = 64 / kTile;
         const int64_t pieces = ceil_div(tiles, step);
         // No count that stands in memory: a helper that comes late would read what later operations wrote there.
@@ -106,7 +109,7 @@ public:
         team.share(most * pieces, 1, [&](int64_t index, int64_t) {
             if (index >= active[0] * pieces) return;
             const int64_t e = active[1 + index / pieces], tile = index % pieces * step, first = start[e];
-            product_tiles(in + first * k, start[e + 1] - first, w[e], q.from(first), out + first * w[0].n, tile,
+            product_tiles(in.from(first), start[e + 1] - first, w[e], out + first * w[0].n, tile,
                           std::min(tile + step, tiles));
         });
         team.barrier();
@@ -116,7 +119,7 @@ public:
     int64_t pairs;
     int64_t *place, *expert_at, *start, *active;
     float *given, *inner, *hidden = nullptr, *parts;
-    QuantizedRows q_given{}, q_hidden{};
+    RoundedRows rounded_given{}, rounded_hidden{};
 };
 
 // out = add + scale * weighted sum of each row's experts; x [n, dim], routes [n, 2 top_k]. Ends with a barrier.
@@ -130,20 +133,20 @@ inline void run_experts(Team& team, const ExpertsJob& job, const float* x, const
     team.share(r.pairs, 1, [&](int64_t pair, int64_t) {
         const float* from = x + pair / k * dim;
         if (job.rounds_x())
-            quantize_row(from, dim, r.q_given, r.place[pair]);
+            round_row(job.rounds_x(), from, dim, r.rounded_given, r.place[pair]);
         else
             std::memcpy(r.given + r.place[pair] * dim, from, static_cast<size_t>(dim) * sizeof(float));
     });
     team.barrier();
-    r.products(team, job.up, r.given, dim, r.q_given, r.inner);
+    r.products(team, job.up, {r.given, dim, r.rounded_given}, r.inner);
     team.share(r.pairs, 1, [&](int64_t i, int64_t) {
         float* inner = r.inner + i * job.up[0].n;
         float* made = job.rounds_hidden() ? inner : r.hidden + i * width;  // in place where only the rounded is read
         activate(job.kind, inner, job.gated ? inner + width : nullptr, width, made);
-        if (job.rounds_hidden()) quantize_row(made, width, r.q_hidden, i);
+        if (job.rounds_hidden()) round_row(job.rounds_hidden(), made, width, r.rounded_hidden, i);
     });
     team.barrier();
-    r.products(team, job.down, r.hidden, width, r.q_hidden, r.parts);
+    r.products(team, job.down, {r.hidden, width, r.rounded_hidden}, r.parts);
     const int64_t outputs = job.down[0].n;
     if (job.ranks)
         sum_of_ranks(team, *job.ranks, round, r.parts, r.pairs * outputs, r.parts, [&](int64_t i, float sum) {

@@ -1,7 +1,7 @@
 // The small operations between the products: norms, rotary embeddings, embedding rows. All float32.
 #pragma once
 
-#include "common.h"
+#include "activations.h"
 #include "linear.h"
 
 namespace gpt_fast {
@@ -59,13 +59,18 @@ struct Embedding {
 };
 
 inline void embedding_row(const Embedding& table, int64_t token, int64_t dim, float* out) {
-    // Packed (dense.h): element j of a tile's 16 for one k; bfloat16 stands in pairs of j and j + 8.
-    const int64_t lane = token % 16, paired = lane % 8 * 2 + lane / 8;
-    const int64_t step = table.packed ? 16 : 1;
-    const int64_t begin = table.packed ? token / 16 * 16 * dim + (table.bfloat16 ? paired : lane) : token * dim;
-    for (int64_t d = 0; d < dim; ++d)
-        out[d] = table.bfloat16 ? to_float(static_cast<const uint16_t*>(table.data)[begin + d * step])
-                                : static_cast<const float*>(table.data)[begin + d * step];
+    const auto* floats = static_cast<const float*>(table.data);
+    const auto* halves = static_cast<const uint16_t*>(table.data);
+    const int64_t tile = token / kTile, lane = token % kTile;
+    if (!table.packed) {
+        for (int64_t d = 0; d < dim; ++d)
+            out[d] = table.bfloat16 ? to_float(halves[token * dim + d]) : floats[token * dim + d];
+    } else if (table.bfloat16) {  // as in bfloat16.h
+        const uint16_t* from = halves + tile * ceil_div(dim, kBlock) * kBlock * kTile + 2 * lane;
+        for (int64_t d = 0; d < dim; ++d) out[d] = to_float(from[d / 2 * 2 * kTile + d % 2]);
+    } else {  // as in float32.h
+        for (int64_t d = 0; d < dim; ++d) out[d] = floats[(tile * dim + d) * kTile + lane];
+    }
 }
 
 inline void add_embedding_row(const Embedding& table, int64_t row, int64_t dim, float* out) {

@@ -12,6 +12,7 @@ namespace gpt_fast {
 
 struct Int4 {
     using Rows = QuantizedRows;
+    static constexpr int64_t kTiledRows = 0;
     static constexpr int64_t kManyRowsTiles = 2;
     static constexpr int tiles_at_once(int rows) { return kRegisters >= 32 || rows <= 2 ? 2 : 1; }  // as in int8.h
     static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2;
@@ -81,7 +82,7 @@ struct Int4 {
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const int8_t* four = xs[r][b].values + g * 4;
-                const I16 first = splat_bytes(four), second = splat_bytes(four + 16);
+                const I16 first = splat_four(four), second = splat_four(four + 16);
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {
                     exact[r][t] = add_nibbles(exact[r][t], low[t], first);
@@ -91,10 +92,5 @@ struct Int4 {
         }
     }
 };
-
-inline void linear_int4(Team& team, const QuantizedRows& x, int64_t rows, const Linear& layer, float* out,
-                        const float* residual) {
-    linear_packed<Int4>(team, x, rows, Int4{layer.data, layer.k, layer.group_size}, layer, out, residual);
-}
 
 }  // namespace gpt_fast

@@ -11,6 +11,9 @@ namespace gpt_fast {
 
 struct Int8 {
     using Rows = QuantizedRows;
+    using Tiled = TileSums<Pieces::kInt8>;
+    static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
+    static constexpr int64_t kTiledBytes = kBlock;
     static constexpr int64_t kManyRowsTiles = 2;
     // A sum waits some cycles for the one before, so few rows need several tiles.
     static constexpr int tiles_at_once(int rows) {
@@ -50,7 +53,7 @@ struct Int8 {
                 for (int t = 0; t < T; ++t) wv[t] = load64(tiles + t * tile_bytes + b * kBlockBytes + g * 64);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
-                    const I16 four = splat_bytes(xs[r][b].values + g * 4);
+                    const I16 four = splat_four(xs[r][b].values + g * 4);
 #pragma GCC unroll 8
                     for (int t = 0; t < T; ++t) exact[r][t] = dot(exact[r][t], wv[t], four);
                 }
@@ -67,11 +70,29 @@ struct Int8 {
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) store16(acc + r * acc_stride + t * kTile, sum[r][t]);
     }
-};
 
-inline void linear_int8(Team& team, const QuantizedRows& x, int64_t rows, const Linear& layer, float* out,
-                        const float* residual) {
-    linear_packed<Int8>(team, x, rows, Int8{layer.data, x.blocks}, layer, out, residual);
-}
+    template <int T>
+    void tiled(Tiled& sums, const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t k, int64_t k_end,
+               const Sums& acc) const {
+        const int64_t tile_bytes = blocks * kBlockBytes;
+        const int64_t row_bytes = blocks * static_cast<int64_t>(sizeof(QuantizedBlock));
+        const uint8_t* tiles = data + tile * tile_bytes;
+        alignas(64) int32_t exact[2 * kTileRows][T * kTile];
+        for (int64_t b = k / kBlock; b < k_end / kBlock; ++b) {
+            sums.zero<T>();
+            sums.add<T>(x.row(row)[b].values, row_bytes, tiles + b * kBlockBytes, tile_bytes);
+            sums.store<T>(exact, sizeof exact[0]);
+            for (int64_t r = 0; r < rows; ++r) {
+                const F16 scale = splat16(x.row(row + r)[b].scale);
+                float* to = acc.data + r * acc.stride;
+#pragma GCC unroll 2
+                for (int t = 0; t < T; ++t, to += kTile) {
+                    const I16 sum = load64(reinterpret_cast<const uint8_t*>(exact[r] + t * kTile));
+                    store16(to, plus_product(load16(to), to_floats(sum), scale));
+                }
+            }
+        }
+    }
+};
 
 }  // namespace gpt_fast

@@ -4,6 +4,7 @@
 #include "automaton.h"
 #include "chain.h"
 #include "pack.h"
+#include "quantize.h"
 
 using namespace gpt_fast;
 
@@ -22,15 +23,25 @@ Scratch& shared_scratch() {
 extern "C" {
 
 // Rows of weights into tiles: pack.h.
-void gpt_fast_pack(int64_t format, const uint8_t* from, uint8_t* to, int64_t rows, int64_t units, int64_t group,
-                   int64_t header, int threads) {
+void gpt_fast_pack(const uint8_t* from, uint8_t* to, int64_t rows, int64_t units, int64_t group, int64_t header,
+                   int threads) {
     const Packing p{from, to, rows, units, group, header};
-    run_team(threads, kPhases, [&](Team& team) {
-        if (format == kBfloat16)
-            pack_tiles<uint16_t>(team, p, [](int j) { return j % 8 * 2 + j / 8; });
-        else
-            pack_tiles<uint32_t>(team, p, [](int j) { return j; });
-    });
+    run_team(threads, kPhases, [&](Team& team) { pack_tiles(team, p); });
+}
+
+// Rows of weights in `format`, float32 or bfloat16, to int4: quantize.h.
+void gpt_fast_quantize(const uint8_t* from, int64_t format, int64_t rows, int64_t columns, int64_t group_size,
+                       uint8_t* weight, uint8_t* scale, uint8_t* zero, float* row_scale, int threads) {
+    const Quantizing p{from, format, rows, columns, group_size, weight, scale, zero, row_scale};
+    run_team(threads, kPhases, [&](Team& team) { quantize_rows(team, p); });
+}
+
+// How products with weights of a format round their rows (activations.h); 0: not at all.
+int64_t gpt_fast_rounding(int64_t format) { return rounding_of(format); }
+
+// Whether tiles, where products use them, give what their formulas say (tiles.h).
+int64_t gpt_fast_tiles_work() {
+    return !kTiles || (tiles_work<Pieces::kInt8>() && tiles_work<Pieces::kBfloat16>());
 }
 
 // One step of a program (program.h).

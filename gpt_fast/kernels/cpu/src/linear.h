@@ -10,12 +10,16 @@
 // rows as micro takes: each weight is read once, from memory, and the next ones are fetched meanwhile. Some more: a
 // piece of a tile is read from memory once and used for all rows out of the first-level cache. Many rows: a piece of x
 // stays in the first-level cache for a group of tiles, which stays in the second-level cache for all rows.
+//
+// A format that can use the CPU's registers of tiles (tiles.h) says from how many rows on (kTiledRows; 0: never) and
+// brings tiled<T>, which does that for up to 32 rows and T tiles. It gives a row the bits of micro, or is used for all.
 #pragma once
 
 #include <cmath>
 #include <utility>
 
 #include "common.h"
+#include "tiles.h"
 
 namespace gpt_fast {
 
@@ -91,10 +95,32 @@ inline void micro_any(int64_t rows, const typename Format::Rows& x, int64_t row,
     micro_rows<Format, R>(x, row, w, tile, tiles, k, k_end, acc);
 }
 
+// The same by the CPU's registers of tiles, two tiles of weights at a time.
+template <class Format>
+inline void tiled_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
+                       int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
+    const int64_t depth = (k_end - k) / acc.parts;
+    for (int64_t begin = 0; begin < rows; begin += 2 * kTileRows) {
+        const int64_t count = rows - begin < 2 * kTileRows ? rows - begin : 2 * kTileRows;
+        typename Format::Tiled sums(count, Format::kTiledBytes);
+        for (int64_t t = 0; t < tiles; t += 2)
+            for (int64_t p = 0; p < acc.parts; ++p) {
+                const Sums to = acc.only(p).from(begin, t);
+                const int64_t from = k + p * depth;
+                if (t + 1 < tiles)
+                    w.template tiled<2>(sums, x, row + begin, count, tile + t, from, from + depth, to);
+                else
+                    w.template tiled<1>(sums, x, row + begin, count, tile + t, from, from + depth, to);
+            }
+    }
+}
+
 // All rows of one range of k and some tiles; the rows are cut into nearly equal pieces.
 template <class Format>
 inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
                      int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
+    if constexpr (Format::kTiledRows > 0)
+        if (rows >= Format::kTiledRows) return tiled_rows<Format>(x, row, rows, w, tile, tiles, k, k_end, acc);
     const int64_t pieces = ceil_div(rows, kMaxRows);
     for (int64_t p = 0; p < pieces; ++p) {
         const int64_t begin = rows * p / pieces, end = rows * (p + 1) / pieces;

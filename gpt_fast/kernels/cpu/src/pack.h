@@ -1,6 +1,5 @@
 // Weights from rows to the tiles that the kernels stream (packing.py describes them): a transpose of kTile rows at a
-// time, in units of 2 bytes (bfloat16) or 4 (a float32, four int8, eight int4). Rows that the last tile lacks become
-// zeros.
+// time, in units of 4 bytes: a float32, two bfloat16, four int8, eight int4. Rows that the last tile lacks become zeros.
 #pragma once
 
 #include "linear.h"
@@ -15,9 +14,9 @@ struct Packing {
     int64_t header;  // bytes left free before each group
 };
 
-// Unit u of row j of a tile goes to place(j) of the kTile at u.
-template <class Unit, class Place>
-void pack_tiles(Team& team, const Packing& p, Place place) {
+// Unit u of row j of a tile becomes number j of the kTile at u.
+inline void pack_tiles(Team& team, const Packing& p) {
+    using Unit = uint32_t;
     const int64_t group_bytes = p.header + p.group * kTile * static_cast<int64_t>(sizeof(Unit));
     const int64_t groups = p.units / p.group, tile_bytes = groups * group_bytes;
     team.share(ceil_div(p.rows, kTile), 1, [&](int64_t tile, int64_t) {
@@ -34,7 +33,7 @@ void pack_tiles(Team& team, const Packing& p, Place place) {
             for (int64_t u = g * p.group; u < (g + 1) * p.group; u += line) {
                 const int64_t count = (g + 1) * p.group - u < line ? (g + 1) * p.group - u : line;
                 for (int j = 0; j < kTile; ++j, to -= count * kTile)
-                    for (int64_t i = 0; i < count; ++i, to += kTile) to[place(j)] = there[j] ? row[j][u + i] : Unit{0};
+                    for (int64_t i = 0; i < count; ++i, to += kTile) to[j] = there[j] ? row[j][u + i] : Unit{0};
                 to += count * kTile;
             }
         }

@@ -1,32 +1,60 @@
 // A product with weights of any format.
 #pragma once
 
-#include "dense.h"
+#include "bfloat16.h"
+#include "float32.h"
 #include "int4.h"
 #include "int8.h"
 
 namespace gpt_fast {
 
-// `quantized` holds the rows of `in` where the format wants integers.
-inline void product(Team& team, const float* in, int64_t rows, const Linear& w, const QuantizedRows& quantized,
-                    float* out, const float* residual) {
+// What of RoundedRows products with weights of `format` take; 0: float32.
+constexpr int64_t rounding_of(int64_t format) {
+    return format >= kInt8 ? kToInt8 : format == kBfloat16 && kBfloat16Dots ? kToBfloat16 : 0;
+}
+
+// The rows of a product, as each format may want them.
+struct AnyRows {
+    const float* data;
+    int64_t k;
+    RoundedRows rounded;
+
+    AnyRows from(int64_t row) const { return {data + row * k, k, rounded.from(row)}; }
+
+    void get(FloatRows& to) const { to = {data, k}; }
+    void get(Bfloat16Rows& to) const { to = rounded.bfloat16; }
+    void get(QuantizedRows& to) const { to = rounded.int8; }
+};
+
+// body(rows, weights), by the format of `w`.
+template <class Body>
+inline void by_format(const AnyRows& in, const Linear& w, Body body) {
+    auto with = [&](auto weights) {
+        typename decltype(weights)::Rows x;
+        in.get(x);
+        body(x, weights);
+    };
     switch (w.format) {
-        case kFloat32: return linear_dense<float>(team, in, rows, w, out, residual);
-        case kBfloat16: return linear_dense<uint16_t>(team, in, rows, w, out, residual);
-        case kInt8: return linear_int8(team, quantized, rows, w, out, residual);
-        case kInt4: return linear_int4(team, quantized, rows, w, out, residual);
+        case kFloat32: return with(Float32{reinterpret_cast<const float*>(w.data), w.k});
+        case kBfloat16: return with(Bfloat16{w.data, w.k});
+        case kInt8: return with(Int8{w.data, ceil_div(w.k, kBlock)});
+        case kInt4: return with(Int4{w.data, w.k, w.group_size});
     }
 }
 
+// out [rows, n], by the whole team. Ends without a barrier.
+inline void product(Team& team, const AnyRows& in, int64_t rows, const Linear& w, float* out, const float* residual) {
+    by_format(in, w, [&](const auto& x, const auto& weights) {
+        linear_packed(team, x, rows, weights, w, out, residual);
+    });
+}
+
 // The same for some tiles of the outputs, by one thread; `threads` share the tiles out.
-inline void product_tiles(const float* in, int64_t rows, const Linear& w, const QuantizedRows& quantized, float* out,
-                          int64_t tile, int64_t tile_end) {
-    switch (w.format) {
-        case kFloat32: return dense_tiles<float>(in, rows, w, out, tile, tile_end);
-        case kBfloat16: return dense_tiles<uint16_t>(in, rows, w, out, tile, tile_end);
-        case kInt8: return linear_tiles<Int8>(quantized, rows, Int8{w.data, quantized.blocks}, w, out, nullptr, tile, tile_end);
-        case kInt4: return linear_tiles<Int4>(quantized, rows, Int4{w.data, w.k, w.group_size}, w, out, nullptr, tile, tile_end);
-    }
+inline void product_tiles(const AnyRows& in, int64_t rows, const Linear& w, float* out, int64_t tile,
+                          int64_t tile_end) {
+    by_format(in, w, [&](const auto& x, const auto& weights) {
+        linear_tiles(x, rows, weights, w, out, nullptr, tile, tile_end);
+    });
 }
 
 }  // namespace gpt_fast

@@ -2,8 +2,8 @@
 // between two operations. program.py builds it from the model's description (model/description.py says what each
 // operation means); the mathematics is that of model/transformer.py.
 //
-// A buffer holds one row of float32 for each token. Integer products take their rows rounded to 8 bits, from one place
-// that all of them share; `quantize` says which operation fills it.
+// A buffer holds one row of float32 for each token. Products may take their rows rounded (rounding_of), from one place
+// that all of them share; `rounding` says which operation fills it.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,7 @@ struct Op {
     int64_t code;
     int64_t x, out, add;  // buffers; add: -1 for none
     int64_t width;        // columns of x that count: of a norm, a gated activation's inner width, inputs of a product
-    int64_t quantize;     // also round the rows that this makes (norm, activation), or first those it takes (product)
+    int64_t rounding;     // how to round the rows that this makes, too (norm, activation), or first those it takes (product)
     int64_t kind;         // norm: 0 rms, 1 layer; activation: Activation
     int64_t gated;
     const float* weight;  // norms
@@ -77,7 +77,7 @@ struct Program {
     int64_t num_buffers;
     const int64_t* slot_widths;
     int64_t num_slots;
-    int64_t widest;          // columns of the rows that are rounded to 8 bits
+    int64_t widest;          // columns of the rows that are rounded
     int64_t input, output;   // buffers that come from outside and go there; input: -1 for none
     int64_t cache_format;    // kFloat32, kBfloat16 or kInt8
     int64_t page_size;
@@ -126,7 +126,7 @@ public:
             if (op.code == kExperts) scratch = std::max(scratch, experts_of(op).num_bytes(n));
         }
         shared = take(scratch);
-        q_memory = take(QuantizedRows::num_bytes(n, p.widest));
+        rounded_memory = take(RoundedRows::num_bytes(n, p.widest));
     }
 
     static constexpr int64_t kMaxBuffers = 64;
@@ -170,6 +170,8 @@ public:
     }
 
 private:
+    RoundedRows rounded_rows(int64_t width) const { return RoundedRows::in(rounded_memory, n, width); }
+
     float* row(int64_t buffer, int64_t i) const { return buffers[buffer] + i * p.widths[buffer]; }
 
     template <class Body>
@@ -207,7 +209,7 @@ private:
     }
 
     void norm(Team& team, const Op& op) const {
-        const QuantizedRows q = QuantizedRows::in(q_memory, op.width);
+        const RoundedRows rounded = rounded_rows(op.width);
         team.share(n, 1, [&](int64_t i, int64_t) {
             float* out = row(op.out, i);
             const float* add = op.add >= 0 ? row(op.add, i) : nullptr;
@@ -216,19 +218,20 @@ private:
                 rms_norm(row(op.x, i), op.weight, op.width, eps, out, add);
             else
                 layer_norm(row(op.x, i), op.weight, op.bias, op.width, eps, out, add);
-            if (op.quantize) quantize_row(out, op.width, q, i);
+            round_row(op.rounding, out, op.width, rounded, i);
         });
         team.barrier();
     }
 
     void run_product(Team& team, const Op& op) {
-        const QuantizedRows q = QuantizedRows::in(q_memory, op.width);
-        if (op.quantize) quantize_rows(team, buffers[op.x], n, op.width, q);
+        const RoundedRows rounded = rounded_rows(op.width);
+        if (op.rounding) round_rows(team, op.rounding, buffers[op.x], n, op.width, rounded);
         float* out = buffers[op.shared ? op.part : op.out];
         const float* add = op.add >= 0 ? buffers[op.add] : nullptr;
         int64_t column = 0;
         for (int64_t i = 0; i < op.num_pieces; ++i) {
-            product(team, buffers[op.x], n, op.pieces[i], q, out + column, add && !op.shared ? add + column : nullptr);
+            product(team, {buffers[op.x], op.width, rounded}, n, op.pieces[i], out + column,
+                    add && !op.shared ? add + column : nullptr);
             team.barrier();
             column += op.pieces[i].n;
         }
@@ -309,14 +312,14 @@ private:
 
     void activation(Team& team, const Op& op) const {
         const int64_t f = op.width, pieces = ceil_div(f, kPiece);
-        const QuantizedRows q = QuantizedRows::in(q_memory, f);
+        const RoundedRows rounded = rounded_rows(f);
         team.share(n * pieces, 1, [&](int64_t index, int64_t) {
             const int64_t i = index / pieces, begin = index % pieces * kPiece;
             const int64_t count = f - begin < kPiece ? f - begin : kPiece;
             const float* x = row(op.x, i) + begin;
             float* out = row(op.out, i);
             activate(op.kind, x, op.gated ? x + f : nullptr, count, out + begin);
-            if (op.quantize) quantize_part(out, begin, begin + count, f, q, i);
+            round_part(op.rounding, out, begin, begin + count, f, rounded, i);
         });
         team.barrier();
     }
@@ -373,7 +376,7 @@ private:
     int64_t used = 0, n = 0;  // bytes; rows that are computed
     int64_t round = 0;        // exchanges with other ranks so far
     float* buffers[kMaxBuffers];
-    uint8_t *shared, *q_memory;
+    uint8_t *shared, *rounded_memory;
 };
 
 }  // namespace gpt_fast

@@ -3,7 +3,8 @@
 // F8 is eight float32, I8 is 32 bytes: eight int32, or 32 of int8, of uint8, or of 4 bits in bytes. F8 has the
 // operators + - * /, I8 has & and |. F16 and I16 are twice as long, for the products; kRegisters says how many of them
 // the CPU holds. Every set of instructions gives the same results: integer sums are exact, and sums of lanes are taken
-// in one order. Another set needs its own header of these functions; nothing else knows about it.
+// in one order. Only products of bfloat16 differ where kBfloat16Dots, and by tiles (tiles.h). Another set needs its own
+// header of these functions; nothing else knows about it.
 #pragma once
 
 #include <cstdint>
@@ -28,12 +29,26 @@ namespace gpt_fast {
 
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
 
-// 32 bits everywhere: one weight's four neighbours along k.
-inline I16 splat_bytes(const int8_t* four) {
-    int32_t bytes;
-    std::memcpy(&bytes, four, sizeof bytes);
-    return splat16(bytes);
+// 32 bits everywhere: one weight's neighbours along k.
+inline I16 splat_four(const void* bytes) {
+    int32_t four;
+    std::memcpy(&four, bytes, sizeof four);
+    return splat16(four);
 }
+
+// Whether products of bfloat16 take both sides in it. The definition may come from tests, for the instruction's formula.
+#ifdef GPT_FAST_BFLOAT16_DOTS
+constexpr bool kBfloat16Dots = true;
+#ifndef __AVX512BF16__
+inline F16 bfloat16_dot(F16 sum, I16 w, I16 x) {
+    sum = plus_product(sum, high_bfloat16(w), high_bfloat16(x));
+    return plus_product(sum, low_bfloat16(w), low_bfloat16(x));
+}
+#endif
+#else
+constexpr bool kBfloat16Dots = false;
+inline F16 bfloat16_dot(F16 sum, I16, I16) { return sum; }
+#endif
 
 // e^x, relative error below 2e-7. By Cody and Waite: x = n ln 2 + r, a polynomial for e^r, n into the exponent.
 // -infinity gives 0; NaN stays NaN.

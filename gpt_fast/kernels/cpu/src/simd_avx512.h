@@ -19,15 +19,20 @@ inline F16 to_floats(I16 v) { return _mm512_cvtepi32_ps(v); }
 inline F16 load16_uint8(const uint8_t* p) {
     return to_floats(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
-// bfloat16 is the upper half of a float32. Element j stands beside element j + 8.
-inline F16 load16(const uint16_t* p) {
-    const I16 pairs = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    const I16 shifts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16);
-    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_sllv_epi32(pairs, shifts), _mm512_set1_epi32(-65536)));
-}
 
 inline I16 splat16(int32_t x) { return _mm512_set1_epi32(x); }
 inline I16 load64(const uint8_t* p) { return _mm512_loadu_si512(p); }
+
+// bfloat16 is the upper half of a float32; two stand side by side.
+inline F16 low_bfloat16(I16 pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+inline F16 high_bfloat16(I16 pairs) { return _mm512_castsi512_ps(pairs & _mm512_set1_epi32(-65536)); }
+
+#ifdef __AVX512BF16__
+#define GPT_FAST_BFLOAT16_DOTS
+inline F16 bfloat16_dot(F16 sum, I16 w, I16 x) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));
+}
+#endif
 
 inline void pin(I16& sum) { asm("" : "+v"(sum)); }
 inline I16 begin_dots16(int32_t offset) { return splat16(offset); }

@@ -1,22 +1,19 @@
-// Products with float32 and bfloat16 weights; x and all arithmetic are float32.
-//
-// Packed: [tiles, K, 16]. bfloat16 pairs output j (low half of 32 bits) with output j + 8 (high half), because a shift
-// and a mask then give two float32 vectors.
+// Products with float32 weights, all in float32. Packed: [tiles, K, 16].
 #pragma once
 
 #include "linear.h"
 
 namespace gpt_fast {
 
-struct DenseRows {
+struct FloatRows {
     const float* data;
     int64_t stride;
     const float* row(int64_t m) const { return data + m * stride; }
 };
 
-template <class Weight>  // float or uint16_t (bfloat16)
-struct Dense {
-    using Rows = DenseRows;
+struct Float32 {
+    using Rows = FloatRows;
+    static constexpr int64_t kTiledRows = 0;
     static constexpr int64_t kManyRowsTiles = 8;
     // A sum waits 4 cycles for the one before, so few rows need several tiles to keep the multipliers busy.
     static constexpr int tiles_at_once(int rows) {
@@ -24,7 +21,7 @@ struct Dense {
     }
     static constexpr int64_t kStretch = 16;  // values of k for which the next weights are fetched together
 
-    const Weight* data;
+    const float* data;
     int64_t k_total;
 
     int64_t depth() const { return k_total; }
@@ -34,8 +31,8 @@ struct Dense {
                int64_t acc_stride) const {
         F16 sum[R][T];
         const float* xs[R];
-        const int64_t tile_values = k_total * kTile, value_bytes = sizeof(Weight);
-        const Weight* tiles = data + tile * tile_values;
+        const int64_t tile_values = k_total * kTile, value_bytes = sizeof(float);
+        const float* tiles = data + tile * tile_values;
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             xs[r] = x.row(row + r);
@@ -60,17 +57,5 @@ struct Dense {
             for (int t = 0; t < T; ++t) store16(acc + r * acc_stride + t * kTile, sum[r][t]);
     }
 };
-
-template <class Weight>
-void linear_dense(Team& team, const float* x, int64_t rows, const Linear& layer, float* out, const float* residual) {
-    const Dense<Weight> w{reinterpret_cast<const Weight*>(layer.data), layer.k};
-    linear_packed<Dense<Weight>>(team, DenseRows{x, layer.k}, rows, w, layer, out, residual);
-}
-
-template <class Weight>
-void dense_tiles(const float* x, int64_t rows, const Linear& layer, float* out, int64_t tile, int64_t tile_end) {
-    const Dense<Weight> w{reinterpret_cast<const Weight*>(layer.data), layer.k};
-    linear_tiles<Dense<Weight>>(DenseRows{x, layer.k}, rows, w, layer, out, nullptr, tile, tile_end);
-}
 
 }  // namespace gpt_fast

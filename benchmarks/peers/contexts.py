@@ -1,0 +1,96 @@
+"""What the workers of llama.cpp and ik_llama.cpp share: a measure run on a context, in the way that is fastest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from peers.measures import Measure, prompt_ids
+
+N_BATCH = 512  # rows that one call computes at most
+Row = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are wanted
+
+
+class Context(Protocol):
+    """A model's cache and what computes with it, behind the C API of one of the two."""
+
+    num_vocab: int
+
+    def decode(self, rows: Sequence[Row]) -> None: ...
+
+    def likeliest(self, row: int) -> int:
+        """The token with the greatest logit of a row of the last call; -1: the last that was wanted."""
+        ...
+
+    def forget(self, sequence: int, position: int) -> None:
+        """Remove the cached tokens of a sequence from ``position`` on."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Run:
+    """One measure. Nothing else uses its context. A prompt before decoding is computed once, here, and stays cached."""
+
+    def __init__(self, context: Context, measure: Measure) -> None:
+        self.context, self.measure = context, measure
+        self.prompts = [prompt_ids(measure.prompt_tokens, context.num_vocab, i) for i in range(measure.batch)]
+        if measure.kind == "decode":
+            for sequence, prompt in enumerate(self.prompts):
+                self._prefill(sequence, prompt)
+
+    def seconds(self) -> float:
+        """Of one run; what it cached is removed afterwards."""
+        m = self.measure
+        begin = time.perf_counter()
+        if m.kind == "prefill":
+            self._prefill(0, self.prompts[0])
+            self.context.likeliest(-1)
+        else:
+            tokens = [prompt[0] for prompt in self.prompts]
+            for position in range(m.prompt_tokens, m.prompt_tokens + m.new_tokens):
+                self.context.decode([(token, position, sequence, True) for sequence, token in enumerate(tokens)])
+                tokens = [self.context.likeliest(i) for i in range(m.batch)]
+        seconds = time.perf_counter() - begin
+        for sequence in range(m.batch):
+            self.context.forget(sequence, m.prompt_tokens if m.kind == "decode" else 0)
+        return seconds
+
+    def _prefill(self, sequence: int, prompt: list[int]) -> None:
+        last = len(prompt) - 1
+        for begin in range(0, len(prompt), N_BATCH):
+            part = prompt[begin : begin + N_BATCH]
+            self.context.decode([(token, i, sequence, i == last) for i, token in enumerate(part, begin)])
+
+
+class FastestRuns:
+    """At its first call a measure is run in every way, once to warm up and twice timed; the fastest way stays.
+
+    ``ways``: by name, what opens a context for a measure. ``notes``: by measure, what was chosen and from which times.
+    """
+
+    def __init__(self, ways: Mapping[str, Callable[[Measure], Context]]) -> None:
+        self.ways = ways
+        self.runs: dict[Measure, Run] = {}
+        self.notes: dict[str, dict[str, Any]] = {}
+
+    def measure(self, measure: Measure) -> float:
+        """Seconds."""
+        if measure not in self.runs:
+            self._choose(measure)
+        return self.runs[measure].seconds()
+
+    def _choose(self, measure: Measure) -> None:
+        seconds: dict[str, float] = {}
+        for name, open_context in self.ways.items():
+            run = Run(open_context(measure), measure)
+            run.seconds()
+            seconds[name] = min(run.seconds(), run.seconds())
+            faster = seconds[name] == min(seconds.values())
+            loser = self.runs.get(measure) if faster else run
+            if faster:
+                self.runs[measure] = run
+            if loser is not None:
+                loser.context.close()
+        self.notes[measure.name] = {"chosen": min(seconds, key=lambda name: seconds[name]), "seconds": seconds}

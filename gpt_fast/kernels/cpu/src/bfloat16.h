@@ -1,0 +1,88 @@
+// Products with bfloat16 weights, summed in float32. Where the CPU multiplies pairs of bfloat16 by itself, x is rounded to
+// that as well, as torch does it; elsewhere x is float32.
+//
+// Packed: [tiles, blocks, 16, 16 outputs, 2 k], the last block of 32 k filled up with zeros.
+#pragma once
+
+#include "activations.h"
+#include "float32.h"
+#include "linear.h"
+
+namespace gpt_fast {
+
+struct Bfloat16 {
+    using Rows = std::conditional_t<kBfloat16Dots, Bfloat16Rows, FloatRows>;
+    using Tiled = TileSums<Pieces::kBfloat16>;
+    static constexpr int64_t kTiledRows = kTiles ? 1 : 0;  // other sums than micro's
+    static constexpr int64_t kTiledBytes = kBlock * sizeof(uint16_t);
+    static constexpr int64_t kManyRowsTiles = 8;
+    static constexpr int tiles_at_once(int rows) { return Float32::tiles_at_once(rows); }
+    static constexpr int64_t kBlockPairs = kBlock / 2, kPairBytes = 4 * kTile;
+
+    const uint8_t* data;
+    int64_t k_total;
+
+    int64_t depth() const { return k_total; }
+
+    template <int R, int T>
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, float* acc,
+               int64_t acc_stride) const {
+        const int64_t tile_bytes = ceil_div(k_total, kBlock) * kBlockPairs * kPairBytes;
+        const int64_t pairs = kBfloat16Dots ? ceil_div(k_end, 2) : k_end / 2;  // rounded rows are filled up
+        const uint8_t* tiles = data + tile * tile_bytes;
+        decltype(x.row(0)) xs[R];
+        F16 sum[R][T];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            xs[r] = x.row(row + r);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) sum[r][t] = load16(acc + r * acc_stride + t * kTile);
+        }
+        for (int64_t p = k / 2; p < pairs;) {
+            fetch_ahead<T>(tiles, tile_bytes, p * kPairBytes, kBlockPairs * kPairBytes);
+            for (const int64_t end = p + kBlockPairs < pairs ? p + kBlockPairs : pairs; p < end; ++p)
+                add<R, T, 2>(tiles + p * kPairBytes, tile_bytes, xs, 2 * p, sum);
+        }
+        if (!kBfloat16Dots && k_end % 2) add<R, T, 1>(tiles + pairs * kPairBytes, tile_bytes, xs, k_end - 1, sum);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) store16(acc + r * acc_stride + t * kTile, sum[r][t]);
+    }
+
+    template <int T>
+    void tiled(Tiled& sums, const Rows& x, int64_t row, int64_t, int64_t tile, int64_t k, int64_t k_end,
+               const Sums& acc) const {
+        constexpr int64_t block_bytes = kBlockPairs * kPairBytes, value_bytes = sizeof(uint16_t);
+        const int64_t tile_bytes = ceil_div(k_total, kBlock) * block_bytes;
+        const uint8_t* tiles = data + tile * tile_bytes;
+        sums.load<T>(acc.data, acc.stride * static_cast<int64_t>(sizeof(float)));
+        for (int64_t b = k / kBlock; b < ceil_div(k_end, kBlock); ++b) {
+            fetch_ahead<T>(tiles, tile_bytes, b * block_bytes, block_bytes);
+            sums.add<T>(x.row(row) + b * kBlock, x.stride * value_bytes, tiles + b * block_bytes, tile_bytes);
+        }
+        sums.store<T>(acc.data, acc.stride * static_cast<int64_t>(sizeof(float)));
+    }
+
+    // Adds the products of a pair along k, or of its first half alone.
+    template <int R, int T, int N, class Row>
+    static void add(const uint8_t* w, int64_t tile_bytes, Row const (&xs)[R], int64_t k, F16 (&sum)[R][T]) {
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) {
+            const I16 both = load64(w + t * tile_bytes);
+            if constexpr (kBfloat16Dots) {
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) sum[r][t] = bfloat16_dot(sum[r][t], both, splat_four(xs[r] + k));
+            } else {
+                const F16 first = low_bfloat16(both), second = high_bfloat16(both);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    sum[r][t] = plus_product(sum[r][t], splat16(xs[r][k]), first);
+                    if constexpr (N > 1) sum[r][t] = plus_product(sum[r][t], splat16(xs[r][k + 1]), second);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace gpt_fast
