@@ -9,7 +9,8 @@ import openai
 import pytest
 
 MESSAGES: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Tell me of a cat."}]
-PET = {"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "maximum": 20}}}
+AGE = {"type": "integer", "minimum": 0, "maximum": 20}
+PET = {"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}, "age": AGE}}
 SCHEMA: Any = {**PET, "required": ["kind", "age"], "additionalProperties": False}
 MODEL = "gpt-fast"
 
@@ -86,11 +87,11 @@ def test_chat(client: openai.OpenAI) -> None:
 
 def test_a_schema_and_a_tool(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form)
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form, temperature=0)
     assert set(json.loads(answer.choices[0].message.content or "")) == {"kind", "age"}
     tools: Any = [{"type": "function", "function": {"name": "adopt", "parameters": SCHEMA}}]
     with client.chat.completions.stream(
-        model=MODEL, messages=MESSAGES, tools=tools, tool_choice="required", parallel_tool_calls=False
+        model=MODEL, messages=MESSAGES, tools=tools, tool_choice="required", parallel_tool_calls=False, temperature=0
     ) as stream:
         message = stream.get_final_completion().choices[0].message
     assert message.tool_calls is not None
@@ -111,7 +112,7 @@ def test_responses(client: openai.OpenAI) -> None:
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text
     form: Any = {"format": {"type": "json_schema", "name": "pet", "schema": SCHEMA, "strict": True}}
-    with client.responses.stream(model=MODEL, input="A pet?", text=form) as stream:
+    with client.responses.stream(model=MODEL, input="A pet?", text=form, temperature=0) as stream:
         final = stream.get_final_response()
     assert final.status == "completed"
     assert set(json.loads(final.output_text)) == {"kind", "age"}
@@ -121,7 +122,7 @@ def test_responses(client: openai.OpenAI) -> None:
 
 def test_responses_call_functions(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "name": "adopt", "parameters": SCHEMA, "strict": True}]
-    asked: dict[str, Any] = {"model": MODEL, "tools": tools, "parallel_tool_calls": False}
+    asked: dict[str, Any] = {"model": MODEL, "tools": tools, "parallel_tool_calls": False, "temperature": 0}
     (call,) = client.responses.create(**asked, input="A pet?", tool_choice="required").output
     assert call.type == "function_call"
     assert set(json.loads(call.arguments)) == {"kind", "age"}
