@@ -56,7 +56,9 @@ def empty_model(
             setattr(module, name, nn.Parameter(data, requires_grad=False))
         for name, buffer in list(module.named_buffers(recurse=False)):
             # Frequencies and slopes are float32 in every model, and made on the CPU; a quantized weight has a dtype.
-            setattr(module, name, torch.empty_like(buffer, device=where) if buffer.is_meta else buffer.to(where))
+            # empty_like of a meta tensor would import sympy: half a second.
+            made = torch.empty(buffer.shape, dtype=buffer.dtype, device=where) if buffer.is_meta else buffer.to(where)
+            setattr(module, name, made)
     model.tie()
     return model.eval()
 

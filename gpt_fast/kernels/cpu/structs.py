@@ -10,13 +10,14 @@ from typing import Any
 
 SOURCES = Path(__file__).with_name("src")
 
+_HEADERS = "".join(path.read_text(encoding="utf-8") for path in SOURCES.glob("*.h"))
 _KINDS: dict[str, Any] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
 
 
 def _struct(name: str) -> Any:
     """The struct ``name`` of the headers, which alone say what fields it has."""
-    text = "".join(path.read_text(encoding="utf-8") for path in SOURCES.glob("*.h"))
-    (body,) = re.findall(rf"^struct {name} \{{\n(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
+    _, behind = _HEADERS.split(f"\nstruct {name} {{\n")
+    body = behind.partition("\n};")[0]
     fields: list[tuple[str, Any]] = []
     for kind, names in re.findall(r"^ +(\w[\w* ]*[* ])(\w+(?:, \w+)*);", body, re.MULTILINE):
         fields += [(n, ctypes.c_void_p if "*" in kind else _KINDS[kind.strip()]) for n in names.split(", ")]
