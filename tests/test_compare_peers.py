@@ -9,6 +9,7 @@ import statistics
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import sentencepiece
 import torch
 from safetensors.torch import load_file
 
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.model.building import random_model
@@ -348,6 +350,21 @@ def test_a_checkpoint_of_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytes
     first, second = (weights[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in (0, 1))
     assert not first.equal(second)  # a peer that keeps equal matrices once would read half of them from caches
     assert len(said) == 1
+
+
+def test_random_weights_are_written_in_several_files_and_loaded(tmp_path: Path) -> None:
+    files.write_random(TINY, tmp_path, shard_bytes=20_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert sorted(set(index.values())) == names
+    assert len(names) > 2
+    assert all((tmp_path / name).stat().st_size < 25_000 for name in names), "a file has one tensor, or 20 kB"
+    model = Checkpoint.open(tmp_path).build(torch.bfloat16)  # which refuses missing names and wrong shapes
+    assert model.config == replace(TINY, tie_embeddings=False)
+    rows = torch.cat([block.get_parameter("wo.weight") for block in model.layers])
+    assert len(rows.unique(dim=0)) == len(rows), "no row comes twice"
+    assert rows.float().std().item() == pytest.approx(0.02, rel=0.1)
+    assert model.get_parameter("head.norm.weight").eq(1).all()
 
 
 def test_gguf_files_are_made_once_and_by_the_converter(tmp_path: Path) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peers.process import BENCHMARKS
 
 if TYPE_CHECKING:
-    import torch
+    from gpt_fast.checkpoint.stored import StoredTensor
+    from gpt_fast.config import ModelConfig
 
 CONVERTER = "convert_hf_to_gguf.py"
 HOW_TO_CONVERT = (
@@ -22,28 +25,30 @@ HOW_TO_CONVERT = (
     "--no-binary llama-cpp-python llama-cpp-python, unpack, vendor/llama.cpp"
 )
 _TAIL_LINES = 8
+_SHARD_BYTES = 5 * 10**9  # as Hugging Face writes them
+_ROW_STEP, _MATRIX_STEP = 37, 1009  # random numbers between the beginnings of two rows, and of two matrices
 
 
 class FilesError(RuntimeError):
     """A file that a peer needs cannot be made; the message says what to do."""
 
 
-def ensure_checkpoint(shape_name: str, work: Path, tokenizer: Path | None, say: Callable[[str], object]) -> Path:
+def ensure_checkpoint(
+    shape_name: str, work: Path, tokenizer: Path | None, say: Callable[[str], object], num_layers: int | None = None
+) -> Path:
     """The folder of random bfloat16 weights of a shape, with ``tokenizer`` or a made-up ``tokenizer.model``.
 
-    Raises ConfigError for an unknown shape, FilesError.
+    ``num_layers``: the shape with so many of its layers alone. Raises ConfigError for an unknown shape.
     """
-    import torch
-
-    from gpt_fast.checkpoint.saving import save_checkpoint
-    from gpt_fast.model.building import random_model
     from gpt_fast.model.shapes import shape
 
-    config = shape(shape_name)
-    directory = work / shape_name / "checkpoint"
+    config, name = shape(shape_name), shape_name
+    if num_layers is not None:
+        config, name = replace(config, num_layers=num_layers), f"{shape_name}-{num_layers}-layers"
+    directory = work / name / "checkpoint"
     if directory.is_dir():
         return directory
-    say(f"writing random weights of {shape_name} to {directory}")
+    say(f"writing random weights of {name} to {directory}")
     part = directory.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -51,21 +56,59 @@ def ensure_checkpoint(shape_name: str, work: Path, tokenizer: Path | None, say: 
         shutil.copyfile(tokenizer, part / "tokenizer.model")
     else:
         (part / "tokenizer.model").write_bytes(made_up_tokenizer(config.vocab_size))
-    model = random_model(config, torch.bfloat16)
-    _tell_apart(model)
-    save_checkpoint(model, part, extra={"bos_token_id": 1, "eos_token_id": 2})
+    write_random(config, part)
     part.rename(directory)
     return directory
 
 
-def _tell_apart(model: torch.nn.Module) -> None:
-    """Shift the numbers of each matrix by another count. Matrices of a shape are equal to one another in a random
-    model, and a peer that keeps equal matrices once would read a layer's weights from the CPU's cache."""
+def write_random(config: ModelConfig, directory: Path, shard_bytes: int = _SHARD_BYTES) -> None:
+    """Write a checkpoint of ``config``, without a tokenizer: random bfloat16 weights (normal, standard deviation 0.02),
+    in files of about ``shard_bytes`` or one tensor. Takes some megabytes of memory for a model of any size.
+
+    A matrix is a view of one block of random numbers, in which each row begins a little behind the row before it. No
+    two matrices are equal: a peer that keeps equal ones once would read a layer's weights from the CPU's cache.
+    """
     import torch
 
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(parameter.flatten().roll(37 * number).view_as(parameter))
+    from gpt_fast.checkpoint.families import to_hf_config
+    from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
+    from gpt_fast.checkpoint.weight_files import write_safetensors
+    from gpt_fast.model.description import parts
+
+    shapes = {part.source: part.stored_shape for part in parts(config)}
+    reach = max(_ROW_STEP * shape[0] + shape[-1] for shape in shapes.values()) + _MATRIX_STEP * len(shapes)
+    block = (torch.randn(reach, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    tensors: dict[str, StoredTensor] = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        if len(shape) == 2:
+            values = block[_MATRIX_STEP * number :].as_strided(shape, (_ROW_STEP, 1))
+        else:  # a bias or a norm
+            values = torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, dtype=block.dtype)
+        tensors[name] = StoredTensor(values)
+    shards = _shards(tensors, shard_bytes)
+    with progress_bar(sum(t.num_bytes for t in tensors.values()), True, "writing weights") as report:
+        for file, names in shards.items():
+            write_safetensors(directory / file, {name: tensors[name] for name in names}, None, report)
+    if len(shards) > 1:
+        index = {"weight_map": {name: file for file, names in shards.items() for name in names}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    raw = to_hf_config(config, "bfloat16") | {"bos_token_id": 1, "eos_token_id": 2}
+    (directory / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
+
+
+def _shards(tensors: Mapping[str, StoredTensor], shard_bytes: int) -> dict[str, list[str]]:
+    """The tensors of each file, in their order; one file has the name that a whole checkpoint has."""
+    found: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if found[-1] and size + tensor.num_bytes > shard_bytes:
+            found.append([])
+            size = 0
+        found[-1].append(name)
+        size += tensor.num_bytes
+    if len(found) == 1:
+        return {"model.safetensors": found[0]}
+    return {f"model-{i:05}-of-{len(found):05}.safetensors": names for i, names in enumerate(found, 1)}
 
 
 def made_up_tokenizer(vocab_size: int) -> bytes:
