@@ -94,6 +94,8 @@ public:
             keys[i] = there ? p_.k_cache + at : zeros_;
             values[i] = there ? p_.v_cache + at : zeros_;
         }
+        for (int64_t i = 0; i < kKeys; ++i)
+            for (int64_t d = 0; d < p_.head_dim; d += 32) prefetch(values[i] + d);
         for (int64_t d = 0; d < p_.head_dim; d += 8)
             for (int64_t i = 0; i < kKeys; i += 16) turn_pairs(keys + i, d, keys_ + d * kKeys + 2 * i, 2 * kKeys);
         for (int64_t i = 0; i < kKeys; i += 2) {

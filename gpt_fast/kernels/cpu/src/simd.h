@@ -37,6 +37,7 @@ inline void store_as(float x, uint16_t* p) {
 }
 
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
+inline void prefetch_to_level2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // 32 bits everywhere: one weight's neighbours along k.
 inline I16 splat_four(const void* bytes) {
