@@ -60,7 +60,10 @@ def plan(batches: Sequence[int], prompt_tokens: int, new_tokens: int, contexts: 
     measures = [Measure("decode", batch, SHORT_PROMPT, new_tokens) for batch in batches]
     if prompt_tokens:
         measures.append(Measure("prefill", 1, prompt_tokens))
-    return measures + [Measure("decode", 1, context - new_tokens - 1, new_tokens) for context in contexts]
+    measures += [Measure("decode", 1, context - new_tokens - 1, new_tokens) for context in contexts]
+    if not measures:
+        raise ValueError("nothing is to be measured: give batch sizes, prompt tokens or contexts")
+    return measures
 
 
 def prompt_ids(num_tokens: int, vocab_size: int, number: int = 0) -> list[int]:
