@@ -38,6 +38,7 @@ AXES = {
     "threads": Axis("threads", lambda row: True, lambda row: int(row["threads"]), ("measure", "precision")),
 }
 _BARS = ("threads", "measure")
+_LEAST_WIDTH = 6.0  # inches, for a processor's name and the legend
 
 
 def check(against: str, rows: Sequence[Row]) -> None:
@@ -70,7 +71,7 @@ def draw(runs: Sequence[Mapping[str, Any]], path: str | Path, against: str | Non
     names = list(dict.fromkeys(_name(row) for row in rows))
     keys = AXES[against].panels if against else _BARS
     down, right = (list(dict.fromkeys(row[key] for row in rows)) for key in keys)
-    figure = Figure(figsize=(1 + 3.2 * len(right), 0.6 + 3.2 * len(down)), layout="constrained")
+    figure = Figure(figsize=(max(_LEAST_WIDTH, 1 + 3.2 * len(right)), 0.8 + 3.2 * len(down)), layout="constrained")
     grid = figure.subplots(len(down), len(right), squeeze=False)
     for line, upper in zip(grid, down, strict=True):
         for axes, left in zip(line, right, strict=True):
@@ -87,7 +88,7 @@ def draw(runs: Sequence[Mapping[str, Any]], path: str | Path, against: str | Non
     shown = {label: handle for some in pairs for handle, label in some}
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(names))
     note = "bands: least and greatest round" if against else "lines: ceiling by bandwidth"
-    figure.suptitle(f"{runs[0]['model']}, {runs[0]['cpu']}; {note}")
+    figure.suptitle(f"{runs[0]['model']}, {runs[0]['cpu']}\n{note}", fontsize="medium")
     figure.savefig(path, dpi=130)
 
 
