@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from peers.measures import Measure, prompt_ids
+from peers.measures import LONG_PROMPT, Measure, prompt_ids
 
 N_BATCH = 512  # rows that one call computes at most
-_LONGEST_TRIAL = 2048  # tokens of a prompt that is computed in every way
+_TELLING_PROMPT = 1024  # tokens that show which way is fast with many more
 _SURE_S = 1.0  # a run of so long is timed once
 Row = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are wanted
 
@@ -69,8 +69,8 @@ class Run:
 
 class FastestRuns:
     """At its first call a measure is run in every way, a step to warm up and then once or twice timed; the fastest way
-    stays. A prompt of more than 2,048 tokens would take minutes in every way: such a measure is run in the way of the
-    longest shorter one, if there is one.
+    stays. A prompt of more than LONG_PROMPT tokens would take minutes in every way: such a measure is run in
+    the way of the longest shorter one, if that has a thousand tokens.
 
     ``ways``: by name, what opens a context for a measure. ``notes``: by measure, what was chosen and from which times.
     """
@@ -83,8 +83,9 @@ class FastestRuns:
     def measure(self, measure: Measure) -> float:
         """Seconds."""
         if measure not in self.runs:
-            shorter = [m for m in self.runs if m.kind == measure.kind and m.prompt_tokens < measure.prompt_tokens]
-            if measure.prompt_tokens > _LONGEST_TRIAL and shorter:
+            lengths = range(_TELLING_PROMPT, measure.prompt_tokens)
+            shorter = [m for m in self.runs if m.kind == measure.kind and m.prompt_tokens in lengths]
+            if measure.prompt_tokens > LONG_PROMPT and shorter:
                 self._follow(measure, max(shorter, key=lambda m: m.prompt_tokens))
             else:
                 self._choose(measure)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHORT_PROMPT = 6  # tokens before decoding that is not about context
+LONG_PROMPT = 2048  # tokens; with more of them, a worker computes a prompt before decoding once
 
 
 @dataclass(frozen=True)
