@@ -3,11 +3,15 @@
     python benchmarks/compare_peers.py --shape tinyllama-1.1b --peers llama.cpp,transformers
         [--python llama.cpp=/path/to/bin/python] [--convert llama.cpp/convert_hf_to_gguf.py] [--plot peers.png] [--json]
         [--checkout ik_llama.cpp=/path/to/ik_llama.cpp]  # built in its folder build
+    python benchmarks/compare_peers.py --contexts 128,512,2048,8192 --batch '' --prompt-tokens 0 --against contexts
+        --plot contexts.png --json > contexts.json
+    python benchmarks/compare_peers.py --from contexts.json --against contexts --plot contexts.png
 
 Every peer in every format is a process of its own, which loads the same weights once and waits without using the CPU
 until it is told to measure. The processes of one precision are up together, and in each round each of them measures in
 turn, so that what else the machine does meets all of them. Ratios are of rounds, ours over the peer's; the table shows
-their median with the least and the greatest. All use the same number of threads.
+their median with the least and the greatest. All use the same number of threads; for each number in --threads
+everything is run once, one number after the other.
 
   decode         one sequence after a short prompt, one token a step, greedy
   decode xB      B sequences together, tokens per second of all
@@ -15,9 +19,11 @@ their median with the least and the greatest. All use the same number of threads
   decode at C    one sequence, the last of whose steps is at context C
 
 The ceiling is the read bandwidth, measured before and in each round, over the bytes of weights and cache that a step
-reads in that format. A peer that is not installed is left out and listed, with what would install it. Weights and the
-files that peers load are made once in --work. The last line of stdout is JSON with --json; progress goes to stderr.
-peers/*.py say how each peer is run. Run it when nothing else runs.
+reads in that format. A peer that is not installed is left out and listed, with what would install it; so is a measure
+that a peer cannot do, with its reason. Weights and the files that peers load are made once in --work. The last lines of
+stdout are JSON with --json, an object for each number of threads; --from reads them and measures nothing. --plot draws
+bars of every measure, and with --against lines over one axis. Progress goes to stderr. peers/*.py say how each peer is
+run. Run it when nothing else runs.
 """
 
 from __future__ import annotations
@@ -31,13 +37,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 _FOLDERS = [str(folder) for folder in Path(__file__).resolve().parents[:2]]  # peers here, gpt_fast above
 sys.path[:0] = [folder for folder in _FOLDERS if folder not in sys.path]
 
-from peers import files, measures, registry, report, rounds  # noqa: E402
+from peers import files, measures, plots, registry, report, rounds  # noqa: E402
 
 _BEGIN = time.perf_counter()
 
@@ -58,8 +65,10 @@ def options() -> argparse.ArgumentParser:
     target.add_argument("--checkpoint", type=Path, help="a Hugging Face directory instead")
     parser.add_argument("--peers", type=words, default=["llama.cpp", "transformers"], metavar="NAME,...")
     parser.add_argument("--precisions", type=words, default=list(registry.PRECISIONS), metavar="P,...")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--batch", type=integers, default=[1, 8], metavar="B,...", help="sequences decoded together")
+    parser.add_argument("--threads", type=integers, default=[os.cpu_count() or 1], metavar="T,...")
+    parser.add_argument(
+        "--batch", type=integers, default=[1, 8], metavar="B,...", help="rows: sequences together; '' for none"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=256, help="of prefill; 0: none")
     parser.add_argument("--new-tokens", type=int, default=30, help="steps of each decode")
     parser.add_argument("--contexts", type=integers, default=[128, 2048], metavar="C,...", help="'' for none")
@@ -73,7 +82,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--python", action="append", default=[], metavar="PEER=FILE", help="interpreter of a peer")
     parser.add_argument("--checkout", action="append", default=[], metavar="PEER=DIR", help="source of a peer")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="needs the extra plot")
-    parser.add_argument("--json", action="store_true", help="everything as one object on the last line")
+    parser.add_argument("--against", choices=plots.AXES, help="draw lines against this, in place of bars")
+    parser.add_argument("--json", action="store_true", help="everything as the last line, one for each of --threads")
+    parser.add_argument("--from", type=Path, nargs="+", dest="saved", metavar="FILE", help="show what --json wrote")
     return parser
 
 
@@ -170,7 +181,7 @@ def model_files(
             convert=arguments.convert,
             convert_python=arguments.convert_python,
             quantize_python=setting.pythons[registry.LLAMA_CPP],
-            threads=arguments.threads,
+            threads=setting.threads,
             say=setting.say,
         )
     if peer.wants == "openvino":
@@ -178,28 +189,45 @@ def model_files(
     return dict.fromkeys(formats, checkpoint)
 
 
-def compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything but the output. Raises ValueError for options that contradict each other or cannot be."""
-    peers = registry.choose(arguments.peers)
+def check(arguments: argparse.Namespace) -> None:
+    """Raise before a long run what would end it: ValueError for options that contradict each other or cannot be,
+    MissingPackageError."""
+    if arguments.against and not arguments.plot:
+        raise ValueError("--against says how to draw: give --plot FILE.png")
+    if arguments.plot:
+        from gpt_fast.bench import plots as pictures
+
+        pictures.check(arguments.plot)
+    if arguments.saved:
+        return
     for precision in arguments.precisions:
         if precision not in registry.PRECISIONS:
             raise ValueError(f"precision {precision!r} is not one of {', '.join(registry.PRECISIONS)}")
-    if arguments.rounds < 1 or arguments.threads < 1:
+    if arguments.rounds < 1 or min(arguments.threads, default=0) < 1:
         raise ValueError("rounds and threads must be at least 1")
     if arguments.checkpoint is not None and not (arguments.checkpoint / "config.json").is_file():
         raise ValueError(f"--checkpoint: there is no config.json in {arguments.checkpoint}")
-    folders = checkouts(peers, arguments.checkout)
-    plan = measures.plan(arguments.batch, arguments.prompt_tokens, arguments.new_tokens, arguments.contexts)
-    if arguments.plot:
-        from gpt_fast.bench import plots
+    if arguments.against:
+        planned = [asdict(measure) | {"threads": n} for measure in plan(arguments) for n in arguments.threads]
+        plots.check(arguments.against, planned)
 
-        plots.check(arguments.plot)
+
+def plan(arguments: argparse.Namespace) -> list[measures.Measure]:
+    """What is measured. Raises ValueError."""
+    return measures.plan(arguments.batch, arguments.prompt_tokens, arguments.new_tokens, arguments.contexts)
+
+
+def compare(arguments: argparse.Namespace, threads: int) -> dict[str, Any]:
+    """Measure with ``threads`` threads. Raises ValueError where there is nothing to compare."""
+    peers = registry.choose(arguments.peers)
+    folders = checkouts(peers, arguments.checkout)
+    measured = plan(arguments)
     setting = rounds.Setting(
         dict.fromkeys(registry.REGISTRY, sys.executable) | by_peer("--python", arguments.python),
-        arguments.threads,
+        threads,
         arguments.rounds,
         arguments.work / "logs",
-        lambda: read_bandwidth(arguments.threads),
+        lambda: read_bandwidth(threads),
         _say,
     )
     found = rounds.Found()
@@ -210,16 +238,16 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         reasons = "".join(f"\n  {skip['what']}: {skip['reason']}" for skip in found.skipped)
         raise ValueError(f"there is nothing to compare{reasons}")
     found.bandwidths.append(setting.bandwidth())
-    _say(f"read bandwidth {found.bandwidths[0] / 1e9:.1f} GB/s with {arguments.threads} threads")
+    _say(f"read bandwidth {found.bandwidths[0] / 1e9:.1f} GB/s with {threads} threads")
     for precision in arguments.precisions:
-        rounds.run([entry for entry in chosen if entry.precision == precision], plan, setting, found)
-    rows = report.results(chosen, plan, found)
+        rounds.run([entry for entry in chosen if entry.precision == precision], measured, setting, found)
+    rows = report.results(chosen, measured, found)
     return {
         "benchmark": "peers",
         "model": str(arguments.checkpoint or arguments.shape),
         "weights": "checkpoint" if arguments.checkpoint else "random",
         "cpu": cpu_name(),
-        "threads": arguments.threads,
+        "threads": threads,
         "rounds": arguments.rounds,
         "commit": commit(),
         "versions": versions,
@@ -256,22 +284,25 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; 0 if at least one ratio was measured."""
+    """Measure, or read, and print; 0 if at least one ratio was measured with each number of threads."""
     given = options().parse_args(arguments)
     try:
-        found = compare(given)
+        check(given)
+        if given.saved:
+            runs = report.read(given.saved)
+        else:
+            runs = [compare(given, threads) for threads in dict.fromkeys(given.threads)]
+        for run in runs:
+            print(report.text(run))
+        if given.json:
+            for run in runs:
+                print(json.dumps(run))
+        if given.plot:
+            plots.draw(runs, given.plot, given.against)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"compare_peers.py: {error}", file=sys.stderr)
         return 1
-    times, bandwidth = len(found["read_bandwidth_gb_s_rounds"]), found["read_bandwidth_gb_s"]
-    print(f"{found['model']} on {found['cpu']}, {found['threads']} threads")
-    print(f"read bandwidth {bandwidth:.1f} GB/s, median of {times}")
-    print(report.table(found))
-    if given.plot:
-        report.plot(found, given.plot)
-    if given.json:
-        print(json.dumps(found))
-    return 0 if found["ratios"] else 1
+    return 0 if all(run["ratios"] for run in runs) else 1
 
 
 if __name__ == "__main__":

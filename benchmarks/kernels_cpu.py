@@ -28,6 +28,7 @@ from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
+from gpt_fast.kernels.huge_pages import empty
 from gpt_fast.kernels.roofline import read_bandwidth
 from gpt_fast.model import description as d
 from gpt_fast.model.rope import Rope
@@ -52,7 +53,7 @@ def random_weights(kind: str, n: int, k: int) -> PackedWeights:
         codes = torch.randint(0, 16, (rows, k), dtype=torch.uint8)
         data = packing.pack_int4(packing.nibbles(codes), scale, zero)
     tiles = -(-n // 16)
-    whole = packing.empty((tiles, *data.shape[1:]), data.dtype)
+    whole = empty((tiles, *data.shape[1:]), data.dtype)
     for begin in range(0, tiles, data.shape[0]):
         part = whole[begin : begin + data.shape[0]]
         part.copy_(data[: part.shape[0]])
@@ -140,7 +141,7 @@ def products(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list
 
 def clone(data: Tensor) -> Tensor:
     """A copy on huge pages, as packing makes them."""
-    out = packing.empty(tuple(data.shape), data.dtype)
+    out = empty(tuple(data.shape), data.dtype)
     out.copy_(data)
     return out
 

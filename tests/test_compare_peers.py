@@ -28,7 +28,7 @@ from gpt_fast.model.description import describe
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import compare_peers
-from peers import contexts, files, gguf_file, ikllama, openvino, registry, report, rounds
+from peers import contexts, files, gguf_file, ikllama, openvino, plots, registry, report, rounds
 from peers.measures import Measure, plan
 from peers.process import Worker, WorkerError
 from peers.registry import Peer
@@ -49,7 +49,8 @@ class Fake:
         os.write(1, b"and so does its C part\\n")
 
     def facts(self):
-        return {"weight_bytes": 1000, "kv_bytes_per_token": 10}
+        threads = {"threads": self.options["threads"]} if "threads" in self.options else {}
+        return {"weight_bytes": 1000, "kv_bytes_per_token": 10, **threads}
 
     def measure(self, measure):
         self.count += 1
@@ -57,7 +58,7 @@ class Fake:
             print(self.options["format"], measure.name, file=events)
         if self.options.get("fails") == self.count:
             raise RuntimeError("no room for the cache")
-        if self.options.get("dies") == self.count:
+        if self.options.get("dies") in (self.count, measure.name):
             print("assertion failed deep down", file=sys.stderr)
             os._exit(3)
         time.sleep(self.options.get("sleeps", 0))
@@ -206,8 +207,35 @@ def test_the_others_go_on_without_one_that_fails(tmp_path: Path, monkeypatch: py
     rounds.run(both, [DECODE], setting(tmp_path, []), found)
     assert [len(found.seconds[f"fake {name}", DECODE]) for name in ("F1", "F2")] == [1, 3]
     (skip,) = found.skipped
-    assert skip["what"] == "fake F1 from decode on"
+    assert skip["what"] == "fake F1 in decode"
     assert ("no room for the cache" if how == "fails" else "status 3") in skip["reason"]
+
+
+@pytest.mark.parametrize("how", ["fails", "dies"])
+def test_what_a_peer_cannot_do_costs_it_no_other_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(rounds, "_SETTLE_S", 0)
+    found = rounds.Found()
+    failing = {"fails": 2} if how == "fails" else {"dies": "decode x8"}  # it is the second measure
+    rounds.run([entry(tmp_path, "F1", **failing)], [DECODE, TOGETHER, LONG], setting(tmp_path, [], 2), found)
+    assert {measure.name: len(seconds) for (_, measure), seconds in found.seconds.items()} == {
+        "decode": 2,
+        "decode at 64": 2,
+    }
+    (skip,) = found.skipped
+    assert skip["what"] == "fake F1 in decode x8"
+    events = [line.removeprefix("F1 ") for line in (tmp_path / "events").read_text().splitlines()]
+    assert events[:3] == ["decode", "decode x8", "decode at 64"]
+    again = ["decode"] if how == "dies" else []  # for nothing, by the worker that was started anew
+    assert events[3:] == [*again, "decode", "decode at 64", "decode", "decode at 64"]
+
+
+def test_what_is_not_measured_at_all_is_not_loaded(tmp_path: Path) -> None:
+    found = rounds.Found()
+    rounds.run([entry(tmp_path, "F1")], [PREFILL], setting(tmp_path, [], 1), found)
+    assert not found.facts
+    assert found.skipped == [{"what": "fake F1", "reason": "it is not measured in anything that was asked for"}]
 
 
 def test_what_does_not_fit_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,10 +319,81 @@ def test_the_table_shows_everything(tmp_path: Path) -> None:
     assert lines[-1] == "skipped absent: not installed: pip install absent"
 
 
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is drawn; no file is written."""
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, dpi: drawn.append(self))
+    return drawn
+
+
+def run_of(threads: int, precision: str = "int8") -> dict[str, Any]:
+    """Ours beside a peer that could not do 4 sequences."""
+    rows = []
+    for peer, most in (("ours", 4), ("fake", 2)):
+        measured = plan([batch for batch in (1, 2, 4) if batch <= most], 24, 4, [64, 512])
+        for m in measured:
+            where = {"precision": precision, "peer": peer, "format": "F", "measure": m.name, "batch": m.batch}
+            where |= {"prompt_tokens": m.prompt_tokens, "new_tokens": m.new_tokens}
+            rates = [threads * m.batch * rate for rate in (9.0, 10.0, 12.0)]
+            rows.append(where | {"tokens_per_second": rates[1], "tokens_per_second_rounds": rates})
+    made = {"benchmark": "peers", "model": "tiny", "cpu": "a CPU", "threads": threads, "results": rows}
+    return made | {"rounds": 3, "skipped": [], "ratios": [{}]}
+
+
+def lines_of(axes: Any) -> dict[str, list[tuple[float, float]]]:
+    """Points by peer."""
+    return {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines}
+
+
+def test_bars_have_a_panel_for_each_measure(tmp_path: Path, figures: list[Any]) -> None:
+    plots.draw([made_report(tmp_path)], tmp_path / "peers.png")
+    names = [axes.get_title() for axes in figures[0].axes]
+    assert names == [f"{name}, 2 threads" for name in ("decode", "decode x8", "prefill 24", "decode at 64")]
+    assert [bar.get_height() for bar in figures[0].axes[0].patches] == [2.0, 4 / 3]
+
+
+def test_lines_against_rows_and_contexts(figures: list[Any]) -> None:
+    runs = [run_of(2), run_of(2, "int4")]
+    for axis in ("rows", "contexts"):
+        plots.draw(runs, "peers.png", axis)
+    for figure in figures:
+        assert [axes.get_title() for axes in figure.axes] == ["int8, 2 threads", "int4, 2 threads"]
+    rows, contexts = (lines_of(figure.axes[1]) for figure in figures)
+    assert rows == {"ours": [(1, 20), (2, 40), (4, 80)], "fake": [(1, 20), (2, 40)]}
+    assert contexts == {"ours": [(64, 20), (512, 20)], "fake": [(64, 20), (512, 20)]}
+    band = figures[0].axes[0].collections[0].get_paths()[0].vertices
+    assert (band[:, 1].min(), band[:, 1].max()) == (18.0, 96.0)  # least and greatest round, of 1 and of 4 rows
+    assert [figure.axes[0].get_xscale() for figure in figures] == ["linear", "log"]
+
+
+def test_lines_against_threads_have_panels_for_measures(figures: list[Any]) -> None:
+    plots.draw([run_of(1), run_of(2)], "peers.png", "threads")
+    titles = [axes.get_title() for axes in figures[0].axes]
+    assert titles == [f"int8, {m.name}" for m in plan([1, 2, 4], 24, 4, [64, 512])]
+    assert lines_of(figures[0].axes[2]) == {"ours": [(1, 40), (2, 80)]}  # the peer could not do 4 sequences
+
+
+def test_a_line_needs_two_points() -> None:
     pytest.importorskip("matplotlib")
-    report.plot(made_report(tmp_path), tmp_path / "peers.png")
-    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="--against threads: measure at two values"):
+        plots.draw([run_of(2)], "peers.png", "threads")
+
+
+def test_files_are_read_together(tmp_path: Path) -> None:
+    first, second, other = (tmp_path / name for name in ("a.txt", "b.txt", "c.txt"))
+    first.write_text("tiny on a CPU\n" + json.dumps(run_of(1)) + "\n" + json.dumps(run_of(2)) + "\n")
+    second.write_text(json.dumps(run_of(2, "int4")))
+    assert [run["threads"] for run in report.read([first, second])] == [1, 2, 2]
+    with pytest.raises(ValueError, match=r"b.txt has what .*b.txt has: int4 ours F decode 2 threads"):
+        report.read([first, second, second])
+    other.write_text(json.dumps(run_of(2, "bf16") | {"cpu": "another"}))
+    with pytest.raises(ValueError, match="differ in their cpu: a CPU, another"):
+        report.read([first, other])
+    other.write_text("{}")
+    with pytest.raises(ValueError, match=r"c.txt has no line that compare_peers.py --json wrote"):
+        report.read([other])
 
 
 # Files.
@@ -451,6 +550,24 @@ def test_the_fastest_way_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: note["chosen"] for name, note in runs.notes.items()} == {"decode": "a", "prefill 24": "b"}
 
 
+def test_a_prompt_of_minutes_is_computed_in_one_way_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "time", SimpleNamespace(perf_counter=lambda: FakeContext.clock_s))
+    opened: list[str] = []
+
+    def way(name: str, step_s: float) -> Any:
+        return lambda measure: opened.append(f"{name} {measure.name}") or FakeContext(step_s)
+
+    runs = contexts.FastestRuns({"a": way("a", 2), "b": way("b", 1)})
+    for context in (64, 2048, 8192):
+        assert runs.measure(Measure("decode", 1, context - 5, 4)) == 4.0
+    assert opened[2:] == ["a decode at 2048", "b decode at 2048", "b decode at 8192"]
+    assert runs.notes["decode at 8192"] == {"chosen": "b", "like": "decode at 2048"}
+    others = contexts.FastestRuns({"a": way("a", 2), "b": way("b", 1)})
+    for context in (64, 8192):  # what is fast after 64 tokens need not be after 8,192
+        others.measure(Measure("decode", 1, context - 5, 4))
+    assert opened[-2:] == ["a decode at 8192", "b decode at 8192"]
+
+
 def test_ik_llama_cpp_is_compiled_against_its_own_header(tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
@@ -501,6 +618,45 @@ def test_bytes_per_token_of_an_openvino_model() -> None:
     untied, tied = Node("MatMul", scores, rounded(1000)), Node("MatMul", scores, table)
     assert openvino.weight_bytes(graph(table, weight, hidden, scores, untied)) == 303 + 1003
     assert openvino.weight_bytes(graph(table, weight, hidden, scores, tied, tied)) == 303 + 1003
+
+
+class Tensor:
+    """Ids of all cached positions, as a state of OpenVINO holds vectors of them."""
+
+    def __init__(self, kind: str, ids: list[int]) -> None:
+        self.ids = list(ids)
+
+    def get_element_type(self) -> str:
+        return "f32"
+
+    def get_shape(self) -> list[int]:
+        return [0] * len(self.ids)
+
+    def copy_to(self, other: Tensor) -> None:
+        other.ids[:] = self.ids
+
+
+def test_openvino_computes_a_long_prompt_once() -> None:
+    state = SimpleNamespace(state=Tensor("f32", []))
+    lengths: list[int] = []
+
+    def step(ids: Any, past: int) -> Any:
+        assert past == len(state.state.ids)
+        lengths.append(ids.shape[1])
+        state.state = Tensor("f32", state.state.ids + ids[0].tolist())  # what was set is not written to
+        return ids[:, -1:]
+
+    worker = openvino.OpenVino.__new__(openvino.OpenVino)
+    worker.np, worker.tensor, worker.vocab_size, worker.kept = importlib.import_module("numpy"), Tensor, 32, {}
+    worker.request = SimpleNamespace(
+        reset_state=lambda: setattr(state, "state", Tensor("f32", [])), query_state=lambda: [state]
+    )
+    worker._step = step  # type: ignore[method-assign]
+    for _ in range(2):
+        worker.measure(Measure("decode", 1, 3000, 2))
+        assert len(state.state.ids) == 3002
+        worker.measure(Measure("decode", 1, 20, 2))  # another one between the rounds
+    assert lengths == [2999, 1, 1, 1, 20, 1, 1, 1, 1, 1, 20, 1, 1]
 
 
 @pytest.mark.parametrize("equal", [False, True])
@@ -554,18 +710,27 @@ def small(tmp_path: Path, checkpoint: Path) -> list[str]:
     return [*work, "--new-tokens", "4", "--contexts", "64", "--batch", "1,2", "--prompt-tokens", "24", "--rounds", "2"]
 
 
-def test_the_command_compares_skips_and_reports(
-    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake's own option is given to all workers."""
     monkeypatch.setattr(rounds, "_SETTLE_S", 0)
-    monkeypatch.setitem(registry.REGISTRY, "ours", OURS)
     original = rounds.Entry
 
     def with_events(peer: Peer, *others: Any) -> rounds.Entry:
-        others[-1]["events"] = str(tmp_path / "events")  # the fake's own option
+        others[-1]["events"] = str(tmp_path / "events")
         return original(peer, *others)
 
     monkeypatch.setattr(rounds, "Entry", with_events)
+
+
+def test_the_command_compares_skips_and_reports(
+    small: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    events: None,
+) -> None:
+    monkeypatch.setitem(registry.REGISTRY, "ours", OURS)
     picture = tmp_path / "peers.png"
     arguments = [*small, "--peers", "fake,absent", "--precisions", "bf16", "--plot", str(picture), "--json"]
     assert compare_peers.main(arguments) == 0
@@ -593,9 +758,39 @@ def test_the_command_compares_skips_and_reports(
     assert picture.stat().st_size > 1000
 
 
+def test_each_number_of_threads_is_a_run_and_is_drawn_again(
+    small: list[str], tmp_path: Path, figures: list[Any], capsys: pytest.CaptureFixture[str], events: None
+) -> None:
+    arguments = ["--precisions", "bf16", "--peers", "fake", "--threads", "1,2", "--against", "threads"]
+    assert compare_peers.main([*small, *arguments, "--plot", str(tmp_path / "a.png"), "--json"]) == 0
+    out = capsys.readouterr().out
+    runs = [json.loads(line) for line in out.splitlines()[-2:]]
+    assert [run["threads"] for run in runs] == [1, 2]
+    assert [run["formats"]["fake F1"]["threads"] for run in runs] == [1, 2]
+    saved = tmp_path / "saved.json"
+    saved.write_text(out)
+    again = ["--from", str(saved), "--against", "threads", "--plot", str(tmp_path / "b.png"), "--json"]
+    assert compare_peers.main(again) == 0
+    assert capsys.readouterr().out == out
+    first, second = ([lines_of(axes) for axes in figure.axes] for figure in figures)
+    assert first == second
+    assert set(first[0]) == {"ours", "fake"}
+
+
+def test_the_figures_in_docs_can_be_drawn(figures: list[Any]) -> None:
+    folder = Path(__file__).resolve().parent.parent / "docs"
+    assert compare_peers.main(["--from", str(folder / "peers.json"), "--plot", "peers.png"]) == 0
+    assert figures
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--against", "rows"], "--against says how to draw: give --plot"),
+        (["--plot", "peers.png", "--against", "contexts"], "--against contexts: measure at two values or more"),
+        (["--from", "nowhere.json"], "No such file"),
+        (["--batch", "", "--contexts", "", "--prompt-tokens", "0"], "nothing is to be measured"),
+        (["--threads", "2,0"], "at least 1"),
         (["--peers", "vllm"], "peer 'vllm' is not known; known: llama.cpp, ik_llama.cpp"),
         (["--precisions", "fp3"], "precision 'fp3' is not one of bf16, int8, int4"),
         (["--python", "llama=x"], "--python 'llama=x' is not PEER=PATH"),

@@ -242,3 +242,15 @@ def test_a_request_whose_drafts_are_suddenly_wrong_costs_little() -> None:
         controller.note(r, drafts or MOST, 0)  # what is not verified is judged all the same
         rows.append(1 + drafts)
     assert sum(map(world.step, rows)) < 1.12 * 40 * world.step(1), rows
+
+
+def test_a_first_trial_without_a_right_draft_ends_early() -> None:
+    """At 72 ms a step and 32 ms a draft each wrong one costs half a token, and a server's first answer pays."""
+    world = World(lambda rows: 72 + 8 * (rows - 1), lambda rows: 32, noise=0)
+    controller, one, drafted = world.controller(), request(), 0
+    for _ in range(60):
+        (count,) = controller.choose([Asked(one, MOST)])
+        drafted += count
+        if count:
+            controller.note(one, count, 0)
+    assert 3 <= drafted <= 6

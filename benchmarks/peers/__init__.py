@@ -8,5 +8,6 @@ contexts.py    what llamacpp.py and ikllama.py (with ik_shim.c) share: runs, and
 files.py       checkpoints of random weights, GGUF files and OpenVINO's models from them, all kept
 measures.py    what is measured; standard library only
 rounds.py      loading and alternating
-report.py      medians, ratios, table, plot
+report.py      medians, ratios, table; reading what was measured before
+plots.py       bars of every measure, or lines against rows, contexts or threads
 """

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from peers.measures import Measure, prompt_ids
+from peers.measures import LONG_PROMPT, Measure, prompt_ids
 
 N_BATCH = 512  # rows that one call computes at most
+_TELLING_PROMPT = 1024  # tokens that show which way is fast with many more
+_SURE_S = 1.0  # a run of so long is timed once
 Row = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are wanted
 
 
@@ -40,16 +42,17 @@ class Run:
             for sequence, prompt in enumerate(self.prompts):
                 self._prefill(sequence, prompt)
 
-    def seconds(self) -> float:
-        """Of one run; what it cached is removed afterwards."""
+    def seconds(self, new_tokens: int | None = None) -> float:
+        """Of one run; what it cached is removed afterwards. ``new_tokens``: instead of the measure's."""
         m = self.measure
+        steps = m.new_tokens if new_tokens is None else new_tokens
         begin = time.perf_counter()
         if m.kind == "prefill":
             self._prefill(0, self.prompts[0])
             self.context.likeliest(-1)
         else:
             tokens = [prompt[0] for prompt in self.prompts]
-            for position in range(m.prompt_tokens, m.prompt_tokens + m.new_tokens):
+            for position in range(m.prompt_tokens, m.prompt_tokens + steps):
                 self.context.decode([(token, position, sequence, True) for sequence, token in enumerate(tokens)])
                 tokens = [self.context.likeliest(i) for i in range(m.batch)]
         seconds = time.perf_counter() - begin
@@ -65,7 +68,9 @@ class Run:
 
 
 class FastestRuns:
-    """At its first call a measure is run in every way, once to warm up and twice timed; the fastest way stays.
+    """At its first call a measure is run in every way, a step to warm up and then once or twice timed; the fastest way
+    stays. A prompt of more than LONG_PROMPT tokens would take minutes in every way: such a measure is run in
+    the way of the longest shorter one, if that has a thousand tokens.
 
     ``ways``: by name, what opens a context for a measure. ``notes``: by measure, what was chosen and from which times.
     """
@@ -78,15 +83,27 @@ class FastestRuns:
     def measure(self, measure: Measure) -> float:
         """Seconds."""
         if measure not in self.runs:
-            self._choose(measure)
+            lengths = range(_TELLING_PROMPT, measure.prompt_tokens)
+            shorter = [m for m in self.runs if m.kind == measure.kind and m.prompt_tokens in lengths]
+            if measure.prompt_tokens > LONG_PROMPT and shorter:
+                self._follow(measure, max(shorter, key=lambda m: m.prompt_tokens))
+            else:
+                self._choose(measure)
         return self.runs[measure].seconds()
+
+    def _follow(self, measure: Measure, shorter: Measure) -> None:
+        chosen = self.notes[shorter.name]["chosen"]
+        self.runs[measure] = Run(self.ways[chosen](measure), measure)
+        self.notes[measure.name] = {"chosen": chosen, "like": shorter.name}
 
     def _choose(self, measure: Measure) -> None:
         seconds: dict[str, float] = {}
         for name, open_context in self.ways.items():
             run = Run(open_context(measure), measure)
-            run.seconds()
-            seconds[name] = min(run.seconds(), run.seconds())
+            run.seconds(1)
+            seconds[name] = run.seconds()
+            if seconds[name] < _SURE_S:
+                seconds[name] = min(seconds[name], run.seconds())
             faster = seconds[name] == min(seconds.values())
             loser = self.runs.get(measure) if faster else run
             if faster:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHORT_PROMPT = 6  # tokens before decoding that is not about context
+LONG_PROMPT = 2048  # tokens; with more of them, a worker computes a prompt before decoding once
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,10 @@ def plan(batches: Sequence[int], prompt_tokens: int, new_tokens: int, contexts: 
     measures = [Measure("decode", batch, SHORT_PROMPT, new_tokens) for batch in batches]
     if prompt_tokens:
         measures.append(Measure("prefill", 1, prompt_tokens))
-    return measures + [Measure("decode", 1, context - new_tokens - 1, new_tokens) for context in contexts]
+    measures += [Measure("decode", 1, context - new_tokens - 1, new_tokens) for context in contexts]
+    if not measures:
+        raise ValueError("nothing is to be measured: give batch sizes, prompt tokens or contexts")
+    return measures
 
 
 def prompt_ids(num_tokens: int, vocab_size: int, number: int = 0) -> list[int]:

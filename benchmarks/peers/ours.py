@@ -36,6 +36,8 @@ class Ours:
         config = Checkpoint.open(options["checkpoint"]).config
         # Those who start first of several go on until the last has decoded all of its own.
         lengths = [m.longest + m.batch * (m.prompt_tokens + 1) * (m.batch > 1) for m in measures]
+        # More positions than the model was made for only where a measure is about them.
+        longest = max(min(config.max_seq_len, max(lengths)), max(m.longest for m in measures))
         pages = sum(m.batch * -(-length // _PAGE) for m, length in zip(measures, lengths, strict=True))
         self.config = config
         self.llm = LLM(
@@ -45,7 +47,7 @@ class Ours:
             quantize=None if options["format"] == "bfloat16" else options["format"],
             threads=options["threads"],
             max_batch=max(m.batch for m in measures),
-            max_seq_len=min(config.max_seq_len, max(lengths)),
+            max_seq_len=longest,
             page_size=_PAGE,
             num_pages=2 * pages,  # long prompts stay in the cache from round to round
         )

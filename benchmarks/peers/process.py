@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 _TAIL_LINES = 8
+_END_S = 10.0  # until a worker that should end is killed
 BENCHMARKS = Path(__file__).resolve().parent.parent
 
 
 class WorkerError(RuntimeError):
-    """A worker could not do what it was told; ``missing`` names a module that could not be imported."""
+    """A worker could not do what it was told. ``missing``: a module that could not be imported; ``goes_on``: the worker
+    said so itself and takes other commands."""
 
-    def __init__(self, message: str, missing: str | None = None) -> None:
+    def __init__(self, message: str, missing: str | None = None, *, goes_on: bool = False) -> None:
         super().__init__(message)
-        self.missing = missing
+        self.missing, self.goes_on = missing, goes_on
 
 
 class Worker:
@@ -79,7 +81,7 @@ class Worker:
         except ValueError:
             raise WorkerError(f"{self.label}: answered {line.strip()[:200]!r} to {do}") from None
         if not answer.pop("ok"):
-            raise WorkerError(f"{self.label}: {answer['error']}", answer.get("missing"))
+            raise WorkerError(f"{self.label}: {answer['error']}", answer.get("missing"), goes_on=True)
         return answer
 
     def close(self) -> None:
@@ -88,7 +90,7 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""Rounds to medians and ratios; a table for the terminal and a picture.
+"""Rounds to medians and ratios; a table for the terminal. What an earlier run wrote is read here, too.
 
 A ratio is the median over the rounds of ours over the peer's, both of the same round: what slows the machine down for
 a minute slows both. Its least and greatest round say how far to trust it.
@@ -6,6 +6,7 @@ a minute slows both. Its least and greatest round say how far to trust it.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,6 +92,15 @@ def _pairwise(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     return {"ratio": statistics.median(pairs), "least": min(pairs), "greatest": max(pairs), "rounds": pairs}
 
 
+def text(report: Mapping[str, Any]) -> str:
+    """The machine, and the table."""
+    times, bandwidth = len(report["read_bandwidth_gb_s_rounds"]), report["read_bandwidth_gb_s"]
+    return (
+        f"{report['model']} on {report['cpu']}, {report['threads']} threads\n"
+        f"read bandwidth {bandwidth:.1f} GB/s, median of {times}\n{table(report)}"
+    )
+
+
 def table(report: Mapping[str, Any]) -> str:
     """Tokens per second with the share of the ceiling, a column for each measure, and the ratios under them."""
     rows = report["results"]
@@ -137,40 +147,23 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(out)
 
 
-def plot(report: Mapping[str, Any], path: str | Path) -> None:
-    """A panel for each measure, a group of bars for each precision, ceilings as lines. Raises PlotError, OSError."""
-    from gpt_fast.bench import plots
-
-    plots.check(path)
-    from matplotlib.figure import Figure
-
-    rows = report["results"]
-    measures = list(dict.fromkeys(row["measure"] for row in rows))
-    precisions = list(dict.fromkeys(row["precision"] for row in rows))
-    bars = list(dict.fromkeys(_bar(row) for row in rows))
-    figure = Figure(figsize=(1 + 3.2 * len(measures), 3.8), layout="constrained")
-    for axes, measure in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
-        width = 0.8 / len(bars)
-        for number, bar in enumerate(bars):
-            mine = [row for row in rows if row["measure"] == measure and _bar(row) == bar]
-            where = [precisions.index(row["precision"]) + (number - (len(bars) - 1) / 2) * width for row in mine]
-            rates = [row["tokens_per_second"] for row in mine]
-            spread = [
-                [rate - min(row["tokens_per_second_rounds"]) for rate, row in zip(rates, mine, strict=True)],
-                [max(row["tokens_per_second_rounds"]) - rate for rate, row in zip(rates, mine, strict=True)],
-            ]
-            axes.bar(where, rates, width, yerr=spread, label=bar, color=f"C{number}", capsize=2)
-            for x, row in zip(where, mine, strict=True):
-                if "ceiling_tokens_per_second" in row:
-                    axes.hlines(row["ceiling_tokens_per_second"], x - width / 2, x + width / 2, color="black")
-        axes.set(title=measure, ylabel="tokens/s", xticks=range(len(precisions)), xticklabels=precisions)
-        axes.set_ylim(bottom=0)
-        axes.grid(axis="y", alpha=0.3)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(bars))
-    figure.suptitle(f"{report['model']}, {report['cpu']}, {report['threads']} threads; lines: ceiling by bandwidth")
-    figure.savefig(path, dpi=130)
-
-
-def _bar(row: Mapping[str, Any]) -> str:
-    """A colour for each peer; the same peer twice in a precision is told apart by its format."""
-    return f"{row['peer']} {row['format']}" if row["format"] == "float32" else str(row["peer"])
+def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The runs that ``--json`` wrote into files, among other lines. Raises ValueError, OSError."""
+    runs: list[dict[str, Any]] = []
+    seen: dict[tuple[Any, ...], Path] = {}
+    for path in paths:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith('{"benchmark"')]
+        if not lines:
+            raise ValueError(f"{path} has no line that compare_peers.py --json wrote")
+        found = [json.loads(line) for line in lines]
+        runs += found
+        for run in found:
+            for row in run["results"]:
+                cell = (row["precision"], row["peer"], row["format"], row["measure"], run["threads"])
+                if cell in seen:
+                    raise ValueError(f"{path} has what {seen[cell]} has: {' '.join(map(str, cell))} threads")
+                seen[cell] = path
+    for key in ("model", "cpu"):
+        if len({run[key] for run in runs}) > 1:
+            raise ValueError(f"the files differ in their {key}: {', '.join(sorted({run[key] for run in runs}))}")
+    return runs

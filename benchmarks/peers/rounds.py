@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,75 +92,107 @@ def check(peers: Sequence[Peer], setting: Setting, found: Found) -> dict[str, di
     return versions
 
 
+@dataclass(eq=False)
+class _Loaded:
+    """An entry whose worker is up. ``left``: what it is measured in; ``warm``: what this worker has done once."""
+
+    entry: Entry
+    worker: Worker
+    left: list[Measure]
+    warm: set[Measure] = field(default_factory=set)
+
+
 def run(entries: Sequence[Entry], measures: Sequence[Measure], setting: Setting, found: Found) -> None:
-    """Load ``entries``, measure each once for nothing, then in rounds; fill ``found``."""
+    """Load ``entries``, measure each once for nothing, then in rounds; fill ``found``. What an entry cannot do is
+    skipped; where its worker ended over it, another one is started for the rest."""
     with contextlib.ExitStack() as stack:
-        workers = dict(_load(entries, measures, setting, found, stack))
+        turns = _Turns(setting, found, stack)
+        wanted = [(entry, [measure for measure in measures if entry.takes(measure)]) for entry in entries]
+        loaded = [one for entry, left in wanted if (one := turns.load(entry, left))]
         for number in range(setting.rounds + 1):
-            name = f"round {number} of {setting.rounds}" if number else "warm-up"
             if number:
                 found.bandwidths.append(setting.bandwidth())
             for measure in measures:
-                order = [entry for entry in workers if entry.takes(measure)]
+                order = [one for one in loaded if measure in one.left]
                 shift = number % len(order) if order else 0  # nobody is always the first
-                for entry in order[shift:] + order[:shift]:
-                    done = _measure(entry, workers, measure, setting, found)
-                    if done is None:
-                        continue
-                    rate = measure.num_tokens / done[0]
-                    setting.say(f"{entry.precision} {name}: {measure.name}: {entry.label} {rate:.2f} tokens/s")
-                    if number:
-                        found.seconds.setdefault((entry.label, measure), []).append(done[0])
-                        found.others.setdefault((entry.label, measure), []).append(done[1])
-        for entry, worker in workers.items():
-            with contextlib.suppress(WorkerError):
-                found.facts[entry.label] |= worker.ask("notes")
+                for one in order[shift:] + order[:shift]:
+                    turns.take(one, measure, number)
+        for one in loaded:
+            if one.left:
+                with contextlib.suppress(WorkerError):
+                    found.facts[one.entry.label] |= one.worker.ask("notes")
 
 
-def _load(
-    entries: Sequence[Entry],
-    measures: Sequence[Measure],
-    setting: Setting,
-    found: Found,
-    stack: contextlib.ExitStack,
-) -> Iterator[tuple[Entry, Worker]]:
-    for entry in entries:
+@dataclass
+class _Turns:
+    """What starts workers, lets them measure, and writes down what came of it."""
+
+    setting: Setting
+    found: Found
+    stack: contextlib.ExitStack  # ends the workers
+
+    def load(self, entry: Entry, measures: list[Measure]) -> _Loaded | None:
+        """None if it cannot be: it is skipped."""
         room = available_bytes()
+        if not measures:
+            self._leave_out(entry.label, "it is not measured in anything that was asked for")
+            return None
         if room is not None and room < _SPARE * entry.num_bytes:
             need = f"about {_SPARE * entry.num_bytes / 1e9:.1f} GB more memory are needed, {room / 1e9:.1f} are free"
-            found.skip(entry.label, need)
-            setting.say(f"skipped {entry.label}: {need}")
-            continue
-        setting.say(f"loading {entry.label}")
+            self._leave_out(entry.label, need)
+            return None
+        self.setting.say(f"loading {entry.label}")
         begin = time.perf_counter()
-        mine = [asdict(measure) for measure in measures if entry.takes(measure)]
+        told = {"format": entry.format, "threads": self.setting.threads, "measures": [asdict(m) for m in measures]}
         try:
-            worker = stack.enter_context(setting.start(entry.peer, entry.label))
-            facts = worker.ask(
-                "load", _LOAD_S, **entry.options, format=entry.format, threads=setting.threads, measures=mine
-            )
+            worker = self.stack.enter_context(self.setting.start(entry.peer, entry.label))
+            facts = worker.ask("load", _LOAD_S, **entry.options, **told)
         except WorkerError as error:
-            found.skip(entry.label, error)
-            setting.say(f"skipped {entry.label}: {error}")
-            continue
-        found.facts[entry.label] = {"start_s": time.perf_counter() - begin, **facts}
-        yield entry, worker
+            self._leave_out(entry.label, error)
+            return None
+        self.found.facts[entry.label] = {"start_s": time.perf_counter() - begin, **facts}
+        return _Loaded(entry, worker, list(measures))
+
+    def take(self, one: _Loaded, measure: Measure, number: int) -> None:
+        """Measure ``one`` in round ``number``, of which 0 does not count. A measure that fails is left out from then
+        on, and its numbers of earlier rounds stay."""
+        label = one.entry.label
+        try:
+            if number and measure not in one.warm:  # another worker than in the warm-up
+                _measure(one.worker, measure)
+            seconds, others = _measure(one.worker, measure)
+        except WorkerError as error:
+            self._leave_out(f"{label} in {measure.name}", error)
+            one.left.remove(measure)
+            if not error.goes_on:
+                self._start_again(one)
+            return
+        one.warm.add(measure)
+        name = f"round {number} of {self.setting.rounds}" if number else "warm-up"
+        rate = measure.num_tokens / seconds
+        self.setting.say(f"{one.entry.precision} {name}: {measure.name}: {label} {rate:.2f} tokens/s")
+        if number:
+            self.found.seconds.setdefault((label, measure), []).append(seconds)
+            self.found.others.setdefault((label, measure), []).append(others)
+
+    def _start_again(self, one: _Loaded) -> None:
+        one.worker.close()
+        again = self.load(one.entry, one.left) if one.left else None
+        if again is None:
+            one.left.clear()
+        else:
+            one.worker, one.warm = again.worker, again.warm
+
+    def _leave_out(self, what: str, reason: object) -> None:
+        self.found.skip(what, reason)
+        self.setting.say(f"skipped {what}: {reason}")
 
 
-def _measure(
-    entry: Entry, workers: dict[Entry, Worker], measure: Measure, setting: Setting, found: Found
-) -> tuple[float, float] | None:
-    """Seconds, and CPUs busy with something else. None when the worker failed: it is left out from then on, and its
-    numbers of earlier rounds stay."""
+def _measure(worker: Worker, measure: Measure) -> tuple[float, float]:
+    """Seconds, and CPUs busy with something else. Raises WorkerError."""
     time.sleep(_SETTLE_S)
     begin, busy = time.perf_counter(), busy_s()
-    try:
-        answer = workers[entry].ask("measure", _MEASURE_S, **asdict(measure))
-    except WorkerError as error:
-        found.skip(f"{entry.label} from {measure.name} on", error)
-        setting.say(f"skipped {entry.label}: {error}")
-        workers.pop(entry).close()
-        return None
+    answer = worker.ask("measure", _MEASURE_S, **asdict(measure))
     others = (busy_s() - busy - answer["cpu_s"]) / (time.perf_counter() - begin)
     return float(answer["seconds"]), max(0.0, others)
 

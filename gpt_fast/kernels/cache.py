@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gpt_fast.kernels.huge_pages import empty
 from gpt_fast.kernels.reference import quantize_heads
 
 LANES = 8  # numbers of a vector of the C++ kernels
@@ -38,7 +39,10 @@ class LayerCache(NamedTuple):
     @classmethod
     def zeros(cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> LayerCache:
         """An empty cache of ``shape`` = [num_pages, G, K, D]."""
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        if device.type == "cpu":
+            k, v = (empty(shape, dtype).zero_() for _ in range(2))
+        else:
+            k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         if dtype != torch.int8:
             return cls(k, v)
         return cls(k, v, *(torch.zeros(shape[:3], dtype=torch.float32, device=device) for _ in range(2)))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from gpt_fast.kernels.cpu.library import available, read
-from gpt_fast.kernels.cpu.packing import empty
+from gpt_fast.kernels.huge_pages import empty
 
 _CPU_BYTES = 512 * 2**20
 _CUDA_BYTES = 2 * 2**30

@@ -35,6 +35,7 @@ _LARGE = 1e9
 _TRIALS_SHARE = 0.018  # of the time, for drafts that are not expected to pay
 _WRONG, _TRIALS = 3, 12  # drafts of one trial: until so many were wrong, and at most
 _FIRST_WRONG, _FIRST_TRIALS = 8, 24  # of the first one: a draft model that is left later has to catch up
+_HOPELESS = 5  # wrong drafts in a row that end a trial
 
 
 class Asked(NamedTuple):
@@ -195,7 +196,8 @@ class Controller:
         if own.doubt < _CHANGED:
             self._forget(request, own.misses)
         self._own[request].step = self._step + 1
-        self._wrong_left -= drafted > right
+        hopeless = request is self._trial and own.misses >= _HOPELESS
+        self._wrong_left = 0 if hopeless else self._wrong_left - (drafted > right)
 
     def _forget(self, request: Request, misses: int) -> None:
         """What was known no longer holds for ``request``, but for the last ``misses``; it may hold for nobody."""

@@ -16,31 +16,17 @@ and row_scale float32 [N], which both layouts keep apart.
 
 from __future__ import annotations
 
-import ctypes
-import sys
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast.kernels.cpu.library import library
+from gpt_fast.kernels.huge_pages import empty
 
 BLOCK = 32  # values of k with one activation scale
 GROUP_SIZES = (32, 64, 128)  # values of k with one scale and zero in int4
 _TILE = 16  # outputs
 _HEADER = 2 * _TILE  # bytes before each group of int4
-_HUGE_PAGE = 2 * 2**20
-_MADV_HUGEPAGE = 14
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor on huge pages where the system has them: fewer address translations while streaming."""
-    out = torch.empty(shape, dtype=dtype)
-    begin = -(-out.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    num_bytes = out.data_ptr() + out.nbytes - begin
-    if num_bytes >= _HUGE_PAGE and sys.platform == "linux":
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), _MADV_HUGEPAGE)
-    return out
 
 
 def pack_dense(w: Tensor) -> Tensor:

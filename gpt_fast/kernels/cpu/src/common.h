@@ -50,13 +50,4 @@ inline float to_float(uint16_t bf16) {
     return x;
 }
 
-inline void store_as(float x, float* p) { *p = x; }
-
-// Rounds to nearest, ties to even, as torch does; NaN stays NaN.
-inline void store_as(float x, uint16_t* p) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    *p = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 }  // namespace gpt_fast

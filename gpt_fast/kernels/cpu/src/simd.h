@@ -27,7 +27,17 @@
 
 namespace gpt_fast {
 
+inline void store_as(float x, float* p) { *p = x; }
+
+// Rounds to nearest, ties to even, as torch does; NaN stays NaN.
+inline void store_as(float x, uint16_t* p) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    *p = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
+inline void prefetch_to_level2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // 32 bits everywhere: one weight's neighbours along k.
 inline I16 splat_four(const void* bytes) {
@@ -39,15 +49,34 @@ inline I16 splat_four(const void* bytes) {
 // Whether products of bfloat16 take both sides in it. The definition may come from tests, for the instruction's formula.
 #ifdef GPT_FAST_BFLOAT16_DOTS
 constexpr bool kBfloat16Dots = true;
+#else
+constexpr bool kBfloat16Dots = false;
+#endif
+
 #ifndef __AVX512BF16__
+// sum + the products of pairs of bfloat16.
 inline F16 bfloat16_dot(F16 sum, I16 w, I16 x) {
     sum = plus_product(sum, high_bfloat16(w), high_bfloat16(x));
     return plus_product(sum, low_bfloat16(w), low_bfloat16(x));
 }
-#endif
-#else
-constexpr bool kBfloat16Dots = false;
-inline F16 bfloat16_dot(F16 sum, I16, I16) { return sum; }
+
+// Sixteen float32 rounded to nearest, ties to even, as torch does it; NaN stays NaN.
+inline void store16_bfloat16(uint16_t* to, F16 v) {
+    float x[16];
+    store16(x, v);
+    for (int i = 0; i < 16; ++i) store_as(x[i], to + i);
+}
+
+// Four pairs of each of sixteen rows, from column `at` on, to [4, 16, 2]; `stride` from one of the four to the next.
+inline void turn_pairs(const uint16_t* const* rows, int64_t at, uint16_t* to, int64_t stride) {
+    for (int pair = 0; pair < 4; ++pair)
+        for (int row = 0; row < 16; ++row) std::memcpy(to + pair * stride + 2 * row, rows[row] + at + 2 * pair, 4);
+}
+
+// a[i] and b[i] side by side.
+inline void join_pairs(const uint16_t* a, const uint16_t* b, int64_t count, uint16_t* to) {
+    for (int64_t i = 0; i < count; ++i) to[2 * i] = a[i], to[2 * i + 1] = b[i];
+}
 #endif
 
 // e^x, relative error below 2e-7. By Cody and Waite: x = n ln 2 + r, a polynomial for e^r, n into the exponent.

@@ -1,0 +1,155 @@
+// Attention to one block of keys by products of pairs of bfloat16 (simd.h, kBfloat16Dots), summed in float32. Queries
+// and weights are rounded to bfloat16, as torch does it for a model of that type.
+//
+// Sixteen keys lie in the lanes of a vector, pairs along the head; for the values sixteen columns, pairs of keys. The
+// cache has neither, so a block is rearranged once for all queries of its head.
+#pragma once
+
+#include "paged.h"
+#include "softmax.h"
+
+namespace gpt_fast {
+
+// scores[r][i] = scale * q[r] . keys[i] of a whole block. q [R, D] in bfloat16, keys [D / 2, kKeys, 2].
+template <int R>
+inline void pair_scores(const uint16_t* q, const uint16_t* keys, int64_t dim, float scale, float (*scores)[kKeys]) {
+    constexpr int V = kKeys / 16;
+    F16 sum[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) sum[r][v] = splat16(0.0f);
+#pragma GCC unroll 2
+    for (int64_t d = 0; d < dim; d += 2) {
+        I16 key[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) key[v] = load64(reinterpret_cast<const uint8_t*>(keys + d * kKeys + 32 * v));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const I16 x = splat_four(q + r * dim + d);
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) sum[r][v] = bfloat16_dot(sum[r][v], key[v], x);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) store16(scores[r] + 16 * v, sum[r][v] * splat16(scale));
+}
+
+// value[r][d, d + 16 W) = value * kept + sum of weights * values, keys in ascending order. weights [R, kKeys] in
+// bfloat16, values [kKeys / 2, columns, 2].
+template <int R, int W>
+inline void add_pair_values(float* const* value, const float* kept, const uint16_t (*weights)[kKeys],
+                            const uint16_t* values, int64_t columns, int64_t d) {
+    F16 sum[R][W];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int w = 0; w < W; ++w) sum[r][w] = load16(value[r] + d + 16 * w) * splat16(kept[r]);
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < kKeys; i += 2) {
+        I16 v[W];
+#pragma GCC unroll 8
+        for (int w = 0; w < W; ++w)
+            v[w] = load64(reinterpret_cast<const uint8_t*>(values + i * columns + 2 * d + 32 * w));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const I16 weight = splat_four(weights[r] + i);
+#pragma GCC unroll 8
+            for (int w = 0; w < W; ++w) sum[r][w] = bfloat16_dot(sum[r][w], v[w], weight);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int w = 0; w < W; ++w) store16(value[r] + d + 16 * w, sum[r][w]);
+}
+
+// One head's keys and values of a block as pairs, and the queries that attend to them.
+class PairKeys {
+public:
+    // Tokens [first, last), heads [kv_begin, kv_end) of the cache.
+    PairKeys(const Paged<uint16_t>& p, int64_t first, int64_t last, int64_t kv_begin, int64_t kv_end)
+        : p_(p), kv_begin_(kv_begin), columns_(p.state_dim()), rows_((last - first) * p.group()) {
+        static thread_local Scratch scratch;
+        const int64_t block = kKeys * columns_, row = p.head_dim;
+        keys_ = scratch.get<uint16_t>(2 * block + columns_ + (kv_end - kv_begin) * rows_ * row);
+        values_ = keys_ + block, zeros_ = values_ + block, q_ = zeros_ + columns_;
+        std::memset(zeros_, 0, static_cast<size_t>(columns_) * sizeof *zeros_);
+        uint16_t* to = q_;
+        for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head)
+            for (int64_t token = first; token < last; ++token) {
+                const float* q = p.q + token * p.q_stride + kv_head * p.group() * row;
+                for (int64_t i = 0; i < p.group() * row; ++i) store_as(q[i], to++);
+            }
+    }
+
+    // Keys [from, end) of the block, of the heads of the cache at `places`; the others are zero.
+    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end) {
+        const uint16_t *keys[kKeys], *values[kKeys];
+        for (int64_t i = 0; i < kKeys; ++i) {
+            const bool there = i >= from && i < end;
+            const int64_t at = there ? (places[i - from] + kv_head) * p_.head_dim : 0;
+            keys[i] = there ? p_.k_cache + at : zeros_;
+            values[i] = there ? p_.v_cache + at : zeros_;
+        }
+        for (int64_t i = 0; i < kKeys; ++i)
+            for (int64_t d = 0; d < p_.head_dim; d += 32) prefetch(values[i] + d);
+        for (int64_t d = 0; d < p_.head_dim; d += 8)
+            for (int64_t i = 0; i < kKeys; i += 16) turn_pairs(keys + i, d, keys_ + d * kKeys + 2 * i, 2 * kKeys);
+        for (int64_t i = 0; i < kKeys; i += 2) {
+            join_pairs(values[i], values[i + 1], p_.head_dim, values_ + i * columns_);
+            if (p_.head_dim < columns_) std::memset(values_ + i * columns_ + 2 * p_.head_dim, 0, 32);
+        }
+    }
+
+    // Tokens [first, last) with what each sees; states [tokens, heads of kv_head].
+    void attend(int64_t, int64_t, const View* views, int64_t kv_head, float* states) const {
+        for (int64_t row = 0; row < rows_;) {
+            const int64_t left = rows_ - row;
+            if (left >= 8)
+                attend_rows<8>(row, views, kv_head, states), row += 8;
+            else if (left >= 4)
+                attend_rows<4>(row, views, kv_head, states), row += 4;
+            else if (left >= 2)
+                attend_rows<2>(row, views, kv_head, states), row += 2;
+            else
+                attend_rows<1>(row, views, kv_head, states), row += 1;
+        }
+    }
+
+private:
+    template <int R>
+    void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states) const {
+        alignas(64) float weights[R][kKeys];
+        alignas(64) uint16_t rounded[R][kKeys];
+        float *into[R], kept[R];
+        const int64_t dim = p_.head_dim, group = p_.group();
+        const Adjust adjust = p_.adjust(kv_head);
+        pair_scores<R>(q_ + ((kv_head - kv_begin_) * rows_ + row) * dim, keys_, dim, p_.scale, weights);
+        for (int r = 0; r < R; ++r) {
+            const View& view = views[(row + r) / group];
+            for (int64_t i = 0; i < view.begin && i < kKeys; ++i) weights[r][i] = -__builtin_inff();
+            for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) weights[r][i] = -__builtin_inff();
+            if (adjust) adjust_scores(weights[r], adjust, (row + r) % group, view.distance);
+            into[r] = states + (row + r) * state_floats(columns_);
+            kept[r] = softmax_block(weights[r], partial(into[r], columns_));
+            for (int64_t i = 0; i < kKeys; i += 16) store16_bfloat16(rounded[r] + i, load16(weights[r] + i));
+        }
+        constexpr int some = R < 4 ? R : 4;
+        for (int r = 0; r < R; r += some) {
+            int64_t d = 0;
+            for (; d + 64 <= columns_; d += 64)
+                add_pair_values<some, 4>(into + r, kept + r, rounded + r, values_, columns_, d);
+            for (; d < columns_; d += 16)
+                add_pair_values<some, 1>(into + r, kept + r, rounded + r, values_, columns_, d);
+        }
+    }
+
+    const Paged<uint16_t>& p_;
+    const int64_t kv_begin_, columns_, rows_;
+    uint16_t *keys_, *values_, *zeros_, *q_;
+};
+
+}  // namespace gpt_fast

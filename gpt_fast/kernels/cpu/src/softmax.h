@@ -1,0 +1,96 @@
+// The running softmax of attention's queries (Milakov & Gimelshein 2018, arXiv 1805.02867), one block of keys at a time.
+#pragma once
+
+#include <algorithm>
+
+#include "elementwise.h"
+
+namespace gpt_fast {
+
+constexpr int64_t kKeys = 32;  // of a block
+
+// Running softmax of one query head: sum of values weighted by e^(score - max), sum of weights, max.
+struct Partial {
+    float* value;  // [D]
+    float* sum;
+    float* max;
+};
+
+// Partials lie side by side: D values, then sum and max. D is the cache's, rounded up to a multiple of 16.
+inline int64_t state_floats(int64_t dim) { return dim + 2; }
+inline Partial partial(float* state, int64_t dim) { return {state, state + dim, state + dim + 1}; }
+
+inline void clear(const Partial& p, int64_t dim) {
+    for (int64_t d = 0; d < dim; ++d) p.value[d] = 0.0f;
+    *p.sum = 0.0f, *p.max = -__builtin_inff();
+}
+
+inline float exp_one(float x) { return first_lane(exp8(splat(x))); }
+
+// into = into and then other.
+inline void merge(const Partial& into, const Partial& other, int64_t dim) {
+    if (*other.max == -__builtin_inff() && *other.sum == 0.0f) return;
+    // A NaN on either side must survive.
+    const float top = *into.max > *other.max ? *into.max : *other.max;
+    const float keep = exp_one(*into.max - top), add = exp_one(*other.max - top);
+    for (int64_t d = 0; d < dim; ++d) into.value[d] = into.value[d] * keep + other.value[d] * add;
+    *into.sum = *into.sum * keep + *other.sum * add;
+    *into.max = top;
+}
+
+inline void merge_states(float* into, float* other, int64_t count, int64_t dim) {
+    for (int64_t i = 0; i < count; ++i, into += state_floats(dim), other += state_floats(dim))
+        merge(partial(into, dim), partial(other, dim), dim);
+}
+
+// Scores of one block to weights, in place, and its sum and largest score into `state`; returns what the earlier
+// values are to be multiplied with.
+inline float softmax_block(float* weights, const Partial& state) {
+    F8 top = load8(weights);
+    for (int64_t i = 8; i < kKeys; i += 8) top = larger(top, load8(weights + i));
+    float max = lane_max(top);
+    max = *state.max > max ? *state.max : max;
+    F8 total = splat(0.0f);
+    // Should all be -infinity, the difference would be NaN: such a block has no weight.
+    const F8 shift = splat(max == -__builtin_inff() ? 0.0f : max);
+    for (int64_t i = 0; i < kKeys; i += 8) {
+        const F8 e = exp8(load8(weights + i) - shift);
+        store8(weights + i, e);
+        total = total + e;
+    }
+    const float keep = *state.sum == 0.0f ? 0.0f : exp_one(*state.max - max);
+    *state.sum = *state.sum * keep + lane_sum(total);
+    *state.max = max;
+    return keep;
+}
+
+// What is done to scores beside scaling. `slopes`: of the query heads of a key-value head, or null.
+struct Adjust {
+    float cap;
+    const float* slopes;
+
+    explicit operator bool() const { return cap != 0.0f || slopes; }
+};
+
+// What a token sees of a block: keys [begin, end). `distance`: from the token to the first key of the block, negative
+// for keys before it.
+struct View {
+    int64_t begin, end, distance;
+};
+
+// The scores of one query head, the `head`-th of its key-value head.
+inline void adjust_scores(float* scores, const Adjust& a, int64_t head, int64_t distance) {
+    for (int64_t i = 0; i < kKeys; i += 8) {
+        F8 v = load8(scores + i);
+        const F8 hidden = less(v, splat(-3e38f));
+        if (a.cap != 0.0f) v = choose(hidden, v, splat(a.cap) * tanh8(v * splat(1.0f / a.cap)));
+        if (a.slopes) {
+            alignas(32) float fall[8];
+            for (int64_t j = 0; j < 8; ++j) fall[j] = a.slopes[head] * static_cast<float>(distance + i + j);
+            v = choose(hidden, v, v + load8(fall));
+        }
+        store8(scores + i, v);
+    }
+}
+
+}  // namespace gpt_fast
