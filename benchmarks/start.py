@@ -12,10 +12,10 @@ that handle weights in proportion to the number of parameters, the others as the
 Seconds are medians of the rounds, the total is their sum. "system s" is the system's own work in a phase, of all
 threads: mostly memory that is touched for the first time, which no limit here counts. Limits are measured in the same
 rounds: a bare interpreter that imports torch; for reading, a loop that touches each page of the same files in the same
-state; for work on weights, the bytes that are read and written over the memory's read bandwidth; for the first token,
-the same request again, and twice that for the two steps of the warm-up; "none": there is no natural one. A start that
-compiles the kernels for the first time takes 10 to 60 seconds longer: one start before the first round is not counted.
-The last line is JSON. Run it when nothing else runs.
+state; for work on weights and for clearing the KV cache, the bytes that are read and written over the memory's read
+bandwidth; for the first token, the same request again, and twice that for the two steps of the warm-up; "none": there
+is no natural one. A start that compiles the kernels for the first time takes 10 to 60 seconds longer: one start before
+the first round is not counted. The last line is JSON. Run it when nothing else runs.
 """
 
 from __future__ import annotations
