@@ -1,12 +1,13 @@
 """The C++ kernels on this machine: bytes per second of each product, and whole steps of a model's shape.
 
     python benchmarks/kernels_cpu.py [--shape tinyllama-1.1b] [--kinds bfloat16,int8,int4] [--rows 1,4,8,16,256]
-        [--threads N] [--repeats 5] [--products] [--steps] [--contexts 128,2048] [--torch]
+        [--threads N] [--repeats 5] [--products] [--steps] [--contexts 128,2048] [--cache bfloat16] [--torch]
 
 Products: every matrix of the shape in turn, each call with another copy of the weights, so that nothing comes out of a
 cache; ``--torch`` alternates with ``F.linear`` on the plain weights (float32 and bfloat16). Steps: the whole model with
-random weights, one step of so many rows: one sequence's new token, several sequences' tokens, or a prompt's. Shares
-are of the bandwidth that ``gpt_fast.kernels.roofline`` measures. Medians; the last line is JSON.
+random weights, one step of so many rows: one sequence's new token, several sequences' tokens, or above 64 a prompt's,
+which stands at the end of each longer context as well; in turns. Shares are of the bandwidth that
+``gpt_fast.kernels.roofline`` measures. Medians; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from gpt_fast.config import ModelConfig
 from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
@@ -187,16 +189,21 @@ class Steps:
 
 
 def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
-    """One row per kind, step and context."""
+    """One row per kind, step and context. The steps of a kind are timed in turns."""
     found = []
-    work = [(rows, 1, args.contexts[0]) if rows <= 16 else (1, rows, rows) for rows in args.rows]
-    work += [(1, 1, context) for context in args.contexts[1:]]
+    work = [(rows, 1, args.contexts[0]) if rows <= 64 else (1, rows, rows) for rows in args.rows]
+    prompts = [rows for rows in args.rows if rows > 64]
+    work += [(1, n, context) for context in args.contexts[1:] for n in (1, *prompts) if n <= context]
     for kind in args.kinds:
-        dtype = torch.float32 if kind == "float32" or args.float32_cache else torch.bfloat16
+        dtype = getattr(torch, args.cache or ("float32" if kind == "float32" else "bfloat16"))
         model = Steps(c, kind, max(n for _, _, n in work), max(s for s, _, _ in work), dtype)
-        for sequences, new_tokens, context in work:
-            model.run(sequences, new_tokens, context)
-            seconds = median_s(functools.partial(model.run, sequences, new_tokens, context), args.repeats)
+        times: list[list[float]] = [[] for _ in work]
+        for i in tqdm(range(args.repeats + 1), desc=kind, leave=False, disable=None):
+            for step, seconds in zip(work, times, strict=True):
+                seconds.append(median_s(functools.partial(model.run, *step), 3 if step[1] == 1 else 1))
+            times = [seconds[1:] for seconds in times] if i == 0 else times
+        for (sequences, new_tokens, context), all_seconds in zip(work, times, strict=True):
+            seconds = statistics.median(all_seconds)
             read = model.weight_bytes + sequences * context * c.kv_bytes_per_token(dtype.itemsize)
             row = {
                 "kind": kind,
@@ -204,6 +211,7 @@ def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[di
                 "new_tokens": new_tokens,
                 "context": context,
                 "ms": seconds * 1e3,
+                "of_the_first": seconds / statistics.median(times[0]),
                 "tokens_per_second": sequences * new_tokens / seconds,
                 "gb_s": read / seconds / 1e9,
                 "share": read / seconds / bandwidth,
@@ -211,7 +219,7 @@ def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[di
             found.append(row)
             print(
                 f"{kind:9} step: {sequences:2} sequences x {new_tokens:3} new tokens, context {context:5}: "
-                f"{row['ms']:8.1f} ms {row['tokens_per_second']:7.1f} tok/s "
+                f"{row['ms']:8.1f} ms {row['of_the_first']:6.2f} of the first {row['tokens_per_second']:7.1f} tok/s "
                 f"{row['gb_s']:6.1f} GB/s {row['share']:5.0%}",
                 flush=True,
             )
@@ -234,7 +242,7 @@ def main() -> None:
     parser.add_argument("--products", action="store_true", help="only these")
     parser.add_argument("--steps", action="store_true", help="only these")
     parser.add_argument("--torch", action="store_true", help="F.linear beside the products")
-    parser.add_argument("--float32-cache", action="store_true", help="else bfloat16, but with float32 weights")
+    parser.add_argument("--cache", choices=("float32", "bfloat16", "int8"), help="else bfloat16, or as float32 weights")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(usable_threads(args.threads))

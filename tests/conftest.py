@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,8 +53,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def same_random_numbers() -> None:
-    """Every test draws the same numbers each time, alone and among others."""
+def same_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test draws the same numbers each time, alone and among others; so do requests without a seed."""
     random.seed(0)
+    monkeypatch.setattr(secrets, "randbits", random.Random(0).getrandbits)
     if "torch" in sys.modules:  # many tests do without it
         sys.modules["torch"].manual_seed(0)

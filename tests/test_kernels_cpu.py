@@ -319,7 +319,26 @@ def test_attention_equals_the_eager_seam(window: int, shape: tuple[int, int, int
 
 @needs_cpp
 @pytest.mark.parametrize("window", [0, 70])
-def test_attention_with_caps_slopes_and_sinks_equals_the_eager_seam(window: int) -> None:
+@pytest.mark.parametrize("shape", SHAPES_OF_HEADS, ids=str)
+def test_attention_in_bfloat16_is_near_the_eager_seam(window: int, shape: tuple[int, int, int]) -> None:
+    """Where products take pairs of bfloat16, queries and weights are rounded to that, each by 0.4 % at most."""
+    qkv = sequences([1, 130, 700], *shape)
+    steps = [[(0, 0, 1), (1, 0, 100), (2, 0, 650)], [(1, 100, 101), (2, 650, 695)], [(1, 101, 130), (2, 695, 700)]]
+    outs = []
+    for fast in (True, False):
+        cache = Cache(3, 700, shape, torch.bfloat16, 16, fast)
+        outs.append([cache.attend(step, qkv, Scoring(window, shape[2] ** -0.5)) for step in steps])
+    for got, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(got, expected, atol=0.03, rtol=0)
+        assert (got - expected).square().mean() < 1e-5 * expected.square().mean()
+
+
+@needs_cpp
+@pytest.mark.parametrize(("dtype", "atol", "rtol"), [(torch.float32, 5e-6, 1e-4), (torch.bfloat16, 0.03, 0.0)])
+@pytest.mark.parametrize("window", [0, 70])
+def test_attention_with_caps_slopes_and_sinks_equals_the_eager_seam(
+    window: int, dtype: torch.dtype, atol: float, rtol: float
+) -> None:
     """Over several splits of the keys, in prompts and where one token decodes."""
     shape = (6, 2, 24)
     qkv = sequences([1, 130, 700], *shape)
@@ -327,10 +346,10 @@ def test_attention_with_caps_slopes_and_sinks_equals_the_eager_seam(window: int)
     scoring = Scoring(window, 0.5, 3.0, alibi_slopes(6), torch.randn(6))
     outs = []
     for fast in (True, False):
-        cache = Cache(3, 700, shape, torch.float32, 16, fast)
+        cache = Cache(3, 700, shape, dtype, 16, fast)
         outs.append([cache.attend(step, qkv, scoring) for step in steps])
     for got, expected in zip(*outs, strict=True):
-        torch.testing.assert_close(got, expected, atol=5e-6, rtol=1e-4)
+        torch.testing.assert_close(got, expected, atol=atol, rtol=rtol)
 
 
 @needs_cpp

@@ -34,8 +34,8 @@ _UNSETTLED = 4  # plain steps after others that are not timed
 _LARGE = 1e9
 _TRIALS_SHARE = 0.018  # of the time, for drafts that are not expected to pay
 _WRONG, _TRIALS = 3, 12  # drafts of one trial: until so many were wrong, and at most
-_FIRST_WRONG, _FIRST_TRIALS = 8, 24  # of the first one: a draft model that is left later has to catch up
-_HOPELESS = 5  # wrong drafts in a row that end a trial
+_FIRST_WRONG, _FIRST_TRIALS = 6, 16  # of the first one: a draft model that is left later has to catch up
+_HOPELESS = 4  # wrong drafts in a row that end a trial
 
 
 class Asked(NamedTuple):
