@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -53,9 +54,11 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def same_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_random_numbers() -> Iterator[None]:
     """Every test draws the same numbers each time, alone and among others; so do requests without a seed."""
     random.seed(0)
-    monkeypatch.setattr(secrets, "randbits", random.Random(0).getrandbits)
     if "torch" in sys.modules:  # many tests do without it
         sys.modules["torch"].manual_seed(0)
+    # Not by monkeypatch: that would undo what tests patch after other fixtures have ended.
+    with mock.patch.object(secrets, "randbits", random.Random(0).getrandbits):
+        yield
