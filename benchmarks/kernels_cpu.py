@@ -199,9 +199,9 @@ def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[di
         model = Steps(c, kind, max(n for _, _, n in work), max(s for s, _, _ in work), dtype)
         times: list[list[float]] = [[] for _ in work]
         for i in tqdm(range(args.repeats + 1), desc=kind, leave=False, disable=None):
-            for step, seconds in zip(work, times, strict=True):
-                seconds.append(median_s(functools.partial(model.run, *step), 3 if step[1] == 1 else 1))
-            times = [seconds[1:] for seconds in times] if i == 0 else times
+            for step, each in zip(work, times, strict=True):
+                each.append(median_s(functools.partial(model.run, *step), 3 if step[1] == 1 else 1))
+            times = [each[1:] for each in times] if i == 0 else times
         for (sequences, new_tokens, context), all_seconds in zip(work, times, strict=True):
             seconds = statistics.median(all_seconds)
             read = model.weight_bytes + sequences * context * c.kv_bytes_per_token(dtype.itemsize)
