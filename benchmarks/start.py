@@ -7,7 +7,8 @@ Each start is a new process (starting/worker.py), all kinds of start in turns. `
 rounded while loading. ``--caches``: the files of weights are in the page cache (warm), or were dropped from it (cold;
 Linux, no rights needed; torch's own files stay where they are). ``--shape`` writes random bfloat16 weights once, into
 ``--folder``; ``--layers`` cuts the shape to so many layers, and a column says what the whole shape would take: phases
-that handle weights in proportion to the number of parameters, the others as they are.
+that handle weights in proportion to the number of parameters, the others as they are, and so the KV cache, whose size
+free memory decides.
 
 Seconds are medians of the rounds, the total is their sum. "system s" is the system's own work in a phase, of all
 threads: mostly memory that is touched for the first time, which no limit here counts. Limits are measured in the same
@@ -37,7 +38,7 @@ sys.path[:0] = [folder for folder in _FOLDERS if folder not in sys.path]
 
 import torch  # noqa: E402
 from peers import files as made  # noqa: E402
-from starting.worker import ELSE, READING  # noqa: E402
+from starting.worker import CACHE, ELSE, READING  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint  # noqa: E402
@@ -154,7 +155,7 @@ class Measured:
             if all(name in each for each in self.limits):
                 phases[name]["limit_s"] = statistics.median(each[name] for each in self.limits)
             if growth is not None:
-                phases[name]["whole_s"] = phases[name]["s"] * (1 if name in (*FIXED, ELSE) else growth)
+                phases[name]["whole_s"] = phases[name]["s"] * (1 if name in (*FIXED, CACHE, ELSE) else growth)
         disk = [run["from_disk"] for run in self.runs if run["from_disk"] is not None]
         return {
             "phases": phases,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ELSE, READING = "everything else", "reading weights"
+ELSE, READING, CACHE = "everything else", "reading weights", "KV cache"
 _AGAIN = 5  # requests after the first one
 
 
@@ -108,7 +108,7 @@ def wrap_engine(phases: Phases) -> None:
     phases.wrap(QuantizedLinear, "store", lambda own, *_: f"rounding to {own.scheme.kind}")
     phases.wrap(checkpoint, "_warn_not_finite", "looking for NaN", _bytes_looked_at)
     phases.wrap(cpu_model, "pack_rows", _packing, lambda packed, own, part: packed.data.nbytes + _bytes_of(own, part))
-    phases.wrap(PagedLayer, "allocate", "KV cache", lambda cache, *_: int(cache.num_bytes))
+    phases.wrap(PagedLayer, "allocate", CACHE, lambda cache, *_: int(cache.num_bytes))
     for model in (cpu_model.CpuModel, TorchModel):
         phases.wrap(model, "make_step", "program of a step")
     phases.wrap(Runner, "warm_up", "warm-up steps")
