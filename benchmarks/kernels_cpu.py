@@ -5,9 +5,9 @@
 
 Products: every matrix of the shape in turn, each call with another copy of the weights, so that nothing comes out of a
 cache; ``--torch`` alternates with ``F.linear`` on the plain weights (float32 and bfloat16). Steps: the whole model with
-random weights, one step of so many rows: one sequence's new token, several sequences' tokens, or above 64 a prompt's,
-which stands at the end of each longer context as well; in turns. Shares are of the bandwidth that
-``gpt_fast.kernels.roofline`` measures. Medians; the last line is JSON.
+random weights. Up to 64 rows are new tokens of as many sequences; more rows are one prompt, which is also timed at the
+end of each longer context. The steps are timed in turns. Shares are of the bandwidth that ``gpt_fast.kernels.roofline``
+measures. Medians; the last line is JSON.
 """
 
 from __future__ import annotations

@@ -180,8 +180,8 @@ class Lane:
         return [list(completion.token_ids) for completion in cast(list[Completion], done)]
 
     def run_changing(self) -> list[float]:
-        """Seconds of each of PHASES. In a phase so many clients ask again and again; if there are more than
-        that, the last ones leave. Raises RuntimeError where an answer is another one."""
+        """Seconds of each of PHASES. The clients of a phase ask again and again. Where the phase before had more
+        clients, the last ones leave. Raises RuntimeError where an answer is another one."""
         draw, seconds = random.Random(0), []
         handles: list[tuple[list[int], Handle]] = []
         for clients, self.drafter.share in PHASES:

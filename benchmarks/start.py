@@ -6,9 +6,9 @@
 Each start is a new process (starting/worker.py), all kinds of start in turns. ``--modes``: the weights as stored, or
 rounded while loading. ``--caches``: the files of weights are in the page cache (warm), or were dropped from it (cold;
 Linux, no rights needed; torch's own files stay where they are). ``--shape`` writes random bfloat16 weights once, into
-``--folder``; ``--layers`` cuts the shape to so many layers, and a column says what the whole shape would take: phases
-that handle weights in proportion to the number of parameters, the others as they are, and so the KV cache, whose size
-free memory decides.
+``--folder``; ``--layers`` keeps that many layers only. Then a column says what the whole shape would take: phases that
+handle weights grow with the number of parameters. Other phases stay as they are. The KV cache does too, because free
+memory decides its size.
 
 Seconds are medians of the rounds, the total is their sum. "system s" is the system's own work in a phase, of all
 threads: mostly memory that is touched for the first time, which no limit here counts. Limits are measured in the same
@@ -191,7 +191,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", type=Path, nargs="?", help="what gpt-fast loads; or give --shape")
     parser.add_argument("--shape", help="random weights of a named shape, written once")
     parser.add_argument("--folder", type=Path, help="where to; an 8B shape has 16 GB")
-    parser.add_argument("--layers", type=int, metavar="N", help="the shape with so many layers alone")
+    parser.add_argument("--layers", type=int, metavar="N", help="keep only N layers of the shape")
     parser.add_argument("--modes", type=words, default=["stored", "int8", "int4"], metavar="MODE,...")
     parser.add_argument("--caches", type=words, default=["warm", "cold"], metavar="warm,cold")
     parser.add_argument("--draft", help="as gpt-fast takes it")

@@ -38,7 +38,7 @@ def ensure_checkpoint(
 ) -> Path:
     """The folder of random bfloat16 weights of a shape, with ``tokenizer`` or a made-up ``tokenizer.model``.
 
-    ``num_layers``: the shape with so many of its layers alone. Raises ConfigError for an unknown shape.
+    ``num_layers``: only the first of the shape's layers, this many; None: all. Raises ConfigError for an unknown shape.
     """
     from gpt_fast.model.shapes import shape
 

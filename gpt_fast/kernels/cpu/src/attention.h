@@ -153,7 +153,7 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
 inline int64_t attention_scratch(int threads, int64_t slots, int64_t longest, int64_t heads, int64_t kv_heads,
                                  int64_t head_dim) {
     const int64_t few = 2 * team_size(threads) * kQueryPiece * (heads / kv_heads), decoding = slots * heads;
-    return std::max(few, decoding) * ceil_div(longest, kSplit) * state_floats(ceil_div(head_dim, 16) * 16);
+    return std::max(few, decoding) * ceil_div(longest, kSplit) * state_floats(state_dim_of(head_dim));
 }
 
 // One head's numbers to int8: the rule of reference.py, quantize_heads.

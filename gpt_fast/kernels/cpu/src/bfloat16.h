@@ -64,7 +64,7 @@ struct Bfloat16 {
         sums.store<T>(acc.data, acc.stride * static_cast<int64_t>(sizeof(float)));
     }
 
-    // Adds the products of a pair along k, or of its first half alone.
+    // Adds the products of N neighbours along k: a pair, or the last value of an odd k.
     template <int R, int T, int N, class Row>
     static void add(const uint8_t* w, int64_t tile_bytes, Row const (&xs)[R], int64_t k, F16 (&sum)[R][T]) {
 #pragma GCC unroll 8

@@ -29,7 +29,7 @@ struct Paged {
     const float* sinks;   // [H] or null: scores without a key
 
     int64_t group() const { return heads / kv_heads; }
-    int64_t state_dim() const { return ceil_div(head_dim, 16) * 16; }
+    int64_t state_dim() const { return state_dim_of(head_dim); }
     Adjust adjust(int64_t kv_head) const { return {cap, slopes ? slopes + kv_head * group() : nullptr}; }
 
     // The first head of positions [begin, end) of a slot, in heads of a cache; page by page, as divisions are slow.

@@ -1,8 +1,6 @@
 // The running softmax of attention's queries (Milakov & Gimelshein 2018, arXiv 1805.02867), one block of keys at a time.
 #pragma once
 
-#include <algorithm>
-
 #include "elementwise.h"
 
 namespace gpt_fast {
@@ -17,6 +15,7 @@ struct Partial {
 };
 
 // Partials lie side by side: D values, then sum and max. D is the cache's, rounded up to a multiple of 16.
+inline int64_t state_dim_of(int64_t head_dim) { return ceil_div(head_dim, 16) * 16; }
 inline int64_t state_floats(int64_t dim) { return dim + 2; }
 inline Partial partial(float* state, int64_t dim) { return {state, state + dim, state + dim + 1}; }
 
