@@ -206,12 +206,13 @@ def test_results_equal_the_native_kernels(command: list[str], request: pytest.Fi
         close = {"atol": tolerance, "rtol": tolerance, "equal_nan": True}
         torch.testing.assert_close(got, expected, **close, msg=lambda text: f"{name}: {text}")
 
+    pairs = program_module.rounding("bfloat16") == cpu.rounding("bfloat16")  # both multiply bfloat16 in the same way
     for kind, *sizes in PRODUCTS:
         program, x, rounded = product_of(kind, *sizes)
         rows = torch.arange(x.shape[0])
         run = functools.partial(program.run, rows, rows, [], None, rows, x)
         tiles = kind == "bfloat16" and ("[tiles]" in request.node.name or "amx" in cpu.variants())
-        if program_module.rounding(kind) == cpu.rounding(kind) and not tiles:
+        if (pairs or kind != "bfloat16") and not tiles:
             compare(f"{kind} {sizes}", program, run, 0)
         else:  # as this CPU does not, or in another order
             torch.testing.assert_close(run_both(program, run, command, tmp_path)[0], rounded, atol=1e-4, rtol=1e-4)
@@ -226,7 +227,9 @@ def test_results_equal_the_native_kernels(command: list[str], request: pytest.Fi
             program, x = twin.program(), twin.input(13)
             if name.startswith(("norm", "activation", "cap")):
                 x[1, 0], x[2], x[3] = torch.nan, -200.0, 200.0
-            compare(f"{name} {cache}", program, lambda t=twin, x=x, p=program: t.fast(x, p), 0 if exact else 1e-5)
+            inputs_rounded = cache is torch.bfloat16 and not pairs  # queries and weights of attention
+            tolerance = 0.02 if inputs_rounded else 0 if exact else 1e-5
+            compare(f"{name} {cache}", program, lambda t=twin, x=x, p=program: t.fast(x, p), tolerance)
 
 
 @pytest.mark.parametrize("command", ["tiles"], indirect=True)

@@ -28,7 +28,8 @@ template <class Cached>
 void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t last, int64_t kv_begin, int64_t kv_end,
                   int64_t split, float* state) {
     constexpr bool pairs = kBfloat16Dots && std::is_same_v<Cached, uint16_t>;
-    std::conditional_t<pairs, PairKeys, FloatKeys<Cached>> block(p, first, last, kv_begin, kv_end);
+    using Keys = std::conditional_t<pairs, PairKeys, FloatKeys<Cached>>;
+    AttentionBlock<Cached, Keys> block(p, first, last, kv_begin, kv_end);
     const int64_t states = (last - first) * p.group(), record = state_floats(p.state_dim());
     const int64_t end = p.query_start[slot + 1], length = p.context_len[slot];
     for (int64_t i = 0; i < (kv_end - kv_begin) * states; ++i)
@@ -56,7 +57,7 @@ void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t l
                 p.prefetch(p.k_cache, next_places[i] + kv_head);
                 p.prefetch(p.v_cache, next_places[i] + kv_head);
             }
-            block.attend(first, last, views, kv_head, state + (kv_head - kv_begin) * states * record);
+            block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record);
         }
     }
 }

@@ -1,163 +1,164 @@
-// Attention to one block of keys in float32.
+// Attention to one block of keys in float32. Keys stand in the lanes of a vector for the scores, columns for the values;
+// the cache has its keys the other way round, so they are turned once for all queries of their head.
 #pragma once
 
-#include "paged.h"
-#include "softmax.h"
+#include "attention_block.h"
 
 namespace gpt_fast {
 
-// Query heads that see the same keys of a block are computed R at a time, so that a key or value is read once for them.
-// What one of them gets does not depend on the others: its sums are the same chains for every R.
-// scores[r][i] = scale * q[r] . keys[i] for keys [begin, end). D is a multiple of 8. R x (8 / R) sums at a time: each
-// waits four cycles for the one before, and adding up lanes costs as much as the products unless four sums share it.
-// A group of keys that is not full repeats one, which changes nothing for the others.
-template <int R>
-inline void scores_of(const float* const* q, const float* const* keys, int64_t begin, int64_t end, int64_t dim,
-                      float scale, float (*scores)[kKeys]) {
-    constexpr int J = 8 / R;
-    for (int64_t i = begin / J * J; i < end; i += J) {
-        const bool whole = i >= begin && i + J <= end;
-        const float* key[J];
-        F8 sum[8];  // [R][J]
-#pragma GCC unroll 8
-        for (int64_t j = 0; j < J; ++j)
-            key[j] = keys[whole ? i + j : i + j < begin ? begin : i + j < end ? i + j : end - 1];
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) sum[j] = splat(0.0f);
-#pragma GCC unroll 2
-        for (int64_t d = 0; d < dim; d += 8) {
-#pragma GCC unroll 8
-            for (int j = 0; j < J; ++j) {
-                const F8 kv = load8(key[j] + d);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) sum[r * J + j] = plus_product(sum[r * J + j], load8(q[r] + d), kv);
-            }
-        }
-        float dots[8];
-        store_lane_sums(sum, scale, dots);
-        store_lane_sums(sum + 4, scale, dots + 4);
-        if (whole) {
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) std::memcpy(scores[r] + i, dots + r * J, J * sizeof(float));
-            continue;
-        }
-        for (int r = 0; r < R; ++r)
-            for (int64_t j = 0; j < J; ++j)
-                if (i + j >= begin && i + j < end) scores[r][i + j] = dots[r * J + j];
-    }
+// Lanes of 32 bits to float32, a vector for each number in a lane: one float32, two bfloat16, four int8.
+inline void spread(I8 lanes, const float*, float* to) { store8(to, as_floats(lanes)); }
+
+inline void spread(I8 lanes, const uint16_t*, float* to) {
+    store8(to, as_floats(shift_left<16>(lanes)));
+    store8(to + kKeys, as_floats(lanes & splat(static_cast<int32_t>(0xffff0000u))));
 }
 
-// value[r][d .. d + 8 W) = value * kept + sum of weights * values, keys in ascending order. R x W sums at a time.
-template <int R, int W>
-inline void add_values(float* const* value, const float* kept, const float (*weights)[kKeys],
-                       const float* const* values, int64_t begin, int64_t end, int64_t d) {
-    F8 acc[R][W];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int j = 0; j < W; ++j) acc[r][j] = load8(value[r] + d + 8 * j) * splat(kept[r]);
-#pragma GCC unroll 2
-    for (int64_t i = begin; i < end; ++i) {
-        F8 v[W];
-#pragma GCC unroll 8
-        for (int j = 0; j < W; ++j) v[j] = load8(values[i] + d + 8 * j);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            const F8 weight = splat(weights[r][i]);
-#pragma GCC unroll 8
-            for (int j = 0; j < W; ++j) acc[r][j] = plus_product(acc[r][j], weight, v[j]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int j = 0; j < W; ++j) store8(value[r] + d + 8 * j, acc[r][j]);
+inline void spread(I8 lanes, const int8_t*, float* to) {
+    store8(to, to_floats(shift_right_signed<24>(shift_left<24>(lanes))));
+    store8(to + kKeys, to_floats(shift_right_signed<24>(shift_left<16>(lanes))));
+    store8(to + 2 * kKeys, to_floats(shift_right_signed<24>(shift_left<8>(lanes))));
+    store8(to + 3 * kKeys, to_floats(shift_right_signed<24>(lanes)));
 }
 
-// A head of the cache as float32: where it lies, or widened into `room`.
-inline const float* widen(const float* cache, const float*, int64_t place, int64_t dim, float*) {
-    return cache + place * dim;
-}
+inline F8 widened8(const float* p) { return load8(p); }
+inline F8 widened8(const uint16_t* p) { return load8(p); }
+inline F8 widened8(const int8_t* p) { return load8_int8(p); }
 
-inline const float* widen(const uint16_t* cache, const float*, int64_t place, int64_t dim, float* room) {
-    const uint16_t* from = cache + place * dim;
-#pragma GCC unroll 4
-    for (int64_t d = 0; d < dim; d += 8) store8(room + d, load8(from + d));
-    return room;
-}
-
-inline const float* widen(const int8_t* cache, const float* scales, int64_t place, int64_t dim, float* room) {
-    const int8_t* from = cache + place * dim;
-    const F8 scale = splat(scales[place]);
-#pragma GCC unroll 4
-    for (int64_t d = 0; d < dim; d += 8) store8(room + d, load8_int8(from + d) * scale);
-    return room;
-}
-
-// One head's keys and values of a block in float32, and the queries that attend to them.
+// Keys of attention_block.h. The scales of int8 are applied to scores and weights, which are fewer than keys and values.
 template <class Cached>
 class FloatKeys {
 public:
-    FloatKeys(const Paged<Cached>& p, int64_t, int64_t, int64_t, int64_t) : p_(p) {
-        static thread_local Scratch widened;
-        room_ = widened.get<float>(2 * kKeys * p.head_dim);
+    using Number = float;
+
+    explicit FloatKeys(const Paged<Cached>& p) : p_(p), dim_(p.head_dim), columns_(p.state_dim()) {
+        static thread_local Scratch scratch;
+        const int64_t turned = kKeys * ceil_div(dim_, kChunk) * kChunk;
+        keys_ = scratch.get<float>(turned + kKeys * columns_);
+        values_ = keys_ + turned;
     }
 
-    // Keys [from, end) of the block, of the heads of the cache at `places`.
     void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end) {
+        from_ = from, end_ = end;
+        const Cached* keys[kKeys];
+        for (int64_t i = 0; i < kKeys; ++i) {
+            keys[i] = i >= from && i < end ? p_.k_cache + (places[i - from] + kv_head) * dim_ : nullptr;
+            if constexpr (std::is_same_v<Cached, int8_t>) {
+                k_scale_[i] = keys[i] ? p_.k_scale[places[i - from] + kv_head] : 0.0f;
+                v_scale_[i] = keys[i] ? p_.v_scale[places[i - from] + kv_head] : 0.0f;
+            }
+        }
+        for (int64_t i = 0; i < kKeys; i += 8)
+            for (int64_t d = 0; d < dim_; d += kChunk) turn(keys + i, d, keys_ + d * kKeys + i);
         for (int64_t i = from; i < end; ++i) {
-            const int64_t place = places[i - from] + kv_head;
-            keys_[i] = widen(p_.k_cache, p_.k_scale, place, p_.head_dim, room_ + i * p_.head_dim);
-            values_[i] = widen(p_.v_cache, p_.v_scale, place, p_.head_dim, room_ + (kKeys + i) * p_.head_dim);
+            const Cached* value = p_.v_cache + (places[i - from] + kv_head) * dim_;
+            float* to = values_ + i * columns_;
+#pragma GCC unroll 4
+            for (int64_t d = 0; d < dim_; d += 8) store8(to + d, widened8(value + d));
+            if (dim_ < columns_) store8(to + dim_, splat(0.0f));
         }
     }
 
-    // Tokens [first, last) with what each sees; states [tokens, heads of kv_head].
-    void attend(int64_t first, int64_t last, const View* views, int64_t kv_head, float* states) const {
-        const int64_t group = p_.group(), record = state_floats(p_.state_dim());
-        for (int64_t token = first; token < last; ++token, ++views, states += group * record) {
-            if (views->begin >= views->end) continue;
-            const float* q = p_.q + token * p_.q_stride + kv_head * group * p_.head_dim;
-            for (int64_t head = 0; head < group;) {
-                const int64_t left = group - head;
-                float* to = states + head * record;
-                if (left >= 4)
-                    attend_heads<4>(q + head * p_.head_dim, *views, kv_head, head, to), head += 4;
-                else if (left >= 2)
-                    attend_heads<2>(q + head * p_.head_dim, *views, kv_head, head, to), head += 2;
-                else
-                    attend_heads<1>(q + head * p_.head_dim, *views, kv_head, head, to), head += 1;
-            }
+    template <int R>
+    void scores(const float* q, float (*scores)[kKeys]) const {
+        constexpr int some = kRegisters >= 32 || R < 2 ? R : 2;
+        for (int r = 0; r < R; r += some) some_scores<some>(q + r * dim_, scores + r);
+    }
+
+    template <int R>
+    void add_values(float* const* into, const float* kept, float (*weights)[kKeys]) const {
+        constexpr int some = R < 4 ? R : 4, wide = kRegisters >= 32 ? 4 : 1;
+        if constexpr (std::is_same_v<Cached, int8_t>)
+            for (int r = 0; r < R; ++r)
+                for (int64_t i = 0; i < kKeys; i += 16)
+                    store16(weights[r] + i, load16(weights[r] + i) * load16(v_scale_ + i));
+        for (int r = 0; r < R; r += some) {
+            int64_t d = 0;
+            for (; d + 16 * wide <= columns_; d += 16 * wide)
+                some_values<some, wide>(into + r, kept + r, weights + r, d);
+            if constexpr (wide > 1)
+                for (; d < columns_; d += 16) some_values<some, 1>(into + r, kept + r, weights + r, d);
         }
     }
 
 private:
-    // R query heads: scores, weights, and the values into the states.
+    static constexpr int64_t kChunk = 32 / sizeof(Cached);  // columns that are turned together
+
+    // Columns [d, d + kChunk) of eight keys; null: zero.
+    void turn(const Cached* const* keys, int64_t d, float* to) const {
+        I8 rows[8];
+        const int64_t count = dim_ - d;
+        for (int i = 0; i < 8; ++i) {
+            alignas(32) Cached part[kChunk] = {};
+            if (keys[i] && count < kChunk) std::memcpy(part, keys[i] + d, static_cast<size_t>(count) * sizeof(Cached));
+            const Cached* from = keys[i] && count >= kChunk ? keys[i] + d : part;
+            rows[i] = load32(reinterpret_cast<const uint8_t*>(from));
+        }
+        turn8(rows);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) spread(rows[j], keys[0], to + j * (kChunk / 8) * kKeys);
+    }
+
     template <int R>
-    void attend_heads(const float* q, const View& view, int64_t kv_head, int64_t head, float* states) const {
-        alignas(32) float weights[R][kKeys];
-        const float* heads[R];
-        float *into[R], kept[R];
-        const int64_t dim = p_.head_dim, state_dim = p_.state_dim();
-        for (int r = 0; r < R; ++r) {
-            heads[r] = q + r * dim;
-            into[r] = states + r * state_floats(state_dim);
-            for (float& weight : weights[r]) weight = -__builtin_inff();
+    void some_scores(const float* q, float (*scores)[kKeys]) const {
+        constexpr int V = kKeys / 16;
+        F16 sum[R][V];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) sum[r][v] = splat16(0.0f);
+#pragma GCC unroll 4
+        for (int64_t d = 0; d < dim_; ++d) {
+            F16 key[V];
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) key[v] = load16(keys_ + d * kKeys + 16 * v);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const F16 x = splat16(q[r * dim_ + d]);
+#pragma GCC unroll 8
+                for (int v = 0; v < V; ++v) sum[r][v] = plus_product(sum[r][v], key[v], x);
+            }
         }
-        scores_of<R>(heads, keys_, view.begin, view.end, dim, p_.scale, weights);
-        for (int r = 0; r < R; ++r) {
-            if (const Adjust adjust = p_.adjust(kv_head)) adjust_scores(weights[r], adjust, head + r, view.distance);
-            kept[r] = softmax_block(weights[r], partial(into[r], state_dim));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) {
+                F16 score = sum[r][v] * splat16(p_.scale);
+                if constexpr (std::is_same_v<Cached, int8_t>) score = score * load16(k_scale_ + 16 * v);
+                store16(scores[r] + 16 * v, score);
+            }
+    }
+
+    template <int R, int W>
+    void some_values(float* const* into, const float* kept, const float (*weights)[kKeys], int64_t d) const {
+        F16 sum[R][W];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int w = 0; w < W; ++w) sum[r][w] = load16(into[r] + d + 16 * w) * splat16(kept[r]);
+#pragma GCC unroll 4
+        for (int64_t i = from_; i < end_; ++i) {
+            F16 v[W];
+#pragma GCC unroll 8
+            for (int w = 0; w < W; ++w) v[w] = load16(values_ + i * columns_ + d + 16 * w);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const F16 weight = splat16(weights[r][i]);
+#pragma GCC unroll 8
+                for (int w = 0; w < W; ++w) sum[r][w] = plus_product(sum[r][w], weight, v[w]);
+            }
         }
-        constexpr int W = 8 / R;  // eight sums at once hide each other's latency
-        int64_t d = 0;
-        for (; d + 8 * W <= dim; d += 8 * W) add_values<R, W>(into, kept, weights, values_, view.begin, view.end, d);
-        for (; d < dim; d += 8) add_values<R, 1>(into, kept, weights, values_, view.begin, view.end, d);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int w = 0; w < W; ++w) store16(into[r] + d + 16 * w, sum[r][w]);
     }
 
     const Paged<Cached>& p_;
-    float* room_;
-    const float *keys_[kKeys], *values_[kKeys];
+    const int64_t dim_, columns_;
+    int64_t from_ = 0, end_ = 0;
+    float *keys_, *values_;  // [D, kKeys], [kKeys, columns]
+    alignas(64) float k_scale_[kKeys], v_scale_[kKeys];
 };
 
 }  // namespace gpt_fast

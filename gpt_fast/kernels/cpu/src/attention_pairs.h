@@ -5,8 +5,7 @@
 // cache has neither, so a block is rearranged once for all queries of its head.
 #pragma once
 
-#include "paged.h"
-#include "softmax.h"
+#include "attention_block.h"
 
 namespace gpt_fast {
 
@@ -66,26 +65,19 @@ inline void add_pair_values(float* const* value, const float* kept, const uint16
         for (int w = 0; w < W; ++w) store16(value[r] + d + 16 * w, sum[r][w]);
 }
 
-// One head's keys and values of a block as pairs, and the queries that attend to them.
+// Keys of attention_block.h.
 class PairKeys {
 public:
-    // Tokens [first, last), heads [kv_begin, kv_end) of the cache.
-    PairKeys(const Paged<uint16_t>& p, int64_t first, int64_t last, int64_t kv_begin, int64_t kv_end)
-        : p_(p), kv_begin_(kv_begin), columns_(p.state_dim()), rows_((last - first) * p.group()) {
+    using Number = uint16_t;
+
+    explicit PairKeys(const Paged<uint16_t>& p) : p_(p), columns_(p.state_dim()) {
         static thread_local Scratch scratch;
-        const int64_t block = kKeys * columns_, row = p.head_dim;
-        keys_ = scratch.get<uint16_t>(2 * block + columns_ + (kv_end - kv_begin) * rows_ * row);
-        values_ = keys_ + block, zeros_ = values_ + block, q_ = zeros_ + columns_;
+        const int64_t block = kKeys * columns_;
+        keys_ = scratch.get<uint16_t>(2 * block + columns_);
+        values_ = keys_ + block, zeros_ = values_ + block;
         std::memset(zeros_, 0, static_cast<size_t>(columns_) * sizeof *zeros_);
-        uint16_t* to = q_;
-        for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head)
-            for (int64_t token = first; token < last; ++token) {
-                const float* q = p.q + token * p.q_stride + kv_head * p.group() * row;
-                for (int64_t i = 0; i < p.group() * row; ++i) store_as(q[i], to++);
-            }
     }
 
-    // Keys [from, end) of the block, of the heads of the cache at `places`; the others are zero.
     void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end) {
         const uint16_t *keys[kKeys], *values[kKeys];
         for (int64_t i = 0; i < kKeys; ++i) {
@@ -104,39 +96,16 @@ public:
         }
     }
 
-    // Tokens [first, last) with what each sees; states [tokens, heads of kv_head].
-    void attend(int64_t, int64_t, const View* views, int64_t kv_head, float* states) const {
-        for (int64_t row = 0; row < rows_;) {
-            const int64_t left = rows_ - row;
-            if (left >= 8)
-                attend_rows<8>(row, views, kv_head, states), row += 8;
-            else if (left >= 4)
-                attend_rows<4>(row, views, kv_head, states), row += 4;
-            else if (left >= 2)
-                attend_rows<2>(row, views, kv_head, states), row += 2;
-            else
-                attend_rows<1>(row, views, kv_head, states), row += 1;
-        }
+    template <int R>
+    void scores(const uint16_t* q, float (*scores)[kKeys]) const {
+        pair_scores<R>(q, keys_, p_.head_dim, p_.scale, scores);
     }
 
-private:
     template <int R>
-    void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states) const {
-        alignas(64) float weights[R][kKeys];
+    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys]) const {
         alignas(64) uint16_t rounded[R][kKeys];
-        float *into[R], kept[R];
-        const int64_t dim = p_.head_dim, group = p_.group();
-        const Adjust adjust = p_.adjust(kv_head);
-        pair_scores<R>(q_ + ((kv_head - kv_begin_) * rows_ + row) * dim, keys_, dim, p_.scale, weights);
-        for (int r = 0; r < R; ++r) {
-            const View& view = views[(row + r) / group];
-            for (int64_t i = 0; i < view.begin && i < kKeys; ++i) weights[r][i] = -__builtin_inff();
-            for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) weights[r][i] = -__builtin_inff();
-            if (adjust) adjust_scores(weights[r], adjust, (row + r) % group, view.distance);
-            into[r] = states + (row + r) * state_floats(columns_);
-            kept[r] = softmax_block(weights[r], partial(into[r], columns_));
+        for (int r = 0; r < R; ++r)
             for (int64_t i = 0; i < kKeys; i += 16) store16_bfloat16(rounded[r] + i, load16(weights[r] + i));
-        }
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {
             int64_t d = 0;
@@ -147,9 +116,10 @@ private:
         }
     }
 
+private:
     const Paged<uint16_t>& p_;
-    const int64_t kv_begin_, columns_, rows_;
-    uint16_t *keys_, *values_, *zeros_, *q_;
+    const int64_t columns_;
+    uint16_t *keys_, *values_, *zeros_;
 };
 
 }  // namespace gpt_fast

@@ -41,13 +41,6 @@ inline float lane_max(F8 v) {
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
 
-// out[i] = factor * the sum of the lanes of v[i], of four at once: neighbours first, halves last.
-inline void store_lane_sums(const F8* v, float factor, float* out) {
-    const F8 pairs = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
-    _mm_storeu_ps(out, _mm_mul_ps(four, _mm_set1_ps(factor)));
-}
-
 // ---- conversions ----
 
 inline F8 as_floats(I8 bits) { return _mm256_castsi256_ps(bits); }
@@ -90,9 +83,28 @@ template <int N>
 inline I8 shift_right(I8 v) {  // zeros come in
     return _mm256_srli_epi32(v, N);
 }
+template <int N>
+inline I8 shift_right_signed(I8 v) {
+    return _mm256_srai_epi32(v, N);
+}
 inline I8 exclusive_or(I8 a, I8 b) { return _mm256_xor_si256(a, b); }
 inline I8 multiply(I8 a, I8 b) { return _mm256_mullo_epi32(a, b); }  // the lower 32 bits
 inline bool any(I8 v) { return !_mm256_testz_si256(v, v); }
+
+// Lane j of vector i becomes lane i of vector j.
+inline void turn8(I8* v) {
+    I8 t[8];
+    for (int i = 0; i < 8; i += 4) {
+        const I8 a = _mm256_unpacklo_epi32(v[i], v[i + 1]), b = _mm256_unpacklo_epi32(v[i + 2], v[i + 3]);
+        const I8 c = _mm256_unpackhi_epi32(v[i], v[i + 1]), d = _mm256_unpackhi_epi32(v[i + 2], v[i + 3]);
+        t[i] = _mm256_unpacklo_epi64(a, b), t[i + 1] = _mm256_unpackhi_epi64(a, b);
+        t[i + 2] = _mm256_unpacklo_epi64(c, d), t[i + 3] = _mm256_unpackhi_epi64(c, d);
+    }
+    for (int i = 0; i < 4; ++i) {
+        v[i] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x31);
+    }
+}
 
 inline int32_t lane_sum(I8 v) {
     __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));

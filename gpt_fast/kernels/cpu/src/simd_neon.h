@@ -56,13 +56,6 @@ inline float lane_max(F8 v) {
     return vget_lane_f32(vpmax_f32(t, t), 0);
 }
 
-// out[i] = factor * the sum of the lanes of v[i], of four at once: neighbours first, halves last.
-inline void store_lane_sums(const F8* v, float factor, float* out) {
-    const float32x4_t a = vpaddq_f32(vpaddq_f32(v[0].a, v[1].a), vpaddq_f32(v[2].a, v[3].a));
-    const float32x4_t b = vpaddq_f32(vpaddq_f32(v[0].b, v[1].b), vpaddq_f32(v[2].b, v[3].b));
-    vst1q_f32(out, vmulq_n_f32(vaddq_f32(a, b), factor));
-}
-
 // ---- conversions ----
 
 inline F8 as_floats(I8 bits) { return {vreinterpretq_f32_s32(bits.a), vreinterpretq_f32_s32(bits.b)}; }
@@ -109,9 +102,25 @@ inline I8 shift_right(I8 v) {  // zeros come in
     return {vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v.a), N)),
             vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v.b), N))};
 }
+template <int N>
+inline I8 shift_right_signed(I8 v) {
+    return {vshrq_n_s32(v.a, N), vshrq_n_s32(v.b, N)};
+}
 inline I8 exclusive_or(I8 x, I8 y) { return {veorq_s32(x.a, y.a), veorq_s32(x.b, y.b)}; }
 inline I8 multiply(I8 x, I8 y) { return {vmulq_s32(x.a, y.a), vmulq_s32(x.b, y.b)}; }  // the lower 32 bits
 inline bool any(I8 v) { return vmaxvq_u32(vreinterpretq_u32_s32(vorrq_s32(v.a, v.b))) != 0; }
+
+// Lane j of vector i becomes lane i of vector j.
+inline void turn8(I8* v) {
+    int32_t lanes[8][8];
+    for (int i = 0; i < 8; ++i) vst1q_s32(lanes[i], v[i].a), vst1q_s32(lanes[i] + 4, v[i].b);
+    for (int i = 0; i < 8; ++i) {
+        const int32_t column[8] = {lanes[0][i], lanes[1][i], lanes[2][i], lanes[3][i],
+                                   lanes[4][i], lanes[5][i], lanes[6][i], lanes[7][i]};
+        v[i] = {vld1q_s32(column), vld1q_s32(column + 4)};
+    }
+}
+
 inline int32_t lane_sum(I8 v) { return vaddvq_s32(vaddq_s32(v.a, v.b)); }
 inline int32_t lane_max(I8 v) { return vmaxvq_s32(vmaxq_s32(v.a, v.b)); }
 

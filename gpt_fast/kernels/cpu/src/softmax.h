@@ -42,25 +42,34 @@ inline void merge_states(float* into, float* other, int64_t count, int64_t dim) 
         merge(partial(into, dim), partial(other, dim), dim);
 }
 
-// Scores of one block to weights, in place, and its sum and largest score into `state`; returns what the earlier
-// values are to be multiplied with.
-inline float softmax_block(float* weights, const Partial& state) {
-    F8 top = load8(weights);
-    for (int64_t i = 8; i < kKeys; i += 8) top = larger(top, load8(weights + i));
-    float max = lane_max(top);
-    max = *state.max > max ? *state.max : max;
-    F8 total = splat(0.0f);
-    // Should all be -infinity, the difference would be NaN: such a block has no weight.
-    const F8 shift = splat(max == -__builtin_inff() ? 0.0f : max);
-    for (int64_t i = 0; i < kKeys; i += 8) {
-        const F8 e = exp8(load8(weights + i) - shift);
-        store8(weights + i, e);
-        total = total + e;
+// Scores of one block to weights, in place, for R queries; their sums and largest scores into `states`, and into `kept`
+// what the earlier values are to be multiplied with. All largest scores first: then the exponentials of all queries wait
+// for nothing.
+template <int R>
+inline void softmax_block(float (*weights)[kKeys], const Partial* states, float* kept) {
+    float most[R];
+    for (int r = 0; r < R; ++r) {
+        F8 top = load8(weights[r]);
+        for (int64_t i = 8; i < kKeys; i += 8) top = larger(top, load8(weights[r] + i));
+        const float max = lane_max(top);
+        most[r] = *states[r].max > max ? *states[r].max : max;
     }
-    const float keep = *state.sum == 0.0f ? 0.0f : exp_one(*state.max - max);
-    *state.sum = *state.sum * keep + lane_sum(total);
-    *state.max = max;
-    return keep;
+    for (int r = 0; r < R; ++r) {
+        const Partial& state = states[r];
+        const float max = most[r];
+        // Should all be -infinity, the difference would be NaN: such a block has no weight.
+        const F8 shift = splat(max == -__builtin_inff() ? 0.0f : max);
+        F8 total = splat(0.0f);
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < kKeys; i += 8) {
+            const F8 e = exp8(load8(weights[r] + i) - shift);
+            store8(weights[r] + i, e);
+            total = total + e;
+        }
+        kept[r] = *state.sum == 0.0f ? 0.0f : *state.max == max ? 1.0f : exp_one(*state.max - max);
+        *state.sum = *state.sum * kept[r] + lane_sum(total);
+        *state.max = max;
+    }
 }
 
 // What is done to scores beside scaling. `slopes`: of the query heads of a key-value head, or null.

@@ -1,0 +1,80 @@
+// One head's keys and values of a block, and the queries that attend to them: what both kinds of products share.
+#pragma once
+
+#include "paged.h"
+#include "softmax.h"
+
+namespace gpt_fast {
+
+// Keys keeps a block in the order that its products want (attention_floats.h, attention_pairs.h). It brings
+//   Number: the type of queries
+//   load(places, kv_head, from, end): keys [from, end) of the block, of the heads of the cache at `places`
+//   scores<R>(q, scores): scores[r][i] = scale * q[r] . keys[i], zero where no key was loaded; q [R, D]
+//   add_values<R>(into, kept, weights): into[r] = into[r] * kept[r] + the sum of weights[r][i] * values[i], in
+//     ascending order of i; the weights may be changed
+// What a row gets is the same for every R.
+template <class Cached, class Keys>
+class AttentionBlock {
+public:
+    using Number = typename Keys::Number;
+
+    // Tokens [first, last), heads [kv_begin, kv_end) of the cache.
+    AttentionBlock(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_begin, int64_t kv_end)
+        : p_(p), kv_begin_(kv_begin), rows_((last - first) * p.group()), keys_(p) {
+        static thread_local Scratch scratch;
+        q_ = scratch.get<Number>((kv_end - kv_begin) * rows_ * p.head_dim);
+        Number* to = q_;
+        for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head)
+            for (int64_t token = first; token < last; ++token) {
+                const float* q = p.q + token * p.q_stride + kv_head * p.group() * p.head_dim;
+                for (int64_t i = 0; i < p.group() * p.head_dim; ++i) store_as(q[i], to++);
+            }
+    }
+
+    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end) {
+        keys_.load(places, kv_head, from, end);
+    }
+
+    // All rows: tokens with what each sees, heads of kv_head; states [tokens, heads of kv_head].
+    void attend(const View* views, int64_t kv_head, float* states) const {
+        for (int64_t row = 0; row < rows_;) {
+            const int64_t left = rows_ - row;
+            if (left >= 8)
+                attend_rows<8>(row, views, kv_head, states), row += 8;
+            else if (left >= 4)
+                attend_rows<4>(row, views, kv_head, states), row += 4;
+            else if (left >= 2)
+                attend_rows<2>(row, views, kv_head, states), row += 2;
+            else
+                attend_rows<1>(row, views, kv_head, states), row += 1;
+        }
+    }
+
+private:
+    template <int R>
+    void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states) const {
+        alignas(64) float weights[R][kKeys];
+        float *into[R], kept[R];
+        Partial partials[R];
+        const int64_t group = p_.group(), state_dim = p_.state_dim();
+        const Adjust adjust = p_.adjust(kv_head);
+        keys_.template scores<R>(q_ + ((kv_head - kv_begin_) * rows_ + row) * p_.head_dim, weights);
+        for (int r = 0; r < R; ++r) {
+            const View& view = views[(row + r) / group];
+            for (int64_t i = 0; i < view.begin && i < kKeys; ++i) weights[r][i] = -__builtin_inff();
+            for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) weights[r][i] = -__builtin_inff();
+            if (adjust) adjust_scores(weights[r], adjust, (row + r) % group, view.distance);
+            into[r] = states + (row + r) * state_floats(state_dim);
+            partials[r] = partial(into[r], state_dim);
+        }
+        softmax_block<R>(weights, partials, kept);
+        keys_.template add_values<R>(into, kept, weights);
+    }
+
+    const Paged<Cached>& p_;
+    const int64_t kv_begin_, rows_;
+    Keys keys_;
+    Number* q_;
+};
+
+}  // namespace gpt_fast
