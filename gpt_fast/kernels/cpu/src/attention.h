@@ -51,13 +51,17 @@ void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t l
             views[token - first] = {std::max<int64_t>(oldest - base, 0), std::min(position + 1 - base, count),
                                     base - position};
         }
+        const char* runs[2 * kKeys];
+        for (int64_t i = 0; i < next; ++i) {
+            const int64_t at = (next_places[i] + kv_begin) * p.head_dim;
+            runs[i] = reinterpret_cast<const char*>(p.k_cache + at);
+            runs[next + i] = reinterpret_cast<const char*>(p.v_cache + at);
+        }
+        const int64_t kv_heads = kv_end - kv_begin, bytes = kv_heads * p.head_dim * static_cast<int64_t>(sizeof(Cached));
+        Ahead ahead(runs, 2 * next, bytes, kv_heads * block.work());
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
             block.load(places, kv_head, from, count);
-            for (int64_t i = 0; i < next; ++i) {  // comes in while this one is computed
-                p.prefetch(p.k_cache, next_places[i] + kv_head);
-                p.prefetch(p.v_cache, next_places[i] + kv_head);
-            }
-            block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record);
+            block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record, ahead);
         }
     }
 }

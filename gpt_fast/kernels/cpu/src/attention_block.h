@@ -6,13 +6,36 @@
 
 namespace gpt_fast {
 
+// Brings the next keys and values into the second level of the CPU's cache, a few lines at a time between the products
+// of a block. Many at once would fill the queue of lines that a core waits for, and the core would wait as well.
+class Ahead {
+public:
+    // `count` runs of `bytes`, evenly over so much `work`.
+    Ahead(const char* const* runs, int64_t count, int64_t bytes, int64_t work)
+        : run_(runs), each_(ceil_div(bytes, 64)), lines_(count * each_), all_work_(work) {}
+
+    void fetch(int64_t work) {
+        work_ += work;
+        for (const int64_t due = lines_ * work_ / all_work_; line_ < due; ++line_) {
+            if (line_ % each_ == 0) at_ = *run_++;
+            prefetch_to_level2(at_);
+            at_ += 64;
+        }
+    }
+
+private:
+    const char* const* run_;
+    const char* at_ = nullptr;
+    int64_t each_, lines_, all_work_, work_ = 0, line_ = 0;
+};
+
 // Keys keeps a block in the order that its products want (attention_floats.h, attention_pairs.h). It brings
 //   Number: the type of queries
 //   load(places, kv_head, from, end): keys [from, end) of the block, of the heads of the cache at `places`
-//   scores<R>(q, scores): scores[r][i] = scale * q[r] . keys[i], zero where no key was loaded; q [R, D]
-//   add_values<R>(into, kept, weights): into[r] = into[r] * kept[r] + the sum of weights[r][i] * values[i], in
+//   scores<R>(q, scores, ahead): scores[r][i] = scale * q[r] . keys[i], zero where no key was loaded; q [R, D]
+//   add_values<R>(into, kept, weights, ahead): into[r] = into[r] * kept[r] + the sum of weights[r][i] * values[i], in
 //     ascending order of i; the weights may be changed
-// What a row gets is the same for every R.
+// Both tell `ahead` of their work, which is rows times columns. What a row gets is the same for every R.
 template <class Cached, class Keys>
 class AttentionBlock {
 public:
@@ -36,29 +59,32 @@ public:
     }
 
     // All rows: tokens with what each sees, heads of kv_head; states [tokens, heads of kv_head].
-    void attend(const View* views, int64_t kv_head, float* states) const {
+    void attend(const View* views, int64_t kv_head, float* states, Ahead& ahead) const {
         for (int64_t row = 0; row < rows_;) {
             const int64_t left = rows_ - row;
             if (left >= 8)
-                attend_rows<8>(row, views, kv_head, states), row += 8;
+                attend_rows<8>(row, views, kv_head, states, ahead), row += 8;
             else if (left >= 4)
-                attend_rows<4>(row, views, kv_head, states), row += 4;
+                attend_rows<4>(row, views, kv_head, states, ahead), row += 4;
             else if (left >= 2)
-                attend_rows<2>(row, views, kv_head, states), row += 2;
+                attend_rows<2>(row, views, kv_head, states, ahead), row += 2;
             else
-                attend_rows<1>(row, views, kv_head, states), row += 1;
+                attend_rows<1>(row, views, kv_head, states, ahead), row += 1;
         }
     }
 
+    // Of one head, as Ahead is told of it.
+    int64_t work() const { return rows_ * (p_.head_dim + p_.state_dim()); }
+
 private:
     template <int R>
-    void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states) const {
+    void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states, Ahead& ahead) const {
         alignas(64) float weights[R][kKeys];
         float *into[R], kept[R];
         Partial partials[R];
         const int64_t group = p_.group(), state_dim = p_.state_dim();
         const Adjust adjust = p_.adjust(kv_head);
-        keys_.template scores<R>(q_ + ((kv_head - kv_begin_) * rows_ + row) * p_.head_dim, weights);
+        keys_.template scores<R>(q_ + ((kv_head - kv_begin_) * rows_ + row) * p_.head_dim, weights, ahead);
         for (int r = 0; r < R; ++r) {
             const View& view = views[(row + r) / group];
             for (int64_t i = 0; i < view.begin && i < kKeys; ++i) weights[r][i] = -__builtin_inff();
@@ -68,7 +94,7 @@ private:
             partials[r] = partial(into[r], state_dim);
         }
         softmax_block<R>(weights, partials, kept);
-        keys_.template add_values<R>(into, kept, weights);
+        keys_.template add_values<R>(into, kept, weights, ahead);
     }
 
     const Paged<Cached>& p_;

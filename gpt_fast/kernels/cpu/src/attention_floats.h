@@ -60,13 +60,16 @@ public:
     }
 
     template <int R>
-    void scores(const float* q, float (*scores)[kKeys]) const {
+    void scores(const float* q, float (*scores)[kKeys], Ahead& ahead) const {
         constexpr int some = kRegisters >= 32 || R < 2 ? R : 2;
-        for (int r = 0; r < R; r += some) some_scores<some>(q + r * dim_, scores + r);
+        for (int r = 0; r < R; r += some) {
+            ahead.fetch(some * dim_);
+            some_scores<some>(q + r * dim_, scores + r);
+        }
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, float (*weights)[kKeys]) const {
+    void add_values(float* const* into, const float* kept, float (*weights)[kKeys], Ahead& ahead) const {
         constexpr int some = R < 4 ? R : 4, wide = kRegisters >= 32 ? 4 : 1;
         if constexpr (std::is_same_v<Cached, int8_t>)
             for (int r = 0; r < R; ++r)
@@ -74,10 +77,15 @@ public:
                     store16(weights[r] + i, load16(weights[r] + i) * load16(v_scale_ + i));
         for (int r = 0; r < R; r += some) {
             int64_t d = 0;
-            for (; d + 16 * wide <= columns_; d += 16 * wide)
+            for (; d + 16 * wide <= columns_; d += 16 * wide) {
+                ahead.fetch(some * 16 * wide);
                 some_values<some, wide>(into + r, kept + r, weights + r, d);
+            }
             if constexpr (wide > 1)
-                for (; d < columns_; d += 16) some_values<some, 1>(into + r, kept + r, weights + r, d);
+                for (; d < columns_; d += 16) {
+                    ahead.fetch(some * 16);
+                    some_values<some, 1>(into + r, kept + r, weights + r, d);
+                }
         }
     }
 

@@ -97,17 +97,19 @@ public:
     }
 
     template <int R>
-    void scores(const uint16_t* q, float (*scores)[kKeys]) const {
+    void scores(const uint16_t* q, float (*scores)[kKeys], Ahead& ahead) const {
+        ahead.fetch(R * p_.head_dim);
         pair_scores<R>(q, keys_, p_.head_dim, p_.scale, scores);
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys]) const {
+    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) const {
         alignas(64) uint16_t rounded[R][kKeys];
         for (int r = 0; r < R; ++r)
             for (int64_t i = 0; i < kKeys; i += 16) store16_bfloat16(rounded[r] + i, load16(weights[r] + i));
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {
+            ahead.fetch(some * columns_);
             int64_t d = 0;
             for (; d + 64 <= columns_; d += 64)
                 add_pair_values<some, 4>(into + r, kept + r, rounded + r, values_, columns_, d);

@@ -42,13 +42,6 @@ struct Paged {
             position += count;
         }
     }
-
-    // Into the second level: the keys of a block lie at strides that fill few sets of the first one.
-    void prefetch(const Cached* cache, int64_t head) const {
-        const char* at = reinterpret_cast<const char*>(cache + head * head_dim);
-        for (int64_t byte = 0; byte < head_dim * static_cast<int64_t>(sizeof(Cached)); byte += 64)
-            prefetch_to_level2(at + byte);
-    }
 };
 
 }  // namespace gpt_fast
