@@ -14,7 +14,7 @@ struct Int4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = 0;
     static constexpr int64_t kManyRowsTiles = 2;
-    static constexpr int tiles_at_once(int rows) { return kRegisters >= 32 || rows <= 2 ? 2 : 1; }  // as in int8.h
+    static constexpr int tiles_at_once(int rows) { return tiles_of_integers(rows); }
     static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2;
 
     const uint8_t* data;

@@ -15,10 +15,7 @@ struct Int8 {
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
     static constexpr int64_t kTiledBytes = kBlock;
     static constexpr int64_t kManyRowsTiles = 2;
-    // A sum waits some cycles for the one before, so few rows need several tiles.
-    static constexpr int tiles_at_once(int rows) {
-        return kRegisters < 32 ? (rows <= 2 ? 2 : 1) : rows <= 2 ? kStreams : 2;
-    }
+    static constexpr int tiles_at_once(int rows) { return tiles_of_integers(rows); }
     static constexpr int64_t kBlockBytes = kTile * kBlock;
 
     const uint8_t* data;

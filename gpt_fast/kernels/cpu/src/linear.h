@@ -49,6 +49,9 @@ constexpr int64_t kDepth = 512;       // values of k in one pass, a multiple of 
 constexpr int kStreams = 4;       // tiles at once for which the hardware fetches ahead by itself, and better
 constexpr int64_t kAhead = 4096;  // bytes
 
+// Few rows wait for memory, and a sum some cycles for the one before; more rows need their sums in registers.
+constexpr int tiles_of_integers(int rows) { return rows <= 2 ? kStreams : kRegisters < 32 ? 1 : 2; }
+
 // Fetches what is read kAhead bytes after [at, at + count) of T tiles. Behind a tile's end T tiles further are next.
 template <int T>
 inline void fetch_ahead(const uint8_t* tiles, int64_t tile_bytes, int64_t at, int64_t count) {
