@@ -8,7 +8,7 @@
 //
 // A Format says how a tile is stored and brings micro<R, T>, which adds a range of k for R rows and T tiles. As many
 // rows as micro takes: each weight is read once, from memory, and the next ones are fetched meanwhile. Some more: a
-// piece of a tile is read from memory once and used for all rows out of the first-level cache. Many rows: a piece of x
+// tile or a piece of some is read from memory once and used for all rows out of the caches. Many rows: a piece of x
 // stays in the first-level cache for a group of tiles, which stays in the second-level cache for all rows.
 //
 // A format that can use the CPU's registers of tiles (tiles.h) says from how many rows on (kTiledRows; 0: never) and
@@ -43,6 +43,7 @@ struct Linear {
 constexpr int64_t kTile = 16;                      // outputs
 constexpr int kMaxRows = kRegisters < 32 ? 6 : 8;  // of one micro kernel: more sums than that do not fit the registers
 constexpr int64_t kFewRows = 16;
+constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 4;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // rows whose sums a thread holds at a time
 constexpr int64_t kDepth = 512;       // values of k in one pass, a multiple of every group size
 
@@ -141,12 +142,13 @@ void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64
     if (rows <= kMaxRows) {
         all_rows<Format>(x, row, count, w, tile, tiles, 0, k, acc);
     } else {
-        const int64_t group = rows <= kFewRows ? 4 : tiles;
+        const bool few = rows <= kFewRows;
+        const int64_t group = few ? kFewTiles : tiles, piece = few && kFewTiles == 1 ? depth : kDepth;
         for (int64_t t = 0; t < tiles; t += group)
             for (int64_t p = 0; p < acc.parts; ++p)
-                for (int64_t d = p * depth, end = d + depth; d < end; d += kDepth)
+                for (int64_t d = p * depth, end = d + depth; d < end; d += piece)
                     all_rows<Format>(x, row, count, w, tile + t, t + group < tiles ? group : tiles - t, d,
-                                     d + kDepth < end ? d + kDepth : end, acc.only(p).from(0, t));
+                                     d + piece < end ? d + piece : end, acc.only(p).from(0, t));
     }
     for (int64_t step = 1; step < acc.parts; step *= 2)
         for (int64_t p = 0; p < acc.parts; p += 2 * step)
