@@ -162,6 +162,19 @@ inline float finished(float sum, const Linear& layer, int64_t column, float add)
     return std::fma(std::fma(sum, scale, bias), static_cast<float>(layer.factor), add);
 }
 
+// The same for columns [first, first + count) of a row; `add` may be null, and may be `to`.
+inline void finish_row(const float* sums, const Linear& layer, int64_t first, int64_t count, const float* add,
+                       float* to) {
+    const F8 one = splat(1.0f), none = splat(0.0f), factor = splat(static_cast<float>(layer.factor));
+    int64_t j = 0;
+    for (; j + 8 <= count; j += 8) {
+        const F8 scale = layer.scale ? load8(layer.scale + first + j) : one;
+        const F8 bias = layer.bias ? load8(layer.bias + first + j) : none;
+        store8(to + j, plus_product(add ? load8(add + j) : none, plus_product(bias, load8(sums + j), scale), factor));
+    }
+    for (; j < count; ++j) to[j] = finished(sums[j], layer, first + j, add ? add[j] : 0.0f);
+}
+
 // Some tiles of out [rows, n] for all rows, by one thread; residual null or as out, which it may be itself.
 template <class Format>
 void linear_tiles(const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer, float* out,
@@ -176,11 +189,10 @@ void linear_tiles(const typename Format::Rows& x, int64_t rows, const Format& w,
         for (int64_t m = 0; m < count; ++m) {
             const float* from = acc + m * stride;
             const int64_t at = (row + m) * layer.out_stride + first;
-            float* to = out + at;
-            const float* add = residual ? residual + at : nullptr;
-            for (int64_t j = 0; j < columns; ++j) {
-                to[j] = layer.raw ? from[j] : finished(from[j], layer, first + j, add ? add[j] : 0.0f);
-            }
+            if (layer.raw)
+                std::memcpy(out + at, from, static_cast<size_t>(columns) * sizeof *from);
+            else
+                finish_row(from, layer, first, columns, residual ? residual + at : nullptr, out + at);
         }
     }
 }
