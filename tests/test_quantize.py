@@ -33,8 +33,8 @@ from gpt_fast.model.description import describe, parts
 from gpt_fast.params import SamplingParams
 from gpt_fast.quantize.apply import quantize_model, swap_layers
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
-from gpt_fast.quantize.rtn import encode, find_grid, pad_groups, plain_int4, quantize_rows
-from gpt_fast.quantize.scheme import Scheme, Split, parse_quant_config, quant_config
+from gpt_fast.quantize.rtn import encode, find_grid, pad_groups, plain_int4, plain_int8, quantize_rows
+from gpt_fast.quantize.scheme import Kind, Scheme, Split, parse_quant_config, quant_config
 from gpt_fast.quantize.writer import CheckpointWriter, quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -178,6 +178,30 @@ def test_cpp_searches_as_plain_torch_does(group_size: int, dtype: torch.dtype) -
 
 
 @needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cpp_rounds_to_int8_as_plain_torch_does(dtype: torch.dtype) -> None:
+    for n, k in ((1, 1), (8, 20), (9, 32), (24, 172), (64, 1024)):
+        rows = noisy_rows(n, k, seed=k).to(dtype)
+        rows[0, 0] = 1e-44  # of float32 alone: a scale that is 0
+        expected = plain_int8(rows.float())
+        assert_same(quantizing.quantize_int8(rows), expected)
+        assert_same(quantizing.quantize_int8(rows.t().contiguous().t()), expected)
+        torch.set_num_threads(3)
+        assert_same(quantizing.quantize_int8(rows), expected)
+
+
+@needs_cpp
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_shows_in_the_int8_scale_of_its_row_alone(value: float) -> None:
+    weight = noise(3, 70)
+    weight[1, 68] = value
+    for make in (quantizing.quantize_int8, plain_int8):
+        made = make(weight)
+        assert made["scale"].isfinite().tolist() == [True, False, True]
+        assert_same({name: tensor[::2] for name, tensor in made.items()}, plain_int8(weight[::2]))
+
+
+@needs_cpp
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_shows_in_the_scale_of_its_row_alone(value: float) -> None:
     weight = noise(4, 600)
@@ -191,17 +215,27 @@ def test_what_is_not_finite_shows_in_the_scale_of_its_row_alone(value: float) ->
 
 
 @needs_cpp
-def test_cpp_rounds_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "in_cpp", "plain"),
+    [("int4", quantizing.quantize_int4, plain_int4), ("int8", quantizing.quantize_int8, plain_int8)],
+)
+def test_cpp_rounds_where_it_can(
+    kind: Kind,
+    in_cpp: Callable[..., dict[str, Tensor]],
+    plain: Callable[..., dict[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, used = dict[str, Tensor](), list[str]()
 
     def noted(name: str, function: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
         return lambda *arguments: used.append(name) or function(*arguments)
 
-    monkeypatch.setattr("gpt_fast.kernels.cpu.quantizing.quantize_int4", noted("C++", quantizing.quantize_int4))
-    monkeypatch.setattr("gpt_fast.quantize.rtn.plain_int4", noted("plain", plain_int4))
-    made = quantize_rows(noise(3, 64), Scheme("int4", 32))
+    monkeypatch.setattr(f"gpt_fast.kernels.cpu.quantizing.quantize_{kind}", noted("C++", in_cpp))
+    monkeypatch.setattr(f"gpt_fast.quantize.rtn.plain_{kind}", noted("plain", plain))
+    scheme = Scheme(kind, 32) if kind == "int4" else Scheme(kind)
+    made = quantize_rows(noise(3, 64), scheme)
     monkeypatch.setattr(library, "available", lambda: False)
-    assert_same(quantize_rows(noise(3, 64), Scheme("int4", 32)), made)
+    assert_same(quantize_rows(noise(3, 64), scheme), made)
     assert used == ["C++", "plain"]
 
 

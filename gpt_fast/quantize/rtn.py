@@ -6,8 +6,9 @@ the codes it leads to, and the one with the least squared error stays. The squar
 is about an eighth less than with the plain minimum and maximum. Then the few values of scale and zero that can be
 stored near it are tried, so that storing them in a byte each costs nothing that could be measured.
 
-The search is much arithmetic for each weight. Where the C++ kernels run, they do it (kernels/cpu/quantizing.py); what
-stands here is their plain twin, with the same bits on a CPU: its sums have an order of their own (``_sum``).
+The search is much arithmetic for each weight. Where the C++ kernels run, they do it, and round to int8
+(kernels/cpu/quantizing.py); what stands here is their plain twin, with the same bits on a CPU: the search's sums have
+an order that torch does not choose (``_sum``).
 """
 
 from __future__ import annotations
@@ -66,20 +67,34 @@ def quantized_pieces(
 def quantize_rows(rows: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     """[n, K] of any floating dtype -> the tensors of ``scheme`` for these rows."""
     if _in_cpp(scheme, rows.device):
+        if scheme.kind == "int8":
+            return quantizing.quantize_int8(rows)
         return quantizing.quantize_int4(rows, scheme.group_size)
     _keep_memory()
     rows = rows.float()
     if scheme.kind == "int4":
         return plain_int4(rows, scheme.group_size)
-    dtype, most = (torch.int8, 127.0) if scheme.kind == "int8" else (torch.float8_e4m3fn, _FP8_MAX)
-    scale = rows.abs().amax(1) / most
-    scale = torch.where(scale == 0, 1.0, scale)  # NaN stays, so that it is seen
-    scaled = (rows / scale[:, None]).clamp_(-most, most)
-    return {"weight": (scaled.round_() if scheme.kind == "int8" else scaled).to(dtype), "scale": scale}
+    if scheme.kind == "int8":
+        return plain_int8(rows)
+    scaled, scale = _in_channels(rows, _FP8_MAX)
+    return {"weight": scaled.to(torch.float8_e4m3fn), "scale": scale}
 
 
 def _in_cpp(scheme: Scheme, device: torch.device | str) -> bool:
-    return scheme.kind == "int4" and torch.device(device).type == "cpu" and library.available()
+    return scheme.kind in ("int8", "int4") and torch.device(device).type == "cpu" and library.available()
+
+
+def _in_channels(rows: Tensor, most: float) -> tuple[Tensor, Tensor]:
+    """``rows`` in units of each row's scale, which makes its largest magnitude ``most``; and the scales, [n]."""
+    scale = rows.abs().amax(1) / most
+    scale = torch.where(scale == 0, 1.0, scale)  # NaN stays, so that it is seen
+    return (rows / scale[:, None]).clamp_(-most, most), scale
+
+
+def plain_int8(rows: Tensor) -> dict[str, Tensor]:
+    """``quantizing.quantize_int8`` in plain torch, on any device; ``rows`` float32 [n, K]."""
+    scaled, scale = _in_channels(rows, 127.0)
+    return {"weight": scaled.round_().nan_to_num_(0.0).to(torch.int8), "scale": scale}
 
 
 def plain_int4(rows: Tensor, group_size: int) -> dict[str, Tensor]:

@@ -226,9 +226,10 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.gpt_fast_run.argtypes = [_P, _P, ctypes.c_int]
     lib.gpt_fast_pack.argtypes = [_P, _P, _I, _I, _I, _I, ctypes.c_int]
     lib.gpt_fast_quantize.argtypes = [_P, _I, _I, _I, _I, _P, _P, _P, _P, ctypes.c_int]
+    lib.gpt_fast_quantize_int8.argtypes = [_P, _I, _I, _I, _P, _P, ctypes.c_int]
     lib.gpt_fast_chain.argtypes = [_P, _P, _P, ctypes.c_int]
     lib.gpt_fast_draw.argtypes = [_P, _P, _P, _I, _I, ctypes.c_int]
-    for name in ("run", "pack", "quantize", "chain", "draw"):
+    for name in ("run", "pack", "quantize", "quantize_int8", "chain", "draw"):
         getattr(lib, f"gpt_fast_{name}").restype = None
     lib.gpt_fast_tell.argtypes, lib.gpt_fast_tell.restype = [_P, _P, _I], None
     lib.gpt_fast_hear.argtypes, lib.gpt_fast_hear.restype = [_P], ctypes.POINTER(_I)

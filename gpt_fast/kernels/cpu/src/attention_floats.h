@@ -35,7 +35,7 @@ public:
         static thread_local Scratch scratch;
         const int64_t turned = kKeys * ceil_div(dim_, kChunk) * kChunk;
         keys_ = scratch.get<float>(turned + kKeys * columns_);
-        values_ = keys_ + turned;
+        widened_ = keys_ + turned;
     }
 
     void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end) {
@@ -52,7 +52,12 @@ public:
             for (int64_t d = 0; d < dim_; d += kChunk) turn(keys + i, d, keys_ + d * kKeys + i);
         for (int64_t i = from; i < end; ++i) {
             const Cached* value = p_.v_cache + (places[i - from] + kv_head) * dim_;
-            float* to = values_ + i * columns_;
+            if constexpr (std::is_same_v<Cached, float>) {
+                values_[i] = value;
+                if (dim_ == columns_) continue;
+            }
+            float* to = widened_ + i * columns_;
+            values_[i] = to;
 #pragma GCC unroll 4
             for (int64_t d = 0; d < dim_; d += 8) store8(to + d, widened8(value + d));
             if (dim_ < columns_) store8(to + dim_, splat(0.0f));
@@ -148,7 +153,7 @@ private:
         for (int64_t i = from_; i < end_; ++i) {
             F16 v[W];
 #pragma GCC unroll 8
-            for (int w = 0; w < W; ++w) v[w] = load16(values_ + i * columns_ + d + 16 * w);
+            for (int w = 0; w < W; ++w) v[w] = load16(values_[i] + d + 16 * w);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const F16 weight = splat16(weights[r][i]);
@@ -165,7 +170,8 @@ private:
     const Paged<Cached>& p_;
     const int64_t dim_, columns_;
     int64_t from_ = 0, end_ = 0;
-    float *keys_, *values_;  // [D, kKeys], [kKeys, columns]
+    float *keys_, *widened_;  // [D, kKeys], [kKeys, columns]
+    const float* values_[kKeys];
     alignas(64) float k_scale_[kKeys], v_scale_[kKeys];
 };
 

@@ -33,21 +33,15 @@ struct Bfloat16 {
         decltype(x.row(0)) xs[R];
         F16 sum[R][T];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            xs[r] = x.row(row + r);
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) sum[r][t] = load16(acc + r * acc_stride + t * kTile);
-        }
+        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        load_sums(sum, acc, acc_stride);
         for (int64_t p = k / 2; p < pairs;) {
             fetch_ahead<T>(tiles, tile_bytes, p * kPairBytes, kBlockPairs * kPairBytes);
             for (const int64_t end = p + kBlockPairs < pairs ? p + kBlockPairs : pairs; p < end; ++p)
                 add<R, T, 2>(tiles + p * kPairBytes, tile_bytes, xs, 2 * p, sum);
         }
         if (!kBfloat16Dots && k_end % 2) add<R, T, 1>(tiles + pairs * kPairBytes, tile_bytes, xs, k_end - 1, sum);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) store16(acc + r * acc_stride + t * kTile, sum[r][t]);
+        store_sums(sum, acc, acc_stride);
     }
 
     template <int T>

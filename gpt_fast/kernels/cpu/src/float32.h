@@ -34,11 +34,8 @@ struct Float32 {
         const int64_t tile_values = k_total * kTile, value_bytes = sizeof(float);
         const float* tiles = data + tile * tile_values;
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            xs[r] = x.row(row + r);
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) sum[r][t] = load16(acc + r * acc_stride + t * kTile);
-        }
+        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        load_sums(sum, acc, acc_stride);
         for (int64_t i = k; i < k_end;) {
             fetch_ahead<T>(reinterpret_cast<const uint8_t*>(tiles), tile_values * value_bytes, i * kTile * value_bytes,
                            kStretch * kTile * value_bytes);
@@ -51,10 +48,7 @@ struct Float32 {
                 }
             }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) store16(acc + r * acc_stride + t * kTile, sum[r][t]);
+        store_sums(sum, acc, acc_stride);
     }
 };
 

@@ -32,11 +32,8 @@ struct Int4 {
         const QuantizedBlock* xs[R];
         F16 sum[R][T];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            xs[r] = x.row(row + r);
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) sum[r][t] = load16(acc + r * acc_stride + t * kTile);
-        }
+        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        load_sums(sum, acc, acc_stride);
         int64_t at = k / group_size * group_bytes;  // from the beginning of a tile
         for (int64_t b = k / kBlock; b < k_end / kBlock;) {
             const uint8_t* header = tiles + at;
@@ -57,10 +54,7 @@ struct Int4 {
                 }
             }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) store16(acc + r * acc_stride + t * kTile, sum[r][t]);
+        store_sums(sum, acc, acc_stride);
     }
 
     // exact = the sums over one block of codes, as integers; the weights of each value serve all rows.

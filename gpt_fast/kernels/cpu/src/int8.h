@@ -31,11 +31,8 @@ struct Int8 {
         const QuantizedBlock* xs[R];
         F16 sum[R][T];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            xs[r] = x.row(row + r);
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) sum[r][t] = load16(acc + r * acc_stride + t * kTile);
-        }
+        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        load_sums(sum, acc, acc_stride);
         for (int64_t b = k / kBlock; b < k_end / kBlock; ++b) {
             fetch_ahead<T>(tiles, tile_bytes, b * kBlockBytes, kBlockBytes);
             I16 exact[R][T];
@@ -62,10 +59,7 @@ struct Int8 {
                 for (int t = 0; t < T; ++t) sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]), scale);
             }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) store16(acc + r * acc_stride + t * kTile, sum[r][t]);
+        store_sums(sum, acc, acc_stride);
     }
 
     template <int T>

@@ -36,6 +36,13 @@ void gpt_fast_quantize(const uint8_t* from, int64_t format, int64_t rows, int64_
     run_team(threads, kPhases, [&](Team& team) { quantize_rows(team, p); });
 }
 
+// The same to int8.
+void gpt_fast_quantize_int8(const uint8_t* from, int64_t format, int64_t rows, int64_t columns, int8_t* codes,
+                            float* scale, int threads) {
+    run_team(threads, kPhases,
+             [&](Team& team) { quantize_rows_to_int8(team, from, format, rows, columns, codes, scale); });
+}
+
 // How products with weights of a format round their rows (activations.h); 0: not at all.
 int64_t gpt_fast_rounding(int64_t format) { return rounding_of(format); }
 

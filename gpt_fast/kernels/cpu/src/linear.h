@@ -62,6 +62,23 @@ inline void fetch_ahead(const uint8_t* tiles, int64_t tile_bytes, int64_t at, in
         for (int64_t line = 0; line < count; line += 64) prefetch(tiles + t * tile_bytes + from + line);
 }
 
+// The sums of R rows and T tiles, from where they are kept between the pieces of k and back.
+template <int R, int T>
+inline void load_sums(F16 (&sum)[R][T], const float* from, int64_t stride) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) sum[r][t] = load16(from + r * stride + t * kTile);
+}
+
+template <int R, int T>
+inline void store_sums(const F16 (&sum)[R][T], float* to, int64_t stride) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) store16(to + r * stride + t * kTile, sum[r][t]);
+}
+
 // Sums of rows and tiles over each part of k: [parts, rows, stride], `part` floats from one part to the next.
 struct Sums {
     float* data;

@@ -1,5 +1,5 @@
-// Weights rounded to int4: the search for each group's scale and zero. quantize/rtn.py, the twin in plain torch, has the
-// reasons; both compute the same bits. So no product is joined with a sum here, and sums have the twin's order.
+// Weights rounded to int8, and to int4: the search for each group's scale and zero. quantize/rtn.py, the twin in plain
+// torch, has the reasons; both compute the same bits. So no product is joined with a sum here, and sums have the twin's order.
 //
 // Lanes of a vector are eight groups of a row: what is searched for is a number for each group, so nothing is ever summed
 // across lanes. Where the twin gives NaN, these give it: clamps keep it, and bytes made of it are 0.
@@ -215,6 +215,46 @@ inline void quantize_row(const Quantizing& p, int64_t r) {
         store_bytes(fit.zero * splat(kZeroSteps), count, p.zero + at, 1);
         store_codes(g, fit.step * splat(row_scale), fit.zero, count, p.weight + at * p.group_size / 2);
     }
+}
+
+// A row to int8 and its scale. A row with NaN gets a scale of NaN, so that it is seen; codes that would be NaN are 0.
+template <class T>
+inline void quantize_row_to_int8(const T* row, int64_t columns, int8_t* codes, float* scale) {
+    const int64_t whole_blocks = columns / kBlock * kBlock;
+    const I8 magnitude = splat(0x7fffffff);
+    I8 largest = splat(0);  // as integers, because the floating-point maximum would lose a NaN
+    float rest[kBlock] = {};
+    for (int64_t i = whole_blocks; i < columns; ++i) rest[i - whole_blocks] = to_float(row[i]);
+    for (int64_t i = 0; i < kBlock; i += 8) largest = larger(largest, as_ints(load8(rest + i)) & magnitude);
+    for (int64_t i = 0; i < whole_blocks; i += 8) largest = larger(largest, as_ints(load8(row + i)) & magnitude);
+    const int32_t bits = lane_max(largest);
+    float most;
+    std::memcpy(&most, &bits, sizeof most);
+    *scale = most / 127.0f;
+    if (*scale == 0.0f) *scale = 1.0f;
+    auto store = [&](const auto* from, int8_t* to) {
+        I8 q[4];
+        for (int i = 0; i < 4; ++i) {
+            const F8 v = clamp(load8(from + 8 * i) / splat(*scale), -127.0f, 127.0f);
+            q[i] = nearest(choose(is_nan(v), splat(0.0f), v));
+        }
+        store_int8(to, q);
+    };
+    for (int64_t i = 0; i < whole_blocks; i += kBlock) store(row + i, codes + i);
+    int8_t last[kBlock];
+    store(rest, last);
+    std::memcpy(codes + whole_blocks, last, static_cast<size_t>(columns - whole_blocks));
+}
+
+inline void quantize_rows_to_int8(Team& team, const uint8_t* from, int64_t format, int64_t rows, int64_t columns,
+                                  int8_t* codes, float* scale) {
+    team.share(rows, 1, [&](int64_t r, int64_t) {
+        const int64_t at = r * columns;
+        if (format == kBfloat16)
+            quantize_row_to_int8(reinterpret_cast<const uint16_t*>(from) + at, columns, codes + at, scale + r);
+        else
+            quantize_row_to_int8(reinterpret_cast<const float*>(from) + at, columns, codes + at, scale + r);
+    });
 }
 
 inline void quantize_rows(Team& team, const Quantizing& p) {
