@@ -35,7 +35,8 @@ private:
 //   scores<R>(q, scores, ahead): scores[r][i] = scale * q[r] . keys[i], zero where no key was loaded; q [R, D]
 //   add_values<R>(into, kept, weights, ahead): into[r] = into[r] * kept[r] + the sum of weights[r][i] * values[i], in
 //     ascending order of i; the weights may be changed
-// Both tell `ahead` of their work, which is rows times columns. What a row gets is the same for every R.
+// Both tell `ahead` of their work, which is rows times columns. What a row gets is the same for every R. Keys that a token
+// may not see have the weight 0, so a value that is not finite makes earlier tokens of the same step not finite too.
 template <class Cached, class Keys>
 class AttentionBlock {
 public:
