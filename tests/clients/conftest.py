@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,8 +55,15 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.port}/predictions/gpt-fast/1.0/v1"
 
 
-def run(*command: str) -> str:
-    """What a command line client of this environment prints. It must succeed."""
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
-    return done.stdout
+def run(*command: str, timeout: float = 300) -> str:
+    """What a command line client of this environment prints. It must succeed within so many seconds; what it has
+    started ends with it. Raises subprocess.TimeoutExpired."""
+    pipe, command = subprocess.PIPE, (sys.executable, "-m", *command)
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as client:
+        try:
+            stdout, stderr = client.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(client.pid, signal.SIGKILL)
+            raise
+    assert client.returncode == 0, f"{stdout[-5000:]}\n{stderr[-5000:]}"
+    return stdout
