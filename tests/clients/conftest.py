@@ -56,8 +56,10 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def run(*command: str, timeout: float = 300) -> str:
-    """What a command line client of this environment prints. It must succeed within so many seconds; what it has
-    started ends with it. Raises subprocess.TimeoutExpired."""
+    """What a command line client of this environment prints. It must succeed.
+
+    After ``timeout`` seconds the client and its processes are killed. Raises subprocess.TimeoutExpired then.
+    """
     pipe, command = subprocess.PIPE, (sys.executable, "-m", *command)
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as client:
         try:

@@ -29,19 +29,25 @@ struct QuantizedRows {
     }
 };
 
+// Magnitudes are compared as integers, because the floating-point maximum would lose a NaN.
+inline I8 larger_magnitude(I8 largest, F8 v) { return larger(largest, as_ints(v) & splat(0x7fffffff)); }
+
+inline float largest_lane(I8 magnitudes) {
+    const int32_t bits = lane_max(magnitudes);
+    float most;
+    std::memcpy(&most, &bits, sizeof most);
+    return most;
+}
+
 // One block: scale = largest magnitude / 127, values rounded to nearest even. A block with NaN gets a scale of NaN.
 inline void quantize_block(const float* x, QuantizedBlock& to) {
-    const I8 magnitude = splat(0x7fffffff);
     F8 v[4];
     I8 largest = splat(0);
     for (int i = 0; i < 4; ++i) {
         v[i] = load8(x + 8 * i);
-        // As integers, because the floating-point maximum would lose a NaN.
-        largest = larger(largest, as_ints(v[i]) & magnitude);
+        largest = larger_magnitude(largest, v[i]);
     }
-    const int32_t bits = lane_max(largest);
-    float most;
-    std::memcpy(&most, &bits, sizeof most);
+    const float most = largest_lane(largest);
     const F8 inverse = splat(most == 0.0f ? 0.0f : 127.0f / most);
     I8 q[4];
     for (int i = 0; i < 4; ++i) q[i] = nearest(v[i] * inverse);

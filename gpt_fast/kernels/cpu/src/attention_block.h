@@ -29,6 +29,31 @@ private:
     int64_t each_, lines_, all_work_, work_ = 0, line_ = 0;
 };
 
+template <int R, int V>
+inline void clear_sums(F16 (&sum)[R][V]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) sum[r][v] = splat16(0.0f);
+}
+
+// Columns [d, d + 16 W) of the values of R queries, times `kept`; and back.
+template <int R, int W>
+inline void load_values(F16 (&sum)[R][W], const float* const* from, const float* kept, int64_t d) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int w = 0; w < W; ++w) sum[r][w] = load16(from[r] + d + 16 * w) * splat16(kept[r]);
+}
+
+template <int R, int W>
+inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int w = 0; w < W; ++w) store16(to[r] + d + 16 * w, sum[r][w]);
+}
+
 // Keys keeps a block in the order that its products want (attention_floats.h, attention_pairs.h). It brings
 //   Number: the type of queries
 //   load(places, kv_head, from, end): keys [from, end) of the block, of the heads of the cache at `places`

@@ -116,10 +116,7 @@ private:
     void some_scores(const float* q, float (*scores)[kKeys]) const {
         constexpr int V = kKeys / 16;
         F16 sum[R][V];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) sum[r][v] = splat16(0.0f);
+        clear_sums(sum);
 #pragma GCC unroll 4
         for (int64_t d = 0; d < dim_; ++d) {
             F16 key[V];
@@ -145,10 +142,7 @@ private:
     template <int R, int W>
     void some_values(float* const* into, const float* kept, const float (*weights)[kKeys], int64_t d) const {
         F16 sum[R][W];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int w = 0; w < W; ++w) sum[r][w] = load16(into[r] + d + 16 * w) * splat16(kept[r]);
+        load_values(sum, into, kept, d);
 #pragma GCC unroll 4
         for (int64_t i = from_; i < end_; ++i) {
             F16 v[W];
@@ -161,10 +155,7 @@ private:
                 for (int w = 0; w < W; ++w) sum[r][w] = plus_product(sum[r][w], weight, v[w]);
             }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int w = 0; w < W; ++w) store16(into[r] + d + 16 * w, sum[r][w]);
+        store_values(sum, into, d);
     }
 
     const Paged<Cached>& p_;

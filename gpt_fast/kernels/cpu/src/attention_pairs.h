@@ -14,10 +14,7 @@ template <int R>
 inline void pair_scores(const uint16_t* q, const uint16_t* keys, int64_t dim, float scale, float (*scores)[kKeys]) {
     constexpr int V = kKeys / 16;
     F16 sum[R][V];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) sum[r][v] = splat16(0.0f);
+    clear_sums(sum);
 #pragma GCC unroll 2
     for (int64_t d = 0; d < dim; d += 2) {
         I16 key[V];
@@ -42,10 +39,7 @@ template <int R, int W>
 inline void add_pair_values(float* const* value, const float* kept, const uint16_t (*weights)[kKeys],
                             const uint16_t* values, int64_t columns, int64_t d) {
     F16 sum[R][W];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int w = 0; w < W; ++w) sum[r][w] = load16(value[r] + d + 16 * w) * splat16(kept[r]);
+    load_values(sum, value, kept, d);
 #pragma GCC unroll 2
     for (int64_t i = 0; i < kKeys; i += 2) {
         I16 v[W];
@@ -59,10 +53,7 @@ inline void add_pair_values(float* const* value, const float* kept, const uint16
             for (int w = 0; w < W; ++w) sum[r][w] = bfloat16_dot(sum[r][w], v[w], weight);
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int w = 0; w < W; ++w) store16(value[r] + d + 16 * w, sum[r][w]);
+    store_values(sum, value, d);
 }
 
 // Keys of attention_block.h.

@@ -1,5 +1,6 @@
 // Weights rounded to int8, and to int4: the search for each group's scale and zero. quantize/rtn.py, the twin in plain
-// torch, has the reasons; both compute the same bits. So no product is joined with a sum here, and sums have the twin's order.
+// torch, has the reasons; both compute the same bits. So no product is joined with a sum here, and sums have the twin's
+// order.
 //
 // Lanes of a vector are eight groups of a row: what is searched for is a number for each group, so nothing is ever summed
 // across lanes. Where the twin gives NaN, these give it: clamps keep it, and bytes made of it are 0.
@@ -221,16 +222,12 @@ inline void quantize_row(const Quantizing& p, int64_t r) {
 template <class T>
 inline void quantize_row_to_int8(const T* row, int64_t columns, int8_t* codes, float* scale) {
     const int64_t whole_blocks = columns / kBlock * kBlock;
-    const I8 magnitude = splat(0x7fffffff);
-    I8 largest = splat(0);  // as integers, because the floating-point maximum would lose a NaN
     float rest[kBlock] = {};
     for (int64_t i = whole_blocks; i < columns; ++i) rest[i - whole_blocks] = to_float(row[i]);
-    for (int64_t i = 0; i < kBlock; i += 8) largest = larger(largest, as_ints(load8(rest + i)) & magnitude);
-    for (int64_t i = 0; i < whole_blocks; i += 8) largest = larger(largest, as_ints(load8(row + i)) & magnitude);
-    const int32_t bits = lane_max(largest);
-    float most;
-    std::memcpy(&most, &bits, sizeof most);
-    *scale = most / 127.0f;
+    I8 largest = splat(0);
+    for (int64_t i = 0; i < kBlock; i += 8) largest = larger_magnitude(largest, load8(rest + i));
+    for (int64_t i = 0; i < whole_blocks; i += 8) largest = larger_magnitude(largest, load8(row + i));
+    *scale = largest_lane(largest) / 127.0f;
     if (*scale == 0.0f) *scale = 1.0f;
     auto store = [&](const auto* from, int8_t* to) {
         I8 q[4];
