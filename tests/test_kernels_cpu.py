@@ -68,6 +68,7 @@ def int4_grid(n: int, groups: int, g: torch.Generator | None = None) -> tuple[Te
     """Scales, zeros around 8, and row scales for scales of at most 1."""
     s = torch.randint(1, 256, (n, groups), generator=g, dtype=torch.uint8)
     z = torch.randint(40, 88, (n, groups), generator=g, dtype=torch.uint8)
+    z[0] = torch.arange(groups) * 40 % 256  # beyond the codes as well
     return s, z, torch.rand(n, generator=g) / 255
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.kernels.cpu.packing import BLOCK, from_nibbles
+from gpt_fast.kernels.cpu.library import rounded_together
+from gpt_fast.kernels.cpu.packing import from_nibbles
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -18,17 +19,17 @@ def exact_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rounded_product(x: Tensor, weight: Tensor) -> Tensor:
-    """The same with x rounded to 8 bits in blocks of 32: what the integer kernels compute."""
-    values, scales = quantize_activations(x)
+    """The same with x rounded to 8 bits in blocks: what the integer kernels of this machine compute."""
+    values, scales = quantize_activations(x, rounded_together())
     return F.linear((values * scales[..., None]).flatten(-2)[..., : x.shape[-1]], weight)
 
 
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., K] -> values [..., blocks, 32] int8 and scales [..., blocks] float32, blocks = ceil(K / 32).
+def quantize_activations(x: Tensor, together: int) -> tuple[Tensor, Tensor]:
+    """x [..., K] -> values [..., blocks, together] int8 and scales [..., blocks] float32, blocks = ceil(K / together).
 
     Each block as :func:`quantize_heads` does it; missing values are zero.
     """
-    return quantize_heads(F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)))
+    return quantize_heads(F.pad(x.float(), (0, -x.shape[-1] % together)).unflatten(-1, (-1, together)))
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, padded
 from gpt_fast.kernels.cpu import packing
-from gpt_fast.kernels.cpu.library import available
+from gpt_fast.kernels.cpu.library import available, rounded_together
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Ranks, Weights, check
 from gpt_fast.kernels.race import Draw
 from gpt_fast.model import description as d
@@ -180,7 +180,10 @@ def pack_block(module: Block, tied: Sequence[PackedWeights] = (), num_ranks: int
 def _num_parts(w: PackedWeights, num_ranks: int) -> int:
     """Parts of the inputs that one of ``num_ranks`` ranks sums by themselves: of PARTS of the whole matrix, or of as
     many as it can be cut into."""
-    unit = {"bfloat16": packing.BLOCK, "int8": packing.BLOCK, "int4": w.group_size}.get(w.kind, 1)
+    if w.kind in ("int8", "int4"):
+        unit = max(rounded_together(), w.group_size)
+    else:
+        unit = packing.BLOCK if w.kind == "bfloat16" else 1
     parts = PARTS
     while parts > num_ranks and (w.in_features * num_ranks) % (parts * unit):
         parts //= 2

@@ -1,7 +1,7 @@
 """Linear layers with quantized weights, in the place of ``nn.Linear``.
 
 A product has one of two semantics. Exact: the stored weights times the activations as they are
-(``reference.exact_product``). Rounded: times the activations rounded to 8 bits in blocks of 32
+(``reference.exact_product``). Rounded: times the activations rounded to 8 bits in blocks
 (``reference.rounded_product``), which is what the C++ kernels compute; ``rounded`` makes a layer their twin.
 """
 

@@ -236,6 +236,7 @@ def _load(path: Path) -> ctypes.CDLL:
     _declare_automaton(lib)
     lib.gpt_fast_tiles_work.argtypes, lib.gpt_fast_tiles_work.restype = [], _I
     lib.gpt_fast_rounding.argtypes, lib.gpt_fast_rounding.restype = [_I], _I
+    lib.gpt_fast_rounded_together.argtypes, lib.gpt_fast_rounded_together.restype = [], _I
     lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
     for which, kind in enumerate(structs.CHECKED):
@@ -271,6 +272,11 @@ def available() -> bool:
 def rounding(kind: str) -> int:
     """How products with weights of ``kind``, a key of FORMATS, round their inputs: 1 to int8, 2 to bfloat16, 0 not."""
     return int(library().gpt_fast_rounding(FORMATS[kind]))
+
+
+def rounded_together() -> int:
+    """How many values of a row have one scale where products round it to int8: 128 with tiles (AMX), else 32."""
+    return int(library().gpt_fast_rounded_together()) if available() else 32
 
 
 def read(data: Tensor) -> None:

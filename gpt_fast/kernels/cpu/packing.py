@@ -23,7 +23,7 @@ from torch import Tensor
 from gpt_fast.kernels.cpu.library import library
 from gpt_fast.kernels.huge_pages import empty
 
-BLOCK = 32  # values of k with one activation scale
+BLOCK = 32  # neighbours along k that packed weights are a whole number of
 GROUP_SIZES = (32, 64, 128)  # values of k with one scale and zero in int4
 _TILE = 16  # outputs
 _HEADER = 2 * _TILE  # bytes before each group of int4

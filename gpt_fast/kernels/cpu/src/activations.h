@@ -1,32 +1,61 @@
-// Rows of float32 rounded for products: to int8 in blocks of 32 with one scale each, and to bfloat16.
+// Rows of float32 rounded for products: to int8 in blocks with one scale each, and to bfloat16. Where the CPU has
+// registers of tiles (tiles.h), the rows of one register stand side by side, in panels.
 #pragma once
 
 #include "common.h"
+#include "tiles.h"
 
 namespace gpt_fast {
 
-constexpr int64_t kBlock = 32;
+constexpr int64_t kBlock = 32;                       // neighbours along k that packed weights are a whole number of
+constexpr int64_t kPanel = kTiles ? kTileRows : 1;   // rows
+constexpr int64_t kRounded = kTiles ? 128 : kBlock;  // values with one scale; more of them cost tiles less
+constexpr int64_t kParts = kRounded / kBlock;        // blocks of weights for one of x
+constexpr int64_t kChunk = kTiles ? 16 : 1;          // blocks of x: a row's scales fill a line, which one thread writes
 
-struct QuantizedBlock {
-    int8_t values[kBlock];
-    float scale;
-    float eighth;    // an eighth of scale times the sum of the values, for the zeros of int4
-    int32_t offset;  // -128 times the sum of the values, for begin_dots16()
+// For the zeros of int4: the sum of kBlock values, or an eighth of it where products are added as floats.
+using PartSum = std::conditional_t<kTiles, int32_t, float>;
+
+// kChunk blocks of kPanel rows.
+struct QuantizedBlocks {
+    int8_t values[kChunk][kPanel][kRounded];
+    float scale[kPanel][kChunk];
+    PartSum sum[kPanel][kChunk][kParts];
+    int32_t offset[kPanel][kChunk];  // -128 times the sum of the values, for begin_dots16()
+};
+
+// One row: its block b of kRounded values.
+struct QuantizedRow {
+    QuantizedBlocks* chunks;
+    int64_t lane;
+
+    QuantizedBlocks& chunk(int64_t b) const { return chunks[b / kChunk]; }
+
+    const int8_t* values(int64_t b) const { return chunk(b).values[b % kChunk][lane]; }
+    float scale(int64_t b) const { return chunk(b).scale[lane][b % kChunk]; }
+    PartSum sum(int64_t b, int64_t part) const { return chunk(b).sum[lane][b % kChunk][part]; }
+    int32_t offset(int64_t b) const { return chunk(b).offset[lane][b % kChunk]; }
 };
 
 struct QuantizedRows {
-    QuantizedBlock* data;  // [rows, blocks], the last block of a row filled up with zeros
-    int64_t blocks;        // per row
+    QuantizedBlocks* data;  // [panels, chunks], the last block of a row filled up with zeros
+    int64_t chunks;         // of a panel
+    int64_t first;          // row
 
-    const QuantizedBlock* row(int64_t m) const { return data + m * blocks; }
-    QuantizedRows from(int64_t row) const { return {data + row * blocks, blocks}; }
+    QuantizedRow row(int64_t m) const {
+        return {data + (first + m) / kPanel * chunks, (first + m) % kPanel};
+    }
+    QuantizedRows from(int64_t row) const { return {data, chunks, first + row}; }
 
     static int64_t num_bytes(int64_t rows, int64_t k) {
-        return rows * ceil_div(k, kBlock) * static_cast<int64_t>(sizeof(QuantizedBlock));
+        return ceil_div(rows, kPanel) * chunks_of(k) * static_cast<int64_t>(sizeof(QuantizedBlocks));
     }
     static QuantizedRows in(uint8_t* memory, int64_t k) {
-        return {reinterpret_cast<QuantizedBlock*>(memory), ceil_div(k, kBlock)};
+        return {reinterpret_cast<QuantizedBlocks*>(memory), chunks_of(k), 0};
     }
+
+private:
+    static int64_t chunks_of(int64_t k) { return ceil_div(k, kRounded * kChunk); }
 };
 
 // Magnitudes are compared as integers, because the floating-point maximum would lose a NaN.
@@ -39,50 +68,77 @@ inline float largest_lane(I8 magnitudes) {
     return most;
 }
 
-// One block: scale = largest magnitude / 127, values rounded to nearest even. A block with NaN gets a scale of NaN.
-inline void quantize_block(const float* x, QuantizedBlock& to) {
-    F8 v[4];
+// Block b of a row: scale = largest magnitude / 127, values rounded to nearest even. A block with NaN gets a scale of NaN.
+inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
+    constexpr int registers = kRounded / 8, each = kBlock / 8;
+    const int64_t lane = row.lane, at = b % kChunk;
+    QuantizedBlocks& to = row.chunk(b);
+    F8 v[registers];
     I8 largest = splat(0);
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < registers; ++i) {
         v[i] = load8(x + 8 * i);
         largest = larger_magnitude(largest, v[i]);
     }
     const float most = largest_lane(largest);
     const F8 inverse = splat(most == 0.0f ? 0.0f : 127.0f / most);
-    I8 q[4];
-    for (int i = 0; i < 4; ++i) q[i] = nearest(v[i] * inverse);
-    const int32_t sum = lane_sum(add(add(q[0], q[1]), add(q[2], q[3])));
-    store_int8(to.values, q);
-    to.scale = most / 127.0f;
-    to.eighth = 0.125f * to.scale * static_cast<float>(sum);
-    to.offset = sum * -128;
+    to.scale[lane][at] = most / 127.0f;
+    int32_t total = 0;
+    for (int part = 0; part < kParts; ++part) {
+        I8 q[each];
+        for (int i = 0; i < each; ++i) q[i] = nearest(v[part * each + i] * inverse);
+        const int32_t sum = lane_sum(add(add(q[0], q[1]), add(q[2], q[3])));
+        store_int8(to.values[at][lane] + part * kBlock, q);
+        if constexpr (kTiles)
+            to.sum[lane][at][part] = sum;
+        else
+            to.sum[lane][at][part] = 0.125f * static_cast<float>(sum);
+        total += sum;
+    }
+    to.offset[lane][at] = total * -128;
 }
 
 inline void quantize_part(const float* x, int64_t begin, int64_t end, int64_t k, const QuantizedRows& to, int64_t row) {
-    for (int64_t b = begin / kBlock; b < ceil_div(end, kBlock); ++b) {
-        const float* block = x + b * kBlock;
-        alignas(32) float tail[kBlock];
-        if ((b + 1) * kBlock > k) {
+    for (int64_t b = begin / kRounded; b < ceil_div(end, kRounded); ++b) {
+        const float* block = x + b * kRounded;
+        alignas(32) float tail[kRounded];
+        if ((b + 1) * kRounded > k) {
             std::memset(tail, 0, sizeof tail);
-            std::memcpy(tail, block, static_cast<size_t>(k - b * kBlock) * sizeof(float));
+            std::memcpy(tail, block, static_cast<size_t>(k - b * kRounded) * sizeof(float));
             block = tail;
         }
-        quantize_block(block, to.data[row * to.blocks + b]);
+        quantize_block(block, to.row(row), b);
     }
 }
 
-// bfloat16, each row filled up with zeros to whole blocks.
+// bfloat16 in blocks of kBlock: [panels, blocks, kPanel, kBlock], each row filled up with zeros to whole blocks.
 struct Bfloat16Rows {
     uint16_t* data;
-    int64_t stride;
+    int64_t stride;  // of a row, filled up
+    int64_t first;   // row
 
-    const uint16_t* row(int64_t m) const { return data + m * stride; }
+    // Where a row's values are.
+    struct Row {
+        uint16_t* data;
+        uint16_t* operator+(int64_t k) const { return data + (k / kBlock * kPanel * kBlock + k % kBlock); }
+    };
+    Row row(int64_t m) const {
+        const int64_t row = first + m;
+        return {data + row / kPanel * kPanel * stride + row % kPanel * kBlock};
+    }
+    Bfloat16Rows from(int64_t row) const { return {data, stride, first + row}; }
 };
 
-inline void round_part(const float* x, int64_t begin, int64_t end, int64_t k, const Bfloat16Rows& to, int64_t row) {
-    uint16_t* out = to.data + row * to.stride;
-    for (int64_t i = begin; i < end; ++i) store_as(x[i], out + i);
-    if (end == k) std::memset(out + k, 0, static_cast<size_t>(to.stride - k) * sizeof *out);
+inline void round_part(const float* x, int64_t begin, int64_t end, const Bfloat16Rows& to, int64_t row) {
+    const Bfloat16Rows::Row out = to.row(row);
+    for (int64_t i = begin; i < end; i += kBlock) {
+        const int64_t count = end - i < kBlock ? end - i : kBlock;
+        uint16_t* at = out + i;
+        if (count == kBlock) {
+            for (int64_t j = 0; j < kBlock; j += 16) store16_bfloat16(at + j, load16(x + i + j));
+            continue;
+        }
+        for (int64_t j = 0; j < kBlock; ++j) store_as(j < count ? x[i + j] : 0.0f, at + j);
+    }
 }
 
 // What products take of rows of k columns, beside their float32; a sum of these says what of it.
@@ -93,25 +149,24 @@ struct RoundedRows {
     Bfloat16Rows bfloat16;
 
     static int64_t num_bytes(int64_t rows, int64_t k) {
-        return int8_bytes(rows, k) + rows * ceil_div(k, kBlock) * kBlock * static_cast<int64_t>(sizeof(uint16_t));
+        const int64_t panels = ceil_div(rows, kPanel), width = ceil_div(k, kBlock) * kBlock;
+        return int8_bytes(rows, k) + panels * kPanel * width * static_cast<int64_t>(sizeof(uint16_t));
     }
     static RoundedRows in(uint8_t* memory, int64_t rows, int64_t k) {
         auto* second = reinterpret_cast<uint16_t*>(memory + int8_bytes(rows, k));
-        return {QuantizedRows::in(memory, k), {second, ceil_div(k, kBlock) * kBlock}};
+        return {QuantizedRows::in(memory, k), {second, ceil_div(k, kBlock) * kBlock, 0}};
     }
-    RoundedRows from(int64_t row) const {
-        return {int8.from(row), {bfloat16.data + row * bfloat16.stride, bfloat16.stride}};
-    }
+    RoundedRows from(int64_t row) const { return {int8.from(row), bfloat16.from(row)}; }
 
 private:
     static int64_t int8_bytes(int64_t rows, int64_t k) { return ceil_div(QuantizedRows::num_bytes(rows, k), 64) * 64; }
 };
 
-// Columns [begin, end) of a row of k; begin is a multiple of 32, so is end unless it is k.
+// Columns [begin, end) of a row of k; begin is a multiple of kRounded, so is end unless it is k.
 inline void round_part(int64_t how, const float* x, int64_t begin, int64_t end, int64_t k, const RoundedRows& to,
                        int64_t row) {
     if (how & kToInt8) quantize_part(x, begin, end, k, to.int8, row);
-    if (how & kToBfloat16) round_part(x, begin, end, k, to.bfloat16, row);
+    if (how & kToBfloat16) round_part(x, begin, end, to.bfloat16, row);
 }
 
 inline void round_row(int64_t how, const float* x, int64_t k, const RoundedRows& to, int64_t row) {

@@ -3,6 +3,7 @@
 
 #include "paged.h"
 #include "softmax.h"
+#include "tiles.h"
 
 namespace gpt_fast {
 
@@ -28,6 +29,8 @@ private:
     const char* at_ = nullptr;
     int64_t each_, lines_, all_work_, work_ = 0, line_ = 0;
 };
+
+constexpr int kMostQueries = kTiles ? 16 : 8;  // whose products are made together
 
 template <int R, int V>
 inline void clear_sums(F16 (&sum)[R][V]) {
@@ -85,10 +88,12 @@ public:
     }
 
     // All rows: tokens with what each sees, heads of kv_head; states [tokens, heads of kv_head].
-    void attend(const View* views, int64_t kv_head, float* states, Ahead& ahead) const {
+    void attend(const View* views, int64_t kv_head, float* states, Ahead& ahead) {
         for (int64_t row = 0; row < rows_;) {
             const int64_t left = rows_ - row;
-            if (left >= 8)
+            if (kMostQueries > 8 && left >= kMostQueries)
+                attend_rows<kMostQueries>(row, views, kv_head, states, ahead), row += kMostQueries;
+            else if (left >= 8)
                 attend_rows<8>(row, views, kv_head, states, ahead), row += 8;
             else if (left >= 4)
                 attend_rows<4>(row, views, kv_head, states, ahead), row += 4;
@@ -104,7 +109,7 @@ public:
 
 private:
     template <int R>
-    void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states, Ahead& ahead) const {
+    void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states, Ahead& ahead) {
         alignas(64) float weights[R][kKeys];
         float *into[R], kept[R];
         Partial partials[R];

@@ -5,7 +5,7 @@
 // cache has neither, so a block is rearranged once for all queries of its head.
 #pragma once
 
-#include "attention_block.h"
+#include "attention_tiles.h"
 
 namespace gpt_fast {
 
@@ -88,16 +88,21 @@ public:
     }
 
     template <int R>
-    void scores(const uint16_t* q, float (*scores)[kKeys], Ahead& ahead) const {
+    void scores(const uint16_t* q, float (*scores)[kKeys], Ahead& ahead) {
         ahead.fetch(R * p_.head_dim);
+        if (tiled_) return tiles_.template scores<R>(q, keys_, p_.head_dim, p_.scale, scores);
         pair_scores<R>(q, keys_, p_.head_dim, p_.scale, scores);
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) const {
+    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) {
         alignas(64) uint16_t rounded[R][kKeys];
         for (int r = 0; r < R; ++r)
             for (int64_t i = 0; i < kKeys; i += 16) store16_bfloat16(rounded[r] + i, load16(weights[r] + i));
+        if (tiled_) {
+            ahead.fetch(R * columns_);
+            return tiles_.template add_values<R>(into, kept, rounded, values_, columns_);
+        }
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {
             ahead.fetch(some * columns_);
@@ -112,6 +117,8 @@ public:
 private:
     const Paged<uint16_t>& p_;
     const int64_t columns_;
+    const bool tiled_ = kTiles && p_.head_dim % 32 == 0;
+    AttentionTiles<> tiles_;
     uint16_t *keys_, *values_, *zeros_;
 };
 

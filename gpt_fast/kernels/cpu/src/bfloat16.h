@@ -12,10 +12,8 @@ namespace gpt_fast {
 
 struct Bfloat16 {
     using Rows = std::conditional_t<kBfloat16Dots, Bfloat16Rows, FloatRows>;
-    using Tiled = TileSums<Pieces::kBfloat16>;
     static constexpr int64_t kTiledRows = kTiles ? 1 : 0;  // other sums than micro's
-    static constexpr int64_t kTiledBytes = kBlock * sizeof(uint16_t);
-    static constexpr int64_t kManyRowsTiles = 8;
+    static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
     static constexpr int tiles_at_once(int rows) { return Float32::tiles_at_once(rows); }
     static constexpr int64_t kBlockPairs = kBlock / 2, kPairBytes = 4 * kTile;
 
@@ -44,18 +42,39 @@ struct Bfloat16 {
         store_sums(sum, acc, acc_stride);
     }
 
-    template <int T>
-    void tiled(Tiled& sums, const Rows& x, int64_t row, int64_t, int64_t tile, int64_t k, int64_t k_end,
+    // Two panels of rows and two tiles of weights at a time. A template, because rows that are not rounded have no panels.
+    template <class Panels>
+    void tiled(const Panels& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                const Sums& acc) const {
-        constexpr int64_t block_bytes = kBlockPairs * kPairBytes, value_bytes = sizeof(uint16_t);
-        const int64_t tile_bytes = ceil_div(k_total, kBlock) * block_bytes;
+        TileSums<> registers;
+        const int64_t depth = (k_end - k) / acc.parts;
+        each_group(x.first + row, rows, 2 * kTileRows, [&](int64_t begin, int64_t count) {
+            registers.shape(count);
+            for (int64_t t = 0; t < tiles; t += 2)
+                for (int64_t p = 0; p < acc.parts; ++p) {
+                    const Sums to = acc.only(p).from(begin, t);
+                    const int64_t from = k + p * depth;
+                    if (t + 1 < tiles)
+                        add_tiles<2>(registers, x, row + begin, count, tile + t, from, from + depth, to, begin == 0);
+                    else
+                        add_tiles<1>(registers, x, row + begin, count, tile + t, from, from + depth, to, begin == 0);
+                }
+        });
+    }
+
+    template <int T, class Panels>
+    void add_tiles(TileSums<>& registers, const Panels& x, int64_t row, int64_t rows, int64_t tile, int64_t k,
+                   int64_t k_end, const Sums& acc, bool fetch) const {
+        constexpr int64_t block_bytes = kBlockPairs * kPairBytes;
+        const int64_t tile_bytes = ceil_div(k_total, kBlock) * block_bytes, stride = acc.stride * 4;
         const uint8_t* tiles = data + tile * tile_bytes;
-        sums.load<T>(acc.data, acc.stride * static_cast<int64_t>(sizeof(float)));
+        const auto first = x.row(row), second = x.row(rows > kTileRows ? row + kTileRows : row);
+        registers.load<T>(acc.data, stride);
         for (int64_t b = k / kBlock; b < ceil_div(k_end, kBlock); ++b) {
-            fetch_ahead<T>(tiles, tile_bytes, b * block_bytes, block_bytes);
-            sums.add<T>(x.row(row) + b * kBlock, x.stride * value_bytes, tiles + b * block_bytes, tile_bytes);
+            if (fetch) fetch_ahead<T>(tiles, tile_bytes, b * block_bytes, block_bytes);
+            registers.add<T>(first + b * kBlock, second + b * kBlock, tiles + b * block_bytes, tile_bytes);
         }
-        sums.store<T>(acc.data, acc.stride * static_cast<int64_t>(sizeof(float)));
+        registers.store<T>(acc.data, stride);
     }
 
     // Adds the products of N neighbours along k: a pair, or the last value of an odd k.

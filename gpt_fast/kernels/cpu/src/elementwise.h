@@ -61,14 +61,19 @@ inline void by_eights(const float* x, const float* y, int64_t count, float* out,
     }
 }
 
+template <int64_t kKind>
+inline void activate_as(const float* x, const float* up, int64_t count, float* out) {
+    by_eights(x, up, count, out, [](F8 v, F8 by) { return activate8<kKind>(v, by); });
+}
+
 // out = kind(x) * up; `up` null: out = kind(x).
 inline void activate(int64_t kind, const float* x, const float* up, int64_t count, float* out) {
     switch (kind) {
-        case kSilu: return by_eights(x, up, count, out, activate8<kSilu>);
-        case kGelu: return by_eights(x, up, count, out, activate8<kGelu>);
-        case kGeluTanh: return by_eights(x, up, count, out, activate8<kGeluTanh>);
-        case kRelu: return by_eights(x, up, count, out, activate8<kRelu>);
-        case kClampedSwiglu: return by_eights(x, up, count, out, activate8<kClampedSwiglu>);
+        case kSilu: return activate_as<kSilu>(x, up, count, out);
+        case kGelu: return activate_as<kGelu>(x, up, count, out);
+        case kGeluTanh: return activate_as<kGeluTanh>(x, up, count, out);
+        case kRelu: return activate_as<kRelu>(x, up, count, out);
+        case kClampedSwiglu: return activate_as<kClampedSwiglu>(x, up, count, out);
     }
 }
 

@@ -14,7 +14,7 @@ struct FloatRows {
 struct Float32 {
     using Rows = FloatRows;
     static constexpr int64_t kTiledRows = 0;
-    static constexpr int64_t kManyRowsTiles = 8;
+    static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
     // A sum waits 4 cycles for the one before, so few rows need several tiles to keep the multipliers busy.
     static constexpr int tiles_at_once(int rows) {
         return kRegisters < 32 ? (rows == 1 ? kStreams : rows == 2 ? 2 : 1) : rows <= 2 ? kStreams : 2;

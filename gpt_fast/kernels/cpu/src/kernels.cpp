@@ -46,9 +46,12 @@ void gpt_fast_quantize_int8(const uint8_t* from, int64_t format, int64_t rows, i
 // How products with weights of a format round their rows (activations.h); 0: not at all.
 int64_t gpt_fast_rounding(int64_t format) { return rounding_of(format); }
 
+// Values of a row with one scale where products round it to int8.
+int64_t gpt_fast_rounded_together() { return kRounded; }
+
 // Whether tiles, where products use them, give what their formulas say (tiles.h).
 int64_t gpt_fast_tiles_work() {
-    return !kTiles || (tiles_work<Pieces::kInt8>() && tiles_work<Pieces::kBfloat16>());
+    return !kTiles || tiles_work();
 }
 
 // One step of a program (program.h).

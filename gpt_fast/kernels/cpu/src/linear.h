@@ -9,10 +9,11 @@
 // A Format says how a tile is stored and brings micro<R, T>, which adds a range of k for R rows and T tiles. As many
 // rows as micro takes: each weight is read once, from memory, and the next ones are fetched meanwhile. Some more: a
 // tile or a piece of some is read from memory once and used for all rows out of the caches. Many rows: a piece of x
-// stays in the first-level cache for a group of tiles, which stays in the second-level cache for all rows.
+// stays in the first-level cache for a group of tiles, which stays in the second-level cache for all rows. Of how many
+// tiles, and of how many k, a multiple of every group size, Format says (kManyRowsTiles, kManyRowsDepth).
 //
 // A format that can use the CPU's registers of tiles (tiles.h) says from how many rows on (kTiledRows; 0: never) and
-// brings tiled<T>, which does that for up to 32 rows and T tiles. It gives a row the bits of micro, or is used for all.
+// brings tiled, which does that for any number of rows and tiles. It gives a row the bits of micro, or is used for all.
 #pragma once
 
 #include <cmath>
@@ -45,7 +46,6 @@ constexpr int kMaxRows = kRegisters < 32 ? 6 : 8;  // of one micro kernel: more 
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 4;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // rows whose sums a thread holds at a time
-constexpr int64_t kDepth = 512;       // values of k in one pass, a multiple of every group size
 
 constexpr int kStreams = 4;       // tiles at once for which the hardware fetches ahead by itself, and better
 constexpr int64_t kAhead = 4096;  // bytes
@@ -65,7 +65,7 @@ inline void fetch_ahead(const uint8_t* tiles, int64_t tile_bytes, int64_t at, in
 // The sums of R rows and T tiles, from where they are kept between the pieces of k and back.
 template <int R, int T>
 inline void load_sums(F16 (&sum)[R][T], const float* from, int64_t stride) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) sum[r][t] = load16(from + r * stride + t * kTile);
@@ -73,7 +73,7 @@ inline void load_sums(F16 (&sum)[R][T], const float* from, int64_t stride) {
 
 template <int R, int T>
 inline void store_sums(const F16 (&sum)[R][T], float* to, int64_t stride) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) store16(to + r * stride + t * kTile, sum[r][t]);
@@ -116,24 +116,63 @@ inline void micro_any(int64_t rows, const typename Format::Rows& x, int64_t row,
     micro_rows<Format, R>(x, row, w, tile, tiles, k, k_end, acc);
 }
 
-// The same by the CPU's registers of tiles, two tiles of weights at a time.
-template <class Format>
-inline void tiled_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
-                       int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
-    const int64_t depth = (k_end - k) / acc.parts;
-    for (int64_t begin = 0; begin < rows; begin += 2 * kTileRows) {
-        const int64_t count = rows - begin < 2 * kTileRows ? rows - begin : 2 * kTileRows;
-        typename Format::Tiled sums(count, Format::kTiledBytes);
-        for (int64_t t = 0; t < tiles; t += 2)
-            for (int64_t p = 0; p < acc.parts; ++p) {
-                const Sums to = acc.only(p).from(begin, t);
-                const int64_t from = k + p * depth;
-                if (t + 1 < tiles)
-                    w.template tiled<2>(sums, x, row + begin, count, tile + t, from, from + depth, to);
-                else
-                    w.template tiled<1>(sums, x, row + begin, count, tile + t, from, from + depth, to);
-            }
+// body(begin, count) for groups of at most `most` rows, which are whole panels but for those at the ends; `first`: where
+// the rows stand in their panels.
+template <class Body>
+inline void each_group(int64_t first, int64_t rows, int64_t most, Body body) {
+    for (int64_t begin = 0, count; begin < rows; begin += count) {
+        const int64_t lane = (first + begin) % kTileRows, room = lane ? kTileRows - lane : most;
+        count = rows - begin < room ? rows - begin : room;
+        body(begin, count);
     }
+}
+
+// Brings [from, to) into the second level of the cache, a part after each of some groups of rows: so that memory is read
+// while products are made.
+class FetchPiece {
+public:
+    FetchPiece(const uint8_t* from, const uint8_t* to, int64_t rows) : from_(from), lines_((to - from) / 64), rows_(rows) {}
+
+    void after(int64_t rows) {
+        if (rows_ <= kFewRows) return;  // for which fetch_ahead does it
+        for (const int64_t due = lines_ * rows / rows_; line_ < due; ++line_) prefetch_to_level2(from_ + line_ * 64);
+    }
+
+private:
+    const uint8_t* from_;
+    int64_t lines_, rows_, line_ = 0;
+};
+
+// Picks add_tile for a number of rows that is only known now.
+template <class Format, int R = kTileRows, class... Arguments>
+inline void add_tile_any(int64_t rows, Arguments&&... arguments) {
+    if constexpr (R > 1) {
+        if (rows < R) return add_tile_any<Format, R - 1>(rows, arguments...);
+    }
+    Format::template add_tile<R>(arguments...);
+}
+
+// The sums of integer formats by tiles. A format brings prepare, which makes of some weights what registers of tiles
+// take, for all rows, and add_tile. It gets pieces that do not reach over a multiple of kPreparedDepth.
+template <class Format>
+inline void tiled_integers(const Format& w, const typename Format::Rows& x, int64_t row, int64_t rows, int64_t tile,
+                           int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
+    constexpr int64_t most = Format::kPreparedDepth;
+    TileBlocks<> registers;
+    typename Format::Prepared weights;
+    const int64_t depth = (k_end - k) / acc.parts;
+    for (int64_t t = 0; t < tiles; ++t)
+        for (int64_t p = 0; p < acc.parts; ++p)
+            for (int64_t d = k + p * depth, end = d + depth, stop; d < end; d = stop) {
+                stop = d / most * most + most < end ? d / most * most + most : end;
+                w.prepare(tile + t, d, stop, weights);
+                FetchPiece next(w.at(tile + t, stop), w.at(tile + t, 2 * stop - d), rows);
+                each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t count) {
+                    add_tile_any<Format>(count, registers, x.row(row + begin), weights, d, stop,
+                                         acc.only(p).from(begin, t), begin == 0);
+                    next.after(begin + count);
+                });
+            }
 }
 
 // All rows of one range of k and some tiles; the rows are cut into nearly equal pieces.
@@ -141,7 +180,7 @@ template <class Format>
 inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
                      int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
     if constexpr (Format::kTiledRows > 0)
-        if (rows >= Format::kTiledRows) return tiled_rows<Format>(x, row, rows, w, tile, tiles, k, k_end, acc);
+        if (rows >= Format::kTiledRows) return w.tiled(x, row, rows, tile, tiles, k, k_end, acc);
     const int64_t pieces = ceil_div(rows, kMaxRows);
     for (int64_t p = 0; p < pieces; ++p) {
         const int64_t begin = rows * p / pieces, end = rows * (p + 1) / pieces;
@@ -156,11 +195,12 @@ void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64
                int64_t tiles, const Sums& acc) {
     const int64_t k = w.depth(), depth = k / acc.parts, size = count * acc.stride;
     std::memset(acc.data, 0, static_cast<size_t>(acc.parts * acc.part) * sizeof(float));
-    if (rows <= kMaxRows) {
+    constexpr bool tiled = Format::kTiledRows > 0 && Format::kTiledRows <= kFewRows;
+    if (rows <= (tiled ? kFewRows : kMaxRows)) {
         all_rows<Format>(x, row, count, w, tile, tiles, 0, k, acc);
     } else {
         const bool few = rows <= kFewRows;
-        const int64_t group = few ? kFewTiles : tiles, piece = few && kFewTiles == 1 ? depth : kDepth;
+        const int64_t group = few ? kFewTiles : tiles, piece = few && kFewTiles == 1 ? depth : Format::kManyRowsDepth;
         for (int64_t t = 0; t < tiles; t += group)
             for (int64_t p = 0; p < acc.parts; ++p)
                 for (int64_t d = p * depth, end = d + depth; d < end; d += piece)

@@ -36,6 +36,8 @@ inline void store_as(float x, uint16_t* p) {
     *p = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline void store64(uint8_t* to, I16 v) { std::memcpy(to, &v, sizeof v); }
+
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
 inline void prefetch_to_level2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
@@ -45,6 +47,44 @@ inline I16 splat_four(const void* bytes) {
     std::memcpy(&four, bytes, sizeof four);
     return splat16(four);
 }
+
+#ifndef __AVX512VNNI__
+// What only CPUs with tiles use, as formulas.
+template <class Body>
+inline I16 by_ints(I16 x, I16 y, Body body) {
+    int32_t a[16], b[16];
+    std::memcpy(a, &x, sizeof a), std::memcpy(b, &y, sizeof b);
+    for (int i = 0; i < 16; ++i) a[i] = body(a[i], b[i]);
+    return load64(reinterpret_cast<const uint8_t*>(a));
+}
+inline I16 plus(I16 x, I16 y) { return by_ints(x, y, [](int32_t a, int32_t b) { return a + b; }); }
+inline I16 minus(I16 x, I16 y) { return by_ints(x, y, [](int32_t a, int32_t b) { return a - b; }); }
+inline I16 times(I16 x, I16 y) { return by_ints(x, y, [](int32_t a, int32_t b) { return a * b; }); }
+inline I16 shift_left3(I16 x) { return times(x, splat16(8)); }
+inline I16 shift_left8(I16 x) { return times(x, splat16(256)); }
+inline I16 load16_bytes(const uint8_t* p) {
+    int32_t all[16];
+    for (int i = 0; i < 16; ++i) all[i] = p[i];
+    return load64(reinterpret_cast<const uint8_t*>(all));
+}
+
+class Int4Grid {
+public:
+    Int4Grid(const uint8_t* scales, const uint8_t* zeros) : scales_(scales), zeros_(zeros) {}
+
+    void split(I16 q, uint8_t* high, uint8_t* low) const {
+        uint8_t codes[64];
+        store64(codes, q);
+        for (int i = 0; i < 64; ++i) {
+            const int value = (8 * codes[i] - zeros_[i / 4]) * scales_[i / 4] + 128;
+            high[i] = static_cast<uint8_t>(value >> 8), low[i] = static_cast<uint8_t>((value & 255) - 128);
+        }
+    }
+
+private:
+    const uint8_t *scales_, *zeros_;
+};
+#endif
 
 // Whether products of bfloat16 take both sides in it. The definition may come from tests, for the instruction's formula.
 #ifdef GPT_FAST_BFLOAT16_DOTS

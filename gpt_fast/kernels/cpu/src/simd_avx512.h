@@ -85,4 +85,38 @@ inline I16 add_nibbles(I16 sums, I16 nibbles, I16 x) {
 }
 inline I16 nibble_sums(I16 sums) { return sums; }
 
+inline I16 load16_bytes(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline I16 plus(I16 x, I16 y) { return _mm512_add_epi32(x, y); }
+inline I16 minus(I16 x, I16 y) { return _mm512_sub_epi32(x, y); }
+inline I16 times(I16 x, I16 y) { return _mm512_mullo_epi32(x, y); }
+inline I16 shift_left3(I16 x) { return _mm512_slli_epi32(x, 3); }
+inline I16 shift_left8(I16 x) { return _mm512_slli_epi32(x, 8); }
+
+// Of the sixteen groups of int4 that a tile has at one k.
+class Int4Grid {
+public:
+    // Zeros of at most 128, so that 16 bits hold everything.
+    Int4Grid(const uint8_t* scales, const uint8_t* zeros) {
+        const I16 scale = load16_bytes(scales), both = _mm512_or_si512(scale, _mm512_slli_epi32(scale, 16));
+        const I16 zero = load16_bytes(zeros), shift = _mm512_or_si512(zero, _mm512_slli_epi32(zero, 16));
+        step_ = _mm512_slli_epi16(both, 3);
+        begin_ = _mm512_sub_epi16(_mm512_set1_epi16(128), _mm512_mullo_epi16(both, shift));
+    }
+
+    // (8 q - zero) * scale = 256 * high + low, both int8, of four codes for each group.
+    void split(I16 q, uint8_t* high, uint8_t* low) const {
+        const I16 bytes = _mm512_set1_epi16(255);
+        const I16 even = _mm512_add_epi16(_mm512_mullo_epi16(q & bytes, step_), begin_);  // and 128 more
+        const I16 odd = _mm512_add_epi16(_mm512_mullo_epi16(_mm512_srli_epi16(q, 8), step_), begin_);
+        _mm512_storeu_si512(high, _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, _mm512_srli_epi16(even, 8), odd));
+        const I16 rest = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, even, _mm512_slli_epi16(odd, 8));
+        _mm512_storeu_si512(low, rest ^ _mm512_set1_epi8(-128));
+    }
+
+private:
+    I16 step_, begin_;
+};
+
 }  // namespace gpt_fast

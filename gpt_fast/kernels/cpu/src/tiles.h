@@ -1,9 +1,9 @@
 // Tiles of AMX (Intel, Architecture Instruction Set Extensions): eight registers of up to 16 rows of 64 bytes, and
 // products of two of them that are added to a third.
 //
-// Registers 0 to 3 are sums here: 0 and 1 of up to 16 rows of x with two tiles of weights, 2 and 3 of the next rows with
-// the same. 4 and 5 are those rows of x, 6 and 7 the weights, packed as the formats pack them: what stands side by side
-// are an output's neighbours along k.
+// Registers 0 to 3 are sums here, 4 and 5 rows of x, 6 and 7 weights, packed as the formats pack them: what stands side
+// by side are an output's neighbours along k. So that a register of x is one piece of memory, its rows stand side by
+// side as well, in panels (activations.h).
 //
 // Each row of a register is summed by itself, so that a row's sums are the same bits for any number of rows. Sums of
 // int8 are exact. Of bfloat16 each product of registers gives two chains, of the even and of the odd k, which are added
@@ -92,14 +92,19 @@ private:
 class Tiles {
 public:
     Tiles() = default;
-    ~Tiles() { asm volatile("tilerelease" ::: "memory"); }
+    ~Tiles() {
+        if (begun_) asm volatile("tilerelease" ::: "memory");
+    }
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
 
     void shape(int number, int64_t rows, int64_t bytes) {
         layout_.rows[number] = static_cast<uint8_t>(rows), layout_.bytes[number] = static_cast<uint16_t>(bytes);
     }
-    void begin() { asm volatile("ldtilecfg %0" ::"m"(layout_) : "memory"); }
+    void begin() {
+        asm volatile("ldtilecfg %0" ::"m"(layout_) : "memory");
+        begun_ = true;
+    }
 
     template <int number>
     void zero() {
@@ -128,6 +133,7 @@ private:
         uint16_t bytes[16] = {};
         uint8_t rows[16] = {};
     } layout_;
+    bool begun_ = false;
 };
 #else
 using Tiles = PlainTiles;
@@ -140,18 +146,16 @@ constexpr bool kTiles = true;
 constexpr bool kTiles = false;
 #endif
 
-enum class Pieces { kInt8, kBfloat16 };
-
-// Sums of `rows` rows, at most 32, with T tiles of weights, one or two; `bytes` of x and of each output are added at a
-// time.
-template <Pieces kind, class Registers = Tiles>
+// Sums in bfloat16's products of up to 32 rows, in one panel or two, with T tiles of weights, one or two.
+template <class Registers = Tiles>
 class TileSums {
 public:
-    TileSums(int64_t rows, int64_t bytes) : both_(rows > kTileRows) {
+    void shape(int64_t rows) {
+        if (rows == rows_) return;
+        rows_ = rows, both_ = rows > kTileRows;
         const int64_t first = both_ ? kTileRows : rows, second = both_ ? rows - kTileRows : 1;
-        for (int i = 0; i < 4; ++i) registers_.shape(i, i < 2 ? first : second, kTileBytes);
-        registers_.shape(4, first, bytes), registers_.shape(5, second, bytes);
-        registers_.shape(6, bytes / 4, kTileBytes), registers_.shape(7, bytes / 4, kTileBytes);
+        for (int i = 0; i < 8; ++i)
+            registers_.shape(i, i > 5 ? kTileRows : i == 4 || i < 2 ? first : second, kTileBytes);
         registers_.begin();
     }
 
@@ -177,21 +181,21 @@ public:
         });
     }
 
-    // x: `x_stride` bytes from row to row; weights: `w_stride` bytes from tile to tile.
+    // x: a block of the first panel, and of the second one if there are as many rows; weights: `w_stride` bytes from tile
+    // to tile.
     template <int T>
-    void add(const void* x, int64_t x_stride, const uint8_t* w, int64_t w_stride) {
-        const auto* rows = static_cast<const uint8_t*>(x);
-        registers_.template load<4>(rows, x_stride);
+    void add(const void* x, const void* second, const uint8_t* w, int64_t w_stride) {
+        registers_.template load<4>(static_cast<const uint8_t*>(x), kTileBytes);
         registers_.template load<6>(w, kTileBytes);
-        product<0, 4, 6>();
+        registers_.template add_bfloat16<0, 4, 6>();
         if constexpr (T > 1) {
             registers_.template load<7>(w + w_stride, kTileBytes);
-            product<1, 4, 7>();
+            registers_.template add_bfloat16<1, 4, 7>();
         }
         if (!both_) return;
-        registers_.template load<5>(rows + kTileRows * x_stride, x_stride);
-        product<2, 5, 6>();
-        if constexpr (T > 1) product<3, 5, 7>();
+        registers_.template load<5>(static_cast<const uint8_t*>(second), kTileBytes);
+        registers_.template add_bfloat16<2, 5, 6>();
+        if constexpr (T > 1) registers_.template add_bfloat16<3, 5, 7>();
     }
 
 private:
@@ -208,39 +212,120 @@ private:
         if constexpr (T > 1) body(Number<3>(), kTileRows, kTileBytes);
     }
 
-    template <int sum, int x, int w>
-    void product() {
-        if constexpr (kind == Pieces::kInt8)
-            registers_.template add_int8<sum, x, w>();
-        else
-            registers_.template add_bfloat16<sum, x, w>();
+    int64_t rows_ = 0;
+    bool both_ = false;
+    Registers registers_;
+};
+
+// Products in int8 of up to 16 rows with one tile of weights, each block of k by itself.
+template <class Registers = Tiles>
+class TileBlocks {
+public:
+    // `bytes` of x and of each output are added at a time.
+    void shape(int64_t rows, int64_t bytes) {
+        if (rows == rows_) return;
+        rows_ = rows;
+        for (int i = 0; i < 4; ++i) registers_.shape(i, rows, kTileBytes);
+        registers_.shape(4, rows, bytes);
+        for (int i = 6; i < 8; ++i) registers_.shape(i, bytes / 4, kTileBytes);
+        registers_.begin();
     }
 
-    const bool both_;
+    // each(b, sums) with the sums [rows, 16] of block b, for `count` blocks in their order; x(b) and w(b) say where
+    // they are, x in rows `stride` bytes apart. A block is added in P products. Sums are taken three blocks later than
+    // they were begun: until then there is nothing to wait for.
+    template <int P, class X, class W, class Each>
+    void run(int64_t count, int64_t stride, X x, W w, Each each) {
+        alignas(64) int32_t sums[4][kTileRows][kTileRows];
+        auto step = [&](auto number, int64_t b, auto inside) {
+            constexpr int begun = number, ready = (begun + 2) % 4, taken = (begun + 1) % 4;
+            if (inside || b < count) {
+                const uint8_t *from = x(b), *weights = w(b);
+                registers_.template zero<begun>();
+                for (int i = 0; i < P; ++i) {
+                    registers_.template load<4>(from + i * kTileBytes, stride);
+                    registers_.template load<6>(weights + i * kTileRows * kTileBytes, kTileBytes);
+                    registers_.template add_int8<begun, 4, 6>();
+                }
+            }
+            if (inside || (b >= 2 && b < count + 2))
+                registers_.template store<ready>(reinterpret_cast<uint8_t*>(sums[ready]), kTileBytes);
+            if (inside || (b >= 3 && b < count + 3)) each(b - 3, sums[taken]);
+        };
+        auto four = [&](int64_t b, auto inside) {
+            step(std::integral_constant<int, 0>(), b, inside);
+            step(std::integral_constant<int, 1>(), b + 1, inside);
+            step(std::integral_constant<int, 2>(), b + 2, inside);
+            step(std::integral_constant<int, 3>(), b + 3, inside);
+        };
+        four(0, std::false_type());
+        int64_t b = 4;
+        for (; b + 4 <= count; b += 4) four(b, std::true_type());
+        for (; b < count + 3; b += 4) four(b, std::false_type());
+    }
+
+    // The same with weights in two parts: each(b, first, second); w(b, which).
+    template <int P, class X, class W, class Each>
+    void run_two(int64_t count, int64_t stride, X x, W w, Each each) {
+        alignas(64) int32_t sums[4][kTileRows][kTileRows];
+        auto step = [&](auto number, int64_t b) {
+            constexpr int begun = number, ready = 2 - begun;  // registers, two each
+            if (b < count) {
+                const uint8_t *from = x(b), *first = w(b, false), *second = w(b, true);
+                registers_.template zero<begun>();
+                registers_.template zero<begun + 1>();
+                for (int i = 0; i < P; ++i) {
+                    registers_.template load<4>(from + i * kTileBytes, stride);
+                    registers_.template load<6>(first + i * kTileRows * kTileBytes, kTileBytes);
+                    registers_.template add_int8<begun, 4, 6>();
+                    registers_.template load<7>(second + i * kTileRows * kTileBytes, kTileBytes);
+                    registers_.template add_int8<begun + 1, 4, 7>();
+                }
+            }
+            if (b < 1 || b > count) return;
+            registers_.template store<ready>(reinterpret_cast<uint8_t*>(sums[ready]), kTileBytes);
+            registers_.template store<ready + 1>(reinterpret_cast<uint8_t*>(sums[ready + 1]), kTileBytes);
+            each(b - 1, sums[ready], sums[ready + 1]);
+        };
+        for (int64_t b = 0; b <= count; b += 2) {
+            step(std::integral_constant<int, 0>(), b);
+            step(std::integral_constant<int, 2>(), b + 1);
+        }
+    }
+
+private:
+    int64_t rows_ = 0;
     Registers registers_;
 };
 
 // Whether the registers give what the formulas say; sums of bfloat16 may differ by their rounding.
-template <Pieces kind>
-bool tiles_work() {
-    constexpr bool exact = kind == Pieces::kInt8;
-    constexpr int64_t bytes = 2 * kTileRows * kTileBytes, sums = bytes / 2;  // [32 rows, 2 * 16 sums]
-    uint8_t x[bytes], w[bytes];
-    for (int i = 0; i < bytes; ++i) {  // as bfloat16 numbers from 0.5 to 2 of both signs
-        x[i] = static_cast<uint8_t>(exact || i % 2 == 0 ? i * 37 : 63 + i / 2 % 2 * 128);
-        w[i] = static_cast<uint8_t>(exact || i % 2 == 0 ? i * 101 : 63 + i / 6 % 2 * 128);
+inline bool tiles_work() {
+    constexpr int64_t bytes = 2 * kTileRows * kTileBytes, sums = 4 * kTileRows * kTileRows;
+    uint8_t x[2][bytes], w[2][bytes];  // of int8, and as bfloat16 numbers from 0.5 to 2 of both signs
+    for (int i = 0; i < bytes; ++i) {
+        x[0][i] = static_cast<uint8_t>(i * 37), x[1][i] = static_cast<uint8_t>(i % 2 ? 63 + i / 2 % 2 * 128 : i * 37);
+        w[0][i] = static_cast<uint8_t>(i * 101), w[1][i] = static_cast<uint8_t>(i % 2 ? 63 + i / 6 % 2 * 128 : i * 101);
     }
-    auto add_twice = [&](auto&& tiles, auto* to) {
+    auto floats = [&](auto tiles, int64_t rows, float* to) {  // [32, 32]
+        tiles.shape(rows);
         tiles.template zero<2>();
-        for (int i = 0; i < 2; ++i) tiles.template add<2>(x, kTileBytes, w, bytes / 2);
+        for (int i = 0; i < 2; ++i) tiles.template add<2>(x[1], x[1] + bytes / 2, w[1], bytes / 2);
         tiles.template store<2>(to, 2 * kTileBytes);
     };
-    for (int64_t rows : {1, 16, 19, 32}) {
-        std::conditional_t<exact, int32_t, float> got[sums] = {}, wanted[sums] = {};
-        add_twice(TileSums<kind>(rows, exact ? kTileBytes / 2 : kTileBytes), got);
-        add_twice(TileSums<kind, PlainTiles>(rows, exact ? kTileBytes / 2 : kTileBytes), wanted);
+    auto integers = [&](auto tiles, int64_t rows, int32_t* to) {
+        tiles.shape(rows, kTileBytes / 2);
+        auto at = [](uint8_t* from) { return [=](int64_t b) { return from + b * kTileBytes; }; };
+        tiles.template run<1>(7, kTileBytes, at(x[0]), at(w[0]), [&](int64_t b, const int32_t(*sum)[kTileRows]) {
+            for (int64_t i = 0; i < rows * kTileRows; ++i) to[i] += static_cast<int32_t>(b + 1) * sum[0][i];
+        });
+    };
+    for (int64_t rows : {1, 8, 16, 19, 32}) {
+        float got[sums] = {}, wanted[sums] = {};
+        int32_t exact[sums] = {}, exactly[sums] = {};
+        floats(TileSums<>(), rows, got), floats(TileSums<PlainTiles>(), rows, wanted);
+        if (rows <= kTileRows) integers(TileBlocks<>(), rows, exact), integers(TileBlocks<PlainTiles>(), rows, exactly);
         for (int i = 0; i < sums; ++i)
-            if (std::abs(static_cast<double>(got[i]) - wanted[i]) > (exact ? 0.0 : 1e-3)) return false;
+            if (std::abs(got[i] - wanted[i]) > 1e-3f || exact[i] != exactly[i]) return false;
     }
     return true;
 }

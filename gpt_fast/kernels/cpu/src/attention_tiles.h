@@ -1,0 +1,81 @@
+// Attention's products of pairs of bfloat16 (attention_pairs.h has their layouts) by tiles of AMX. A row has the same bits
+// for any number of rows.
+#pragma once
+
+#include "attention_block.h"
+#include "tiles.h"
+
+namespace gpt_fast {
+
+template <class Registers = Tiles>
+class AttentionTiles {
+public:
+    // scores[r][i] = scale * q[r] . keys[i] of a whole block. q [R, D], keys [D / 2, kKeys, 2]; D is a multiple of 32.
+    template <int R>
+    void scores(const uint16_t* q, const uint16_t* keys, int64_t dim, float scale, float (*scores)[kKeys]) {
+        static_assert(kKeys == 2 * kTileRows, "two registers of scores");
+        shape(R);
+        registers_.template zero<0>();
+        registers_.template zero<1>();
+        for (int64_t d = 0; d < dim; d += kBlockOfHead) {
+            registers_.template load<4>(bytes(q + d), 2 * dim);
+            registers_.template load<6>(bytes(keys + d * kKeys), 4 * kKeys);
+            registers_.template add_bfloat16<0, 4, 6>();
+            registers_.template load<7>(bytes(keys + d * kKeys) + kTileBytes, 4 * kKeys);
+            registers_.template add_bfloat16<1, 4, 7>();
+        }
+        registers_.template store<0>(reinterpret_cast<uint8_t*>(scores[0]), sizeof scores[0]);
+        registers_.template store<1>(reinterpret_cast<uint8_t*>(scores[0] + kTileRows), sizeof scores[0]);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            for (int64_t i = 0; i < kKeys; i += 16) store16(scores[r] + i, load16(scores[r] + i) * splat16(scale));
+    }
+
+    // value[r] = value[r] * kept[r] + sum of weights[r][i] * values[i]. weights [R, kKeys], values [kKeys / 2, columns, 2].
+    template <int R>
+    void add_values(float* const* value, const float* kept, const uint16_t (*weights)[kKeys], const uint16_t* values,
+                    int64_t columns) {
+        static_assert(sizeof weights[0] == kTileBytes, "a register of weights");
+        alignas(64) float sums[R][4 * kTile];
+        shape(R);
+        registers_.template load<4>(bytes(weights[0]), kTileBytes);
+        for (int64_t d = 0; d < columns; d += 4 * kTile) {
+            const int64_t count = (columns - d < 4 * kTile ? columns - d : 4 * kTile) / kTile;
+            auto* to = reinterpret_cast<uint8_t*>(sums[0]);
+            product<0, 6>(values + 2 * d, columns, to);
+            if (count > 1) product<1, 7>(values + 2 * (d + kTile), columns, to + kTileBytes);
+            if (count > 2) product<2, 6>(values + 2 * (d + 2 * kTile), columns, to + 2 * kTileBytes);
+            if (count > 3) product<3, 7>(values + 2 * (d + 3 * kTile), columns, to + 3 * kTileBytes);
+            for (int r = 0; r < R; ++r)
+                for (int64_t c = 0; c < count * kTile; c += kTile) {
+                    float* at = value[r] + d + c;
+                    store16(at, plus_product(load16(sums[r] + c), load16(at), splat16(kept[r])));
+                }
+        }
+    }
+
+private:
+    static constexpr int64_t kBlockOfHead = kTileBytes / 2, kTile = kTileRows;
+
+    static const uint8_t* bytes(const uint16_t* at) { return reinterpret_cast<const uint8_t*>(at); }
+
+    template <int sum, int w>
+    void product(const uint16_t* values, int64_t columns, uint8_t* to) {
+        registers_.template load<w>(bytes(values), 4 * columns);
+        registers_.template zero<sum>();
+        registers_.template add_bfloat16<sum, 4, w>();
+        registers_.template store<sum>(to, 4 * kTileBytes);
+    }
+
+    void shape(int64_t rows) {
+        if (rows == rows_) return;
+        rows_ = rows;
+        for (int i = 0; i < 8; ++i) registers_.shape(i, i < 6 ? rows : kTileRows, kTileBytes);
+        registers_.begin();
+    }
+
+    int64_t rows_ = 0;
+    Registers registers_;
+};
+
+}  // namespace gpt_fast
