@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from rank import HOW, logits
+from torch import Tensor
 
 from gpt_fast.engine.following import Leader, follow
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
@@ -49,23 +50,29 @@ def ranks(checkpoint: Path, out: Path, count: int, *arguments: str) -> Iterator[
             process.wait()
 
 
+def assert_ranks_agree(found: Tensor, alone: Tensor, integers: bool) -> None:
+    """Logits of a rank and of one process, for a small model: the same bits.
+
+    Where blocks of activations are long (tiles), a rank's share of a small model is not a whole number of them: then
+    products with integers round them otherwise, and as well.
+    """
+    assert alone.std() > 0.1
+    if integers and rounded_together() > 32:
+        assert (found - alone).std() < 0.2 * alone.std()
+    else:
+        assert torch.equal(found, alone)
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_compute_the_same_bits_as_one_process(count: int, tmp_path: Path) -> None:
-    """In float32, bfloat16, int8 and int4, by shared memory and by gloo.
-
-    Where blocks of activations are long (tiles), a rank's share of this model is not a whole number of them: then
-    integers are rounded otherwise, and as well.
-    """
+    """In float32, bfloat16, int8 and int4, by shared memory and by gloo."""
     with ranks(TARGET, tmp_path / "out", count) as started:
         assert [process.wait(180) for process in started] == [0] * count
     alone = {how: logits(TARGET, how) for how in HOW}
     for rank in range(count):
         for (how, way), found in torch.load(f"{tmp_path / 'out'}.{rank}").items():
-            assert alone[how].std() > 0.1
-            if how.startswith("int") and rounded_together() > 32:
-                assert (found - alone[how]).std() < 0.1, (rank, how, way)
-            else:
-                assert torch.equal(found, alone[how]), (rank, how, way)
+            print(rank, how, way)
+            assert_ranks_agree(found, alone[how], how.startswith("int"))
 
 
 def test_torchrun_generates_what_one_process_does() -> None:
