@@ -58,6 +58,24 @@ private:
     static int64_t chunks_of(int64_t k) { return ceil_div(k, kRounded * kChunk); }
 };
 
+// A piece of the rows of one panel from `x` on, as products by tiles take it.
+struct TiledPiece {
+    int64_t blocks;
+    const uint8_t* values;  // [blocks, kPanel, kRounded]
+    const float* scales;    // [rows, kChunk]
+    const PartSum* sums;    // [rows, kChunk, kParts]
+
+    // k and k_end are in one chunk.
+    TiledPiece(const QuantizedRow& x, int64_t k, int64_t k_end) : blocks(ceil_div(k_end - k, kRounded)) {
+        const QuantizedBlocks& chunk = x.chunk(k / kRounded);
+        const int64_t first = k / kRounded % kChunk;
+        values = reinterpret_cast<const uint8_t*>(chunk.values[first][x.lane]);
+        scales = chunk.scale[x.lane] + first;
+        sums = chunk.sum[x.lane][first];
+    }
+    const uint8_t* at(int64_t b) const { return values + b * kPanel * kRounded; }
+};
+
 // Magnitudes are compared as integers, because the floating-point maximum would lose a NaN.
 inline I8 larger_magnitude(I8 largest, F8 v) { return larger(largest, as_ints(v) & splat(0x7fffffff)); }
 

@@ -23,8 +23,7 @@ struct Bfloat16 {
     int64_t depth() const { return k_total; }
 
     template <int R, int T>
-    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, float* acc,
-               int64_t acc_stride) const {
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
         const int64_t tile_bytes = ceil_div(k_total, kBlock) * kBlockPairs * kPairBytes;
         const int64_t pairs = kBfloat16Dots ? ceil_div(k_end, 2) : k_end / 2;  // rounded rows are filled up
         const uint8_t* tiles = data + tile * tile_bytes;
@@ -32,14 +31,14 @@ struct Bfloat16 {
         F16 sum[R][T];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
-        load_sums(sum, acc, acc_stride);
+        load_sums(sum, acc);
         for (int64_t p = k / 2; p < pairs;) {
             fetch_ahead<T>(tiles, tile_bytes, p * kPairBytes, kBlockPairs * kPairBytes);
             for (const int64_t end = p + kBlockPairs < pairs ? p + kBlockPairs : pairs; p < end; ++p)
                 add<R, T, 2>(tiles + p * kPairBytes, tile_bytes, xs, 2 * p, sum);
         }
         if (!kBfloat16Dots && k_end % 2) add<R, T, 1>(tiles + pairs * kPairBytes, tile_bytes, xs, k_end - 1, sum);
-        store_sums(sum, acc, acc_stride);
+        store_sums(sum, acc);
     }
 
     // Two panels of rows and two tiles of weights at a time. A template, because rows that are not rounded have no panels.
@@ -69,7 +68,10 @@ struct Bfloat16 {
         const int64_t tile_bytes = ceil_div(k_total, kBlock) * block_bytes, stride = acc.stride * 4;
         const uint8_t* tiles = data + tile * tile_bytes;
         const auto first = x.row(row), second = x.row(rows > kTileRows ? row + kTileRows : row);
-        registers.load<T>(acc.data, stride);
+        if (acc.begun)
+            registers.load<T>(acc.data, stride);
+        else
+            registers.zero<T>();
         for (int64_t b = k / kBlock; b < ceil_div(k_end, kBlock); ++b) {
             if (fetch) fetch_ahead<T>(tiles, tile_bytes, b * block_bytes, block_bytes);
             registers.add<T>(first + b * kBlock, second + b * kBlock, tiles + b * block_bytes, tile_bytes);

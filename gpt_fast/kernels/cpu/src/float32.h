@@ -27,15 +27,14 @@ struct Float32 {
     int64_t depth() const { return k_total; }
 
     template <int R, int T>
-    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, float* acc,
-               int64_t acc_stride) const {
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
         F16 sum[R][T];
         const float* xs[R];
         const int64_t tile_values = k_total * kTile, value_bytes = sizeof(float);
         const float* tiles = data + tile * tile_values;
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
-        load_sums(sum, acc, acc_stride);
+        load_sums(sum, acc);
         for (int64_t i = k; i < k_end;) {
             fetch_ahead<T>(reinterpret_cast<const uint8_t*>(tiles), tile_values * value_bytes, i * kTile * value_bytes,
                            kStretch * kTile * value_bytes);
@@ -48,7 +47,7 @@ struct Float32 {
                 }
             }
         }
-        store_sums(sum, acc, acc_stride);
+        store_sums(sum, acc);
     }
 };
 

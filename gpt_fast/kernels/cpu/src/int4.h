@@ -14,9 +14,10 @@ namespace gpt_fast {
 struct Int4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
-    static constexpr int64_t kManyRowsTiles = 2, kManyRowsDepth = 512;
+    static constexpr int64_t kManyRowsTiles = 16, kManyRowsDepth = 512;
     static constexpr int tiles_at_once(int rows) { return tiles_of_integers(rows); }
-    static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2;
+    static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2,
+                             kRoundedBytes = kTile * kRounded;
 
     const uint8_t* data;
     int64_t k_total;
@@ -34,8 +35,7 @@ struct Int4 {
     }
 
     template <int R, int T>
-    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, float* acc,
-               int64_t acc_stride) const {
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
         const int64_t group_blocks = group_size / kBlock, group_bytes = kHeader + group_blocks * kBlockBytes;
         const int64_t tile_bytes = k_total / group_size * group_bytes;
         const uint8_t* tiles = data + tile * tile_bytes;
@@ -43,7 +43,7 @@ struct Int4 {
         F16 sum[R][T];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
-        load_sums(sum, acc, acc_stride);
+        load_sums(sum, acc);
         int64_t at = k / group_size * group_bytes;  // from the beginning of a tile
         I16 inner[R][T];  // kTiles: the sums over a block of x, times 8
         for (int64_t b = k / kBlock, last = k_end / kBlock - 1; b <= last;) {
@@ -78,7 +78,7 @@ struct Int4 {
                 }
             }
         }
-        store_sums(sum, acc, acc_stride);
+        store_sums(sum, acc);
     }
 
     // exact = the sums over one block of codes, as integers; the weights of each value serve all rows.
@@ -110,9 +110,9 @@ struct Int4 {
         }
     }
 
-    // What add_tile() takes of some weights of one tile: (8 q - zero) * scale in two bytes, whose products are summed
+    // What add_tiles() takes of some weights of one tile: (8 q - zero) * scale in two bytes, whose products are summed
     // apart, and what of the zeros does not fit them.
-    static constexpr int64_t kPreparedDepth = 512, kPreparedBlocks = kPreparedDepth / kBlock;
+    static constexpr int64_t kPreparedDepth = 512, kPreparedTiles = 2, kPreparedBlocks = kPreparedDepth / kBlock;
     struct Prepared {
         alignas(64) uint8_t high[kPreparedBlocks][2 * kBlockBytes], low[kPreparedBlocks][2 * kBlockBytes];
         alignas(64) int32_t rest[kPreparedBlocks][kTile];
@@ -151,34 +151,44 @@ struct Int4 {
     }
 
     // R rows of one panel.
+    using Registers = TileBlocks<2>;
     template <int R>
-    static void add_tile(TileBlocks<>& registers, const QuantizedRow& x, const Prepared& w, int64_t k, int64_t k_end,
-                         const Sums& acc, bool) {
-        const auto& chunk = x.chunk(k / kRounded);
-        const int64_t first = k / kRounded % kChunk;
-        const auto* values = reinterpret_cast<const uint8_t*>(chunk.values[first][x.lane]);
-        const float* scales = chunk.scale[x.lane] + first;
-        const PartSum* parts = chunk.sum[x.lane][first];
-        registers.shape(R, kTileBytes);
-        F16 sum[R][1];
-        load_sums(sum, acc.data, acc.stride);
-        auto x_at = [=](int64_t b) { return values + b * kPanel * kRounded; };
-        auto w_at = [&w](int64_t b, bool low) { return low ? w.low[b * kParts] : w.high[b * kParts]; };
-        auto each = [&](int64_t b, const int32_t(*high)[kTile], int32_t(*low)[kTile]) {
-            if (w.any_rest[b])
-                for (int r = 0; r < R; ++r)
-                    for (int64_t part = b * kParts; part < (b + 1) * kParts; ++part)
-                        for (int64_t j = 0; j < kTile; ++j)
-                            low[r][j] -= w.rest[part][j] * parts[r * kChunk * kParts + part];
+    static void add_tiles(Registers& registers, const QuantizedRow& x, const Prepared* w, int64_t tiles, int64_t k,
+                          int64_t k_end, const Sums& acc, bool) {
+        const TiledPiece piece(x, k, k_end);
+        registers.shape(R);
+        alignas(64) Registers::Block exact[Registers::kBlocks];
+        for (int64_t t = 0; t < tiles; ++t) {
+            const Sums to = acc.from(0, t);
+            F16 sum[R][1];
+            load_sums(sum, to);
+            for (int64_t b = 0, count; b < piece.blocks; b += count) {
+                count = piece.blocks - b < Registers::kBlocks ? piece.blocks - b : Registers::kBlocks;
+                registers.template products<kRounded / kTileBytes>(count, piece.at(b), kRounded, kPanel * kRounded,
+                                                                   {w[t].high[b * kParts], w[t].low[b * kParts]},
+                                                                   kRoundedBytes, exact);
+                for (int64_t i = 0; i < count; ++i) {
+                    if (w[t].any_rest[b + i]) take_rest(R, piece, w[t], b + i, exact[i][1]);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const I16 upper = load64(reinterpret_cast<const uint8_t*>(high[r]));
-                const I16 whole = plus(shift_left8(upper), load64(reinterpret_cast<const uint8_t*>(low[r])));
-                sum[r][0] = plus_product(sum[r][0], to_floats(whole), splat16(0.125f * scales[r * kChunk + b]));
+                    for (int r = 0; r < R; ++r) {
+                        const I16 upper = load64(reinterpret_cast<const uint8_t*>(exact[i][0][r]));
+                        const I16 lower = load64(reinterpret_cast<const uint8_t*>(exact[i][1][r]));
+                        const F16 scale = splat16(0.125f * piece.scales[r * kChunk + b + i]);
+                        sum[r][0] = plus_product(sum[r][0], to_floats(plus(shift_left8(upper), lower)), scale);
+                    }
+                }
             }
-        };
-        registers.template run_two<kRounded / kTileBytes>(ceil_div(k_end - k, kRounded), kRounded, x_at, w_at, each);
-        store_sums(sum, acc.data, acc.stride);
+            store_sums(sum, to);
+        }
+    }
+
+    // Takes what of the zeros of a block did not fit two bytes from its sums.
+    static void take_rest(int64_t rows, const TiledPiece& piece, const Prepared& w, int64_t b,
+                          int32_t (*sums)[kTileRows]) {
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t part = b * kParts; part < (b + 1) * kParts; ++part)
+                for (int64_t j = 0; j < kTile; ++j)
+                    sums[r][j] -= w.rest[part][j] * piece.sums[r * kChunk * kParts + part];
     }
 };
 

@@ -12,7 +12,7 @@ namespace gpt_fast {
 struct Int8 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = kTiles ? 4 : 0;  // fewer are faster without
-    static constexpr int64_t kManyRowsTiles = 2, kManyRowsDepth = kTiles ? 1024 : 512;
+    static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = kTiles ? 1024 : 512;
     static constexpr int tiles_at_once(int rows) { return tiles_of_integers(rows); }
     static constexpr int64_t kBlockBytes = kTile * kBlock, kRoundedBytes = kTile * kRounded;
 
@@ -29,15 +29,14 @@ struct Int8 {
     }
 
     template <int R, int T>
-    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, float* acc,
-               int64_t acc_stride) const {
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
         const int64_t tile_bytes = blocks * kBlockBytes;
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];
         F16 sum[R][T];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
-        load_sums(sum, acc, acc_stride);
+        load_sums(sum, acc);
         for (int64_t b = k / kRounded, end = ceil_div(k_end, kRounded); b < end; ++b) {
             I16 exact[R][T];
 #pragma GCC unroll 8
@@ -67,14 +66,15 @@ struct Int8 {
                 for (int t = 0; t < T; ++t) sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]), scale);
             }
         }
-        store_sums(sum, acc, acc_stride);
+        store_sums(sum, acc);
     }
 
-    // What add_tile() takes of some weights of one tile: the last block may be filled up with zeros.
-    static constexpr int64_t kPreparedDepth = kChunk * kRounded;
+    // What add_tiles() takes of some weights of one tile: the last block may be filled up with zeros.
+    static constexpr int64_t kPreparedDepth = 512, kPreparedTiles = 2;
     struct Prepared {
         const uint8_t* data;
-        int64_t tile_bytes, whole;
+        int64_t whole;  // blocks of x
+        int64_t tile_bytes;
         alignas(64) uint8_t last[kRoundedBytes];
     };
 
@@ -87,33 +87,53 @@ struct Int8 {
         std::memset(to.last + rest, 0, static_cast<size_t>(kRoundedBytes - rest));
     }
 
-    // R rows of one panel; `fetch`: nobody has read these weights before.
+    // R rows of one panel. The tiles one after the other, from the caches; or, of few rows, side by side from memory.
+    using Registers = TileBlocks<1>;
     template <int R>
-    static void add_tile(TileBlocks<>& registers, const QuantizedRow& x, const Prepared& w, int64_t k, int64_t k_end,
-                         const Sums& acc, bool fetch) {
-        const auto& chunk = x.chunk(k / kRounded);
-        const int64_t first = k / kRounded % kChunk;
-        const auto* values = reinterpret_cast<const uint8_t*>(chunk.values[first][x.lane]);
-        const float* scales = chunk.scale[x.lane] + first;
-        const uint8_t *weights = w.data, *last = w.last;
-        const int64_t whole = w.whole, tile_bytes = w.tile_bytes;
-        registers.shape(R, kTileBytes);
+    static void add_tiles(Registers& registers, const QuantizedRow& x, const Prepared* w, int64_t tiles, int64_t k,
+                          int64_t k_end, const Sums& acc, bool few) {
+        constexpr int products = kRounded / kTileBytes;
+        const TiledPiece piece(x, k, k_end);
+        const int64_t side_by_side = few ? w->whole : 0;
+        registers.shape(R);
+        alignas(64) Registers::Block exact[Registers::kBlocks];
         F16 sum[R][1];
-        load_sums(sum, acc.data, acc.stride);
-        auto x_at = [=](int64_t b) { return values + b * kPanel * kRounded; };
-        auto w_at = [=](int64_t b) {
-            if (fetch) fetch_ahead<1>(weights, tile_bytes, b * kRoundedBytes, kRoundedBytes);
-            return b < whole ? weights + b * kRoundedBytes : last;
-        };
-        auto each = [&, scales](int64_t b, const int32_t(*exact)[kTile]) {
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const I16 integers = load64(reinterpret_cast<const uint8_t*>(exact[r]));
-                sum[r][0] = plus_product(sum[r][0], to_floats(integers), splat16(scales[r * kChunk + b]));
+        for (int64_t b = 0; b < side_by_side; ++b) {
+            registers.template products<products>(tiles, piece.at(b), kRounded, 0, {w->data + b * kRoundedBytes},
+                                                  w->tile_bytes, exact);
+            for (int64_t t = 0; t < tiles; ++t) {
+                const Sums to = acc.after(b).from(0, t);
+                load_sums(sum, to);
+                add_block<R>(exact[t][0], piece, b, sum);
+                store_sums(sum, to);
+                const uint8_t* following = w[t].data + (b + 1) * kRoundedBytes;
+                for (int64_t i = 0; i < kRoundedBytes; i += 64) prefetch(following + i);
             }
-        };
-        registers.template run<kRounded / kTileBytes>(ceil_div(k_end - k, kRounded), kRounded, x_at, w_at, each);
-        store_sums(sum, acc.data, acc.stride);
+        }
+        for (int64_t t = 0; t < tiles; ++t) {
+            const Sums to = acc.after(side_by_side).from(0, t);
+            if (side_by_side == piece.blocks) break;
+            load_sums(sum, to);
+            for (int64_t b = side_by_side, count; b < piece.blocks; b += count) {
+                count = b < w[t].whole ? w[t].whole - b : 1;
+                if (count > Registers::kBlocks) count = Registers::kBlocks;
+                const uint8_t* weights = b < w[t].whole ? w[t].data + b * kRoundedBytes : w[t].last;
+                registers.template products<products>(count, piece.at(b), kRounded, kPanel * kRounded, {weights},
+                                                      kRoundedBytes, exact);
+                for (int64_t i = 0; i < count; ++i) add_block<R>(exact[i][0], piece, b + i, sum);
+            }
+            store_sums(sum, to);
+        }
+    }
+
+    template <int R>
+    static void add_block(const int32_t (&exact)[kTileRows][kTileRows], const TiledPiece& piece, int64_t b,
+                          F16 (&sum)[R][1]) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const I16 integers = load64(reinterpret_cast<const uint8_t*>(exact[r]));
+            sum[r][0] = plus_product(sum[r][0], to_floats(integers), splat16(piece.scales[r * kChunk + b]));
+        }
     }
 };
 

@@ -45,7 +45,7 @@ constexpr int64_t kTile = 16;                      // outputs
 constexpr int kMaxRows = kRegisters < 32 ? 6 : 8;  // of one micro kernel: more sums than that do not fit the registers
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 4;  // at a time for few rows; one is taken from end to end
-constexpr int64_t kRowsAtOnce = 256;  // rows whose sums a thread holds at a time
+constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
 
 constexpr int kStreams = 4;       // tiles at once for which the hardware fetches ahead by itself, and better
 constexpr int64_t kAhead = 4096;  // bytes
@@ -62,30 +62,36 @@ inline void fetch_ahead(const uint8_t* tiles, int64_t tile_bytes, int64_t at, in
         for (int64_t line = 0; line < count; line += 64) prefetch(tiles + t * tile_bytes + from + line);
 }
 
-// The sums of R rows and T tiles, from where they are kept between the pieces of k and back.
-template <int R, int T>
-inline void load_sums(F16 (&sum)[R][T], const float* from, int64_t stride) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int t = 0; t < T; ++t) sum[r][t] = load16(from + r * stride + t * kTile);
-}
-
-template <int R, int T>
-inline void store_sums(const F16 (&sum)[R][T], float* to, int64_t stride) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int t = 0; t < T; ++t) store16(to + r * stride + t * kTile, sum[r][t]);
-}
-
-// Sums of rows and tiles over each part of k: [parts, rows, stride], `part` floats from one part to the next.
+// Sums of rows and tiles over each part of k: [parts, rows, stride], `part` floats from one part to the next. Where they
+// are not yet begun, the memory holds anything.
 struct Sums {
     float* data;
     int64_t stride, parts, part;
-    Sums from(int64_t row, int64_t tile) const { return {data + row * stride + tile * kTile, stride, parts, part}; }
-    Sums only(int64_t p) const { return {data + p * part, stride, 1, part}; }
+    bool begun;
+    Sums from(int64_t row, int64_t tile) const {
+        return {data + row * stride + tile * kTile, stride, parts, part, begun};
+    }
+    Sums only(int64_t p) const { return {data + p * part, stride, 1, part, begun}; }
+    Sums after(int64_t blocks) const { return {data, stride, parts, part, begun || blocks > 0}; }
 };
+
+// The sums of R rows and T tiles, from where they are kept between the pieces of k and back.
+template <int R, int T>
+inline void load_sums(F16 (&sum)[R][T], const Sums& from) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t)
+            sum[r][t] = from.begun ? load16(from.data + r * from.stride + t * kTile) : splat16(0.0f);
+}
+
+template <int R, int T>
+inline void store_sums(const F16 (&sum)[R][T], const Sums& to) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) store16(to.data + r * to.stride + t * kTile, sum[r][t]);
+}
 
 // Adds [k, k_end), which is all parts of k or a piece of one. The parts of a few tiles follow each other, as they do in
 // memory.
@@ -97,13 +103,11 @@ inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format
     int64_t t = 0;
     for (; t + T <= tiles; t += T)
         for (int64_t p = 0; p < acc.parts; ++p)
-            w.template micro<R, T>(x, row, tile + t, k + p * depth, k + (p + 1) * depth,
-                                   acc.data + p * acc.part + t * kTile, acc.stride);
+            w.template micro<R, T>(x, row, tile + t, k + p * depth, k + (p + 1) * depth, acc.only(p).from(0, t));
     if constexpr (T > 1)
         for (; t < tiles; ++t)
             for (int64_t p = 0; p < acc.parts; ++p)
-                w.template micro<R, 1>(x, row, tile + t, k + p * depth, k + (p + 1) * depth,
-                                       acc.data + p * acc.part + t * kTile, acc.stride);
+                w.template micro<R, 1>(x, row, tile + t, k + p * depth, k + (p + 1) * depth, acc.only(p).from(0, t));
 }
 
 // Picks the micro kernel for a number of rows that is only known now.
@@ -127,52 +131,64 @@ inline void each_group(int64_t first, int64_t rows, int64_t most, Body body) {
     }
 }
 
-// Brings [from, to) into the second level of the cache, a part after each of some groups of rows: so that memory is read
-// while products are made.
-class FetchPiece {
+// Brings pieces of some tiles, `bytes` each and `stride` bytes apart, into the second level of the cache, a part after
+// each of some groups of rows: so that memory is read while products are made.
+class FetchPieces {
 public:
-    FetchPiece(const uint8_t* from, const uint8_t* to, int64_t rows) : from_(from), lines_((to - from) / 64), rows_(rows) {}
+    FetchPieces(const uint8_t* from, int64_t pieces, int64_t bytes, int64_t stride, int64_t rows)
+        : at_(from), lines_(bytes / 64), skip_(stride - lines_ * 64), all_(pieces * lines_), rows_(rows) {}
 
     void after(int64_t rows) {
-        if (rows_ <= kFewRows) return;  // for which fetch_ahead does it
-        for (const int64_t due = lines_ * rows / rows_; line_ < due; ++line_) prefetch_to_level2(from_ + line_ * 64);
+        for (const int64_t due = all_ * rows / rows_; done_ < due; ++done_) {
+            prefetch_to_level2(at_);
+            at_ += 64;
+            if (++line_ == lines_) line_ = 0, at_ += skip_;
+        }
     }
 
 private:
-    const uint8_t* from_;
-    int64_t lines_, rows_, line_ = 0;
+    const uint8_t* at_;
+    int64_t lines_, skip_, all_, rows_, done_ = 0, line_ = 0;
 };
 
-// Picks add_tile for a number of rows that is only known now.
+// Picks add_tiles for a number of rows that is only known now.
 template <class Format, int R = kTileRows, class... Arguments>
-inline void add_tile_any(int64_t rows, Arguments&&... arguments) {
+inline void add_tiles_any(int64_t rows, Arguments&&... arguments) {
     if constexpr (R > 1) {
-        if (rows < R) return add_tile_any<Format, R - 1>(rows, arguments...);
+        if (rows < R) return add_tiles_any<Format, R - 1>(rows, arguments...);
     }
-    Format::template add_tile<R>(arguments...);
+    Format::template add_tiles<R>(arguments...);
 }
 
 // The sums of integer formats by tiles. A format brings prepare, which makes of some weights what registers of tiles
-// take, for all rows, and add_tile. It gets pieces that do not reach over a multiple of kPreparedDepth.
+// take, for all rows, and add_tiles. It gets pieces that do not reach over a multiple of kPreparedDepth.
 template <class Format>
 inline void tiled_integers(const Format& w, const typename Format::Rows& x, int64_t row, int64_t rows, int64_t tile,
                            int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
-    constexpr int64_t most = Format::kPreparedDepth;
-    TileBlocks<> registers;
-    typename Format::Prepared weights;
+    constexpr int64_t most = Format::kPreparedDepth, at_once = Format::kPreparedTiles;
+    typename Format::Registers registers;
+    typename Format::Prepared weights[at_once];
     const int64_t depth = (k_end - k) / acc.parts;
-    for (int64_t t = 0; t < tiles; ++t)
-        for (int64_t p = 0; p < acc.parts; ++p)
-            for (int64_t d = k + p * depth, end = d + depth, stop; d < end; d = stop) {
+    const bool few = rows <= kFewRows;
+    for (int64_t t = 0; t < tiles; t += at_once) {
+        const int64_t count = tiles - t < at_once ? tiles - t : at_once;
+        for (int64_t p = 0; p < acc.parts; ++p) {
+            Sums to = acc.only(p).from(0, t);
+            for (int64_t d = k + p * depth, end = d + depth, stop; d < end; d = stop, to.begun = true) {
                 stop = d / most * most + most < end ? d / most * most + most : end;
-                w.prepare(tile + t, d, stop, weights);
-                FetchPiece next(w.at(tile + t, stop), w.at(tile + t, 2 * stop - d), rows);
-                each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t count) {
-                    add_tile_any<Format>(count, registers, x.row(row + begin), weights, d, stop,
-                                         acc.only(p).from(begin, t), begin == 0);
-                    next.after(begin + count);
+                for (int64_t i = 0; i < count; ++i) w.prepare(tile + t + i, d, stop, weights[i]);
+                // What follows: more k of these tiles, or the first k of the next ones.
+                const int64_t tile_bytes = w.at(tile + t + 1, 0) - w.at(tile + t, 0);
+                const uint8_t* following = stop < w.depth() ? w.at(tile + t, stop) : w.at(tile + t + count, 0);
+                FetchPieces next(following, count, w.at(0, stop) - w.at(0, d), tile_bytes, rows);
+                each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t group) {
+                    add_tiles_any<Format>(group, registers, x.row(row + begin), weights, count, d, stop,
+                                          to.from(begin, 0), few);
+                    if (!few) next.after(begin + group);
                 });
             }
+        }
+    }
 }
 
 // All rows of one range of k and some tiles; the rows are cut into nearly equal pieces.
@@ -188,28 +204,30 @@ inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, 
     }
 }
 
-// Makes the sums of `count` rows from `row` on, of some tiles; `rows`: how many the product has. The first part of
-// `acc` is then the sum of all parts.
+// Makes the sums of `count` rows from `row` on, of some tiles, each part of k by itself; `rows`: how many the product
+// has.
 template <class Format>
 void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64_t rows, const Format& w, int64_t tile,
                int64_t tiles, const Sums& acc) {
-    const int64_t k = w.depth(), depth = k / acc.parts, size = count * acc.stride;
-    std::memset(acc.data, 0, static_cast<size_t>(acc.parts * acc.part) * sizeof(float));
+    const int64_t k = w.depth(), depth = k / acc.parts;
     constexpr bool tiled = Format::kTiledRows > 0 && Format::kTiledRows <= kFewRows;
-    if (rows <= (tiled ? kFewRows : kMaxRows)) {
-        all_rows<Format>(x, row, count, w, tile, tiles, 0, k, acc);
-    } else {
-        const bool few = rows <= kFewRows;
-        const int64_t group = few ? kFewTiles : tiles, piece = few && kFewTiles == 1 ? depth : Format::kManyRowsDepth;
-        for (int64_t t = 0; t < tiles; t += group)
-            for (int64_t p = 0; p < acc.parts; ++p)
-                for (int64_t d = p * depth, end = d + depth; d < end; d += piece)
-                    all_rows<Format>(x, row, count, w, tile + t, t + group < tiles ? group : tiles - t, d,
-                                     d + piece < end ? d + piece : end, acc.only(p).from(0, t));
-    }
-    for (int64_t step = 1; step < acc.parts; step *= 2)
-        for (int64_t p = 0; p < acc.parts; p += 2 * step)
-            for (int64_t i = 0; i < size; ++i) acc.data[p * acc.part + i] += acc.data[(p + step) * acc.part + i];
+    if (rows <= (tiled ? kFewRows : kMaxRows)) return all_rows<Format>(x, row, count, w, tile, tiles, 0, k, acc);
+    const bool few = rows <= kFewRows;
+    const int64_t group = few ? kFewTiles : tiles, piece = few && kFewTiles == 1 ? depth : Format::kManyRowsDepth;
+    for (int64_t t = 0; t < tiles; t += group)
+        for (int64_t p = 0; p < acc.parts; ++p) {
+            Sums to = acc.only(p).from(0, t);
+            for (int64_t d = p * depth, end = d + depth; d < end; d += piece, to.begun = true)
+                all_rows<Format>(x, row, count, w, tile + t, t + group < tiles ? group : tiles - t, d,
+                                 d + piece < end ? d + piece : end, to);
+        }
+}
+
+// Adds the parts of some sums, as a tree, to the first.
+inline void add_parts(float* sums, int64_t count, int64_t parts, int64_t part) {
+    for (int64_t step = 1; step < parts; step *= 2)
+        for (int64_t p = 0; p < parts; p += 2 * step)
+            for (int64_t i = 0; i < count; ++i) sums[p * part + i] += sums[(p + step) * part + i];
 }
 
 // A sum to an output, which is added to `add`. Fused by name: a compiler that does it here and not there would give
@@ -232,25 +250,28 @@ inline void finish_row(const float* sums, const Linear& layer, int64_t first, in
     for (; j < count; ++j) to[j] = finished(sums[j], layer, first + j, add ? add[j] : 0.0f);
 }
 
-// Some tiles of out [rows, n] for all rows, by one thread; residual null or as out, which it may be itself.
+constexpr int64_t kFinishedAhead = 16;  // rows of outputs, which stand far from each other
+
+// Some tiles of out [rows, n] for `count` rows from `row` on, at most kRowsAtOnce, by one thread; residual null or as
+// out, which it may be itself.
 template <class Format>
-void linear_tiles(const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer, float* out,
-                  const float* residual, int64_t tile, int64_t tile_end) {
+void linear_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64_t rows, const Format& w,
+                  const Linear& layer, float* out, const float* residual, int64_t tile, int64_t tile_end) {
     static thread_local Scratch sums;
-    const int64_t n = layer.n, width = tile_end - tile, stride = width * kTile;
-    float* acc = sums.get<float>(layer.parts * (rows < kRowsAtOnce ? rows : kRowsAtOnce) * stride);
-    for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
-        const int64_t count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
-        sum_tiles<Format>(x, row, count, rows, w, tile, width, {acc, stride, layer.parts, count * stride});
-        const int64_t first = tile * kTile, columns = n - first < stride ? n - first : stride;
-        for (int64_t m = 0; m < count; ++m) {
-            const float* from = acc + m * stride;
-            const int64_t at = (row + m) * layer.out_stride + first;
-            if (layer.raw)
-                std::memcpy(out + at, from, static_cast<size_t>(columns) * sizeof *from);
-            else
-                finish_row(from, layer, first, columns, residual ? residual + at : nullptr, out + at);
-        }
+    const int64_t width = tile_end - tile, stride = width * kTile, part = count * stride;
+    float* acc = sums.get<float>(layer.parts * part);
+    sum_tiles<Format>(x, row, count, rows, w, tile, width, {acc, stride, layer.parts, part, false});
+    const int64_t first = tile * kTile, columns = layer.n - first < stride ? layer.n - first : stride;
+    for (int64_t m = 0; m < count; ++m) {
+        float* from = acc + m * stride;
+        const int64_t at = (row + m) * layer.out_stride + first;
+        if (m + kFinishedAhead < count)
+            for (int64_t j = 0; j < columns; j += 16) prefetch_to_write(out + at + kFinishedAhead * layer.out_stride + j);
+        add_parts(from, columns, layer.parts, part);
+        if (layer.raw)
+            std::memcpy(out + at, from, static_cast<size_t>(columns) * sizeof *from);
+        else
+            finish_row(from, layer, first, columns, residual ? residual + at : nullptr, out + at);
     }
 }
 
@@ -267,9 +288,13 @@ int64_t tiles_at_a_time(int64_t rows, int64_t tiles, int threads) {
 template <class Format>
 void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                    float* out, const float* residual) {
-    const int64_t tiles = ceil_div(layer.n, kTile);
-    team.share(tiles, tiles_at_a_time<Format>(rows, tiles, team.size), [&](int64_t tile, int64_t tile_end) {
-        linear_tiles<Format>(x, rows, w, layer, out, residual, tile, tile_end);
+    const int64_t tiles = ceil_div(layer.n, kTile), step = tiles_at_a_time<Format>(rows, tiles, team.size);
+    const int64_t pieces = ceil_div(tiles, step);
+    team.share(ceil_div(rows, kRowsAtOnce) * pieces, 1, [&](int64_t index, int64_t) {
+        const int64_t row = index / pieces * kRowsAtOnce, tile = index % pieces * step;
+        const int64_t count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
+        linear_tiles<Format>(x, row, count, rows, w, layer, out, residual, tile,
+                             tile + step < tiles ? tile + step : tiles);
     });
 }
 

@@ -49,11 +49,12 @@ inline void product(Team& team, const AnyRows& in, int64_t rows, const Linear& w
     });
 }
 
-// The same for some tiles of the outputs, by one thread; `threads` share the tiles out.
+// The same for some tiles of the outputs, by one thread.
 inline void product_tiles(const AnyRows& in, int64_t rows, const Linear& w, float* out, int64_t tile,
                           int64_t tile_end) {
     by_format(in, w, [&](const auto& x, const auto& weights) {
-        linear_tiles(x, rows, weights, w, out, nullptr, tile, tile_end);
+        for (int64_t row = 0; row < rows; row += kRowsAtOnce)
+            linear_tiles(x, row, std::min(rows - row, kRowsAtOnce), rows, weights, w, out, nullptr, tile, tile_end);
     });
 }
 

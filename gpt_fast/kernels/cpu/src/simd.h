@@ -39,6 +39,7 @@ inline void store_as(float x, uint16_t* p) {
 inline void store64(uint8_t* to, I16 v) { std::memcpy(to, &v, sizeof v); }
 
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
+inline void prefetch_to_write(void* at) { __builtin_prefetch(at, 1, 3); }
 inline void prefetch_to_level2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // 32 bits everywhere: one weight's neighbours along k.

@@ -217,12 +217,15 @@ private:
     Registers registers_;
 };
 
-// Products in int8 of up to 16 rows with one tile of weights, each block of k by itself.
-template <class Registers = Tiles>
+// Products in int8 of up to 16 rows, each block of k by itself, with N tiles of weights, one or two.
+template <int N, class Registers = Tiles>
 class TileBlocks {
 public:
+    static constexpr int kBlocks = 4 / N;
+    using Block = int32_t[N][kTileRows][kTileRows];  // sums [N, rows, 16]
+
     // `bytes` of x and of each output are added at a time.
-    void shape(int64_t rows, int64_t bytes) {
+    void shape(int64_t rows, int64_t bytes = kTileBytes) {
         if (rows == rows_) return;
         rows_ = rows;
         for (int i = 0; i < 4; ++i) registers_.shape(i, rows, kTileBytes);
@@ -231,69 +234,48 @@ public:
         registers_.begin();
     }
 
-    // each(b, sums) with the sums [rows, 16] of block b, for `count` blocks in their order; x(b) and w(b) say where
-    // they are, x in rows `stride` bytes apart. A block is added in P products. Sums are taken three blocks later than
-    // they were begun: until then there is nothing to wait for.
-    template <int P, class X, class W, class Each>
-    void run(int64_t count, int64_t stride, X x, W w, Each each) {
-        alignas(64) int32_t sums[4][kTileRows][kTileRows];
-        auto step = [&](auto number, int64_t b, auto inside) {
-            constexpr int begun = number, ready = (begun + 2) % 4, taken = (begun + 1) % 4;
-            if (inside || b < count) {
-                const uint8_t *from = x(b), *weights = w(b);
-                registers_.template zero<begun>();
-                for (int i = 0; i < P; ++i) {
-                    registers_.template load<4>(from + i * kTileBytes, stride);
-                    registers_.template load<6>(weights + i * kTileRows * kTileBytes, kTileBytes);
-                    registers_.template add_int8<begun, 4, 6>();
-                }
-            }
-            if (inside || (b >= 2 && b < count + 2))
-                registers_.template store<ready>(reinterpret_cast<uint8_t*>(sums[ready]), kTileBytes);
-            if (inside || (b >= 3 && b < count + 3)) each(b - 3, sums[taken]);
-        };
-        auto four = [&](int64_t b, auto inside) {
-            step(std::integral_constant<int, 0>(), b, inside);
-            step(std::integral_constant<int, 1>(), b + 1, inside);
-            step(std::integral_constant<int, 2>(), b + 2, inside);
-            step(std::integral_constant<int, 3>(), b + 3, inside);
-        };
-        four(0, std::false_type());
-        int64_t b = 4;
-        for (; b + 4 <= count; b += 4) four(b, std::true_type());
-        for (; b < count + 3; b += 4) four(b, std::false_type());
-    }
-
-    // The same with weights in two parts: each(b, first, second); w(b, which).
-    template <int P, class X, class W, class Each>
-    void run_two(int64_t count, int64_t stride, X x, W w, Each each) {
-        alignas(64) int32_t sums[4][kTileRows][kTileRows];
-        auto step = [&](auto number, int64_t b) {
-            constexpr int begun = number, ready = 2 - begun;  // registers, two each
-            if (b < count) {
-                const uint8_t *from = x(b), *first = w(b, false), *second = w(b, true);
-                registers_.template zero<begun>();
-                registers_.template zero<begun + 1>();
-                for (int i = 0; i < P; ++i) {
-                    registers_.template load<4>(from + i * kTileBytes, stride);
-                    registers_.template load<6>(first + i * kTileRows * kTileBytes, kTileBytes);
-                    registers_.template add_int8<begun, 4, 6>();
-                    registers_.template load<7>(second + i * kTileRows * kTileBytes, kTileBytes);
-                    registers_.template add_int8<begun + 1, 4, 7>();
-                }
-            }
-            if (b < 1 || b > count) return;
-            registers_.template store<ready>(reinterpret_cast<uint8_t*>(sums[ready]), kTileBytes);
-            registers_.template store<ready + 1>(reinterpret_cast<uint8_t*>(sums[ready + 1]), kTileBytes);
-            each(b - 1, sums[ready], sums[ready + 1]);
-        };
-        for (int64_t b = 0; b <= count; b += 2) {
-            step(std::integral_constant<int, 0>(), b);
-            step(std::integral_constant<int, 2>(), b + 1);
-        }
+    // Sums of up to kBlocks blocks, from one to the next of which it is x_step and w_step bytes. Rows of x are `stride`
+    // bytes apart; each block is added in P products.
+    template <int P>
+    void products(int64_t count, const uint8_t* x, int64_t stride, int64_t x_step, const uint8_t* const (&w)[N],
+                  int64_t w_step, Block* sums) {
+        add<P, 0>(x, stride, w[0], w[N - 1]);
+        following<P, 1>(count, x + x_step, stride, x_step, w[0] + w_step, w[N - 1] + w_step, w_step, sums);
     }
 
 private:
+    template <int P, int block>
+    void add(const uint8_t* x, int64_t stride, const uint8_t* w, const uint8_t* second) {
+        constexpr int sum = block * N;
+        registers_.template zero<sum>();
+        if constexpr (N > 1) registers_.template zero<sum + 1>();
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < P; ++i) {
+            registers_.template load<4>(x + i * kTileBytes, stride);
+            registers_.template load<6>(w + i * kTileRows * kTileBytes, kTileBytes);
+            registers_.template add_int8<sum, 4, 6>();
+            if constexpr (N > 1) {
+                registers_.template load<7>(second + i * kTileRows * kTileBytes, kTileBytes);
+                registers_.template add_int8<sum + 1, 4, 7>();
+            }
+        }
+    }
+
+    // Sums are stored a block later, when they are there.
+    template <int P, int block>
+    void following(int64_t count, const uint8_t* x, int64_t stride, int64_t x_step, const uint8_t* w,
+                   const uint8_t* second, int64_t w_step, Block* sums) {
+        const bool more = block < kBlocks && block < count;
+        if constexpr (block < kBlocks)
+            if (more) add<P, block>(x, stride, w, second);
+        registers_.template store<block * N - N>(reinterpret_cast<uint8_t*>(sums[block - 1][0]), kTileBytes);
+        if constexpr (N > 1)
+            registers_.template store<block * N - 1>(reinterpret_cast<uint8_t*>(sums[block - 1][1]), kTileBytes);
+        if constexpr (block < kBlocks)
+            if (more)
+                following<P, block + 1>(count, x + x_step, stride, x_step, w + w_step, second + w_step, w_step, sums);
+    }
+
     int64_t rows_ = 0;
     Registers registers_;
 };
@@ -314,16 +296,19 @@ inline bool tiles_work() {
     };
     auto integers = [&](auto tiles, int64_t rows, int32_t* to) {
         tiles.shape(rows, kTileBytes / 2);
-        auto at = [](uint8_t* from) { return [=](int64_t b) { return from + b * kTileBytes; }; };
-        tiles.template run<1>(7, kTileBytes, at(x[0]), at(w[0]), [&](int64_t b, const int32_t(*sum)[kTileRows]) {
-            for (int64_t i = 0; i < rows * kTileRows; ++i) to[i] += static_cast<int32_t>(b + 1) * sum[0][i];
-        });
+        int32_t sum[2][2][kTileRows][kTileRows];
+        for (int64_t count : {1, 2}) {
+            tiles.template products<1>(count, x[0], kTileBytes, kTileBytes / 2, {w[0], w[1]}, kTileBytes, sum);
+            for (int64_t i = 0; i < rows * kTileRows; ++i)
+                for (int64_t b = 0; b < count; ++b) to[i] += 5 * to[i] + sum[b][0][0][i] + 7 * sum[b][1][0][i];
+        }
     };
     for (int64_t rows : {1, 8, 16, 19, 32}) {
         float got[sums] = {}, wanted[sums] = {};
         int32_t exact[sums] = {}, exactly[sums] = {};
         floats(TileSums<>(), rows, got), floats(TileSums<PlainTiles>(), rows, wanted);
-        if (rows <= kTileRows) integers(TileBlocks<>(), rows, exact), integers(TileBlocks<PlainTiles>(), rows, exactly);
+        if (rows <= kTileRows)
+            integers(TileBlocks<2>(), rows, exact), integers(TileBlocks<2, PlainTiles>(), rows, exactly);
         for (int i = 0; i < sums; ++i)
             if (std::abs(got[i] - wanted[i]) > 1e-3f || exact[i] != exactly[i]) return false;
     }
