@@ -104,10 +104,8 @@ struct Int8 {
             for (int64_t t = 0; t < tiles; ++t) {
                 const Sums to = acc.after(b).from(0, t);
                 load_sums(sum, to);
-                add_block<R>(exact[t][0], piece, b, sum);
+                add_block<R, true>(exact[t][0], piece, b, sum, w[t].data + (b + 1) * kRoundedBytes);
                 store_sums(sum, to);
-                const uint8_t* following = w[t].data + (b + 1) * kRoundedBytes;
-                for (int64_t i = 0; i < kRoundedBytes; i += 64) prefetch(following + i);
             }
         }
         for (int64_t t = 0; t < tiles; ++t) {
@@ -120,19 +118,26 @@ struct Int8 {
                 const uint8_t* weights = b < w[t].whole ? w[t].data + b * kRoundedBytes : w[t].last;
                 registers.template products<products>(count, piece.at(b), kRounded, kPanel * kRounded, {weights},
                                                       kRoundedBytes, exact);
-                for (int64_t i = 0; i < count; ++i) add_block<R>(exact[i][0], piece, b + i, sum);
+                for (int64_t i = 0; i < count; ++i) add_block<R, false>(exact[i][0], piece, b + i, sum, nullptr);
             }
             store_sums(sum, to);
         }
     }
 
-    template <int R>
+    // Adds a block of each row; meanwhile memory is asked for the block at `following`, some lines a row, and the second
+    // level of the cache for what comes kAhead bytes after it.
+    template <int R, bool fetch>
     static void add_block(const int32_t (&exact)[kTileRows][kTileRows], const TiledPiece& piece, int64_t b,
-                          F16 (&sum)[R][1]) {
+                          F16 (&sum)[R][1], const uint8_t* following) {
+        constexpr int lines = kRoundedBytes / 64;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const I16 integers = load64(reinterpret_cast<const uint8_t*>(exact[r]));
             sum[r][0] = plus_product(sum[r][0], to_floats(integers), splat16(piece.scales[r * kChunk + b]));
+            for (int i = lines * r / R; fetch && i < lines * (r + 1) / R; ++i) {
+                prefetch(following + i * 64);
+                prefetch_to_level2(following + kAhead + i * 64);
+            }
         }
     }
 };
