@@ -101,7 +101,7 @@ public:
             for (int64_t i = 0; i < kKeys; i += 16) store16_bfloat16(rounded[r] + i, load16(weights[r] + i));
         if (tiled_) {
             ahead.fetch(R * columns_);
-            return tiles_.template add_values<R>(into, kept, rounded, values_, columns_);
+            return tiles_.template add_values<R>(into[0], state_floats(columns_), kept, rounded, values_, columns_);
         }
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {

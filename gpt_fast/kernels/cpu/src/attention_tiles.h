@@ -31,26 +31,24 @@ public:
             for (int64_t i = 0; i < kKeys; i += 16) store16(scores[r] + i, load16(scores[r] + i) * splat16(scale));
     }
 
-    // value[r] = value[r] * kept[r] + sum of weights[r][i] * values[i]. weights [R, kKeys], values [kKeys / 2, columns, 2].
+    // value[r] = value[r] * kept[r] + sum of weights[r][i] * values[i], value[r] being `stride` floats from value[r - 1].
+    // weights [R, kKeys], values [kKeys / 2, columns, 2].
     template <int R>
-    void add_values(float* const* value, const float* kept, const uint16_t (*weights)[kKeys], const uint16_t* values,
-                    int64_t columns) {
+    void add_values(float* value, int64_t stride, const float* kept, const uint16_t (*weights)[kKeys],
+                    const uint16_t* values, int64_t columns) {
         static_assert(sizeof weights[0] == kTileBytes, "a register of weights");
-        alignas(64) float sums[R][4 * kTile];
+        bool all = true;
+        for (int r = 0; r < R; ++r) all &= kept[r] == 1.0f;
+        for (int r = 0; !all && r < R; ++r)
+            for (int64_t d = 0; d < columns; d += kTile) {
+                float* at = value + r * stride + d;
+                store16(at, load16(at) * splat16(kept[r]));
+            }
         shape(R);
         registers_.template load<4>(bytes(weights[0]), kTileBytes);
-        for (int64_t d = 0; d < columns; d += 4 * kTile) {
-            const int64_t count = (columns - d < 4 * kTile ? columns - d : 4 * kTile) / kTile;
-            auto* to = reinterpret_cast<uint8_t*>(sums[0]);
-            product<0, 6>(values + 2 * d, columns, to);
-            if (count > 1) product<1, 7>(values + 2 * (d + kTile), columns, to + kTileBytes);
-            if (count > 2) product<2, 6>(values + 2 * (d + 2 * kTile), columns, to + 2 * kTileBytes);
-            if (count > 3) product<3, 7>(values + 2 * (d + 3 * kTile), columns, to + 3 * kTileBytes);
-            for (int r = 0; r < R; ++r)
-                for (int64_t c = 0; c < count * kTile; c += kTile) {
-                    float* at = value[r] + d + c;
-                    store16(at, plus_product(load16(sums[r] + c), load16(at), splat16(kept[r])));
-                }
+        for (int64_t d = 0; d < columns; d += 2 * kTile) {
+            product<0, 6>(values + 2 * d, columns, value + d, 4 * stride);
+            if (d + kTile < columns) product<1, 7>(values + 2 * (d + kTile), columns, value + d + kTile, 4 * stride);
         }
     }
 
@@ -60,11 +58,11 @@ private:
     static const uint8_t* bytes(const uint16_t* at) { return reinterpret_cast<const uint8_t*>(at); }
 
     template <int sum, int w>
-    void product(const uint16_t* values, int64_t columns, uint8_t* to) {
+    void product(const uint16_t* values, int64_t columns, float* to, int64_t stride) {
+        registers_.template load<sum>(reinterpret_cast<uint8_t*>(to), stride);
         registers_.template load<w>(bytes(values), 4 * columns);
-        registers_.template zero<sum>();
         registers_.template add_bfloat16<sum, 4, w>();
-        registers_.template store<sum>(to, 4 * kTileBytes);
+        registers_.template store<sum>(reinterpret_cast<uint8_t*>(to), stride);
     }
 
     void shape(int64_t rows) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 #if defined(__AVX2__) && defined(__FMA__)
 #include "simd_avx2.h"
@@ -120,20 +121,39 @@ inline void join_pairs(const uint16_t* a, const uint16_t* b, int64_t count, uint
 }
 #endif
 
+inline F8 times_power_of_two(F8 x, I8 n) { return x * as_floats(shift_left<23>(add(n, splat(127)))); }
+
+template <class V>
+inline V each_lane(float x) {
+    if constexpr (std::is_same_v<V, F8>)
+        return splat(x);
+    else
+        return splat16(x);
+}
+
 // e^x, relative error below 2e-7. By Cody and Waite: x = n ln 2 + r, a polynomial for e^r, n into the exponent.
 // -infinity gives 0; NaN stays NaN.
-inline F8 exp8(F8 x) {
-    const F8 low = splat(-87.33f), high = splat(88.37f);
-    const F8 clamped = larger(smaller(x, high), low);
-    const I8 n = nearest(clamped * splat(1.44269504088896f));
-    F8 r = minus_product(clamped, to_floats(n), splat(0.693359375f));
-    r = minus_product(r, to_floats(n), splat(-2.12194440e-4f));
+template <class V>
+inline V exp_lanes(V x) {
+    constexpr auto all = each_lane<V>;
+    const V low = all(-87.33f), high = all(88.37f);
+    const V clamped = larger(smaller(x, high), low);
+    const auto n = nearest(clamped * all(1.44269504088896f));
+    V r = minus_product(clamped, to_floats(n), all(0.693359375f));
+    r = minus_product(r, to_floats(n), all(-2.12194440e-4f));
     // Taylor's coefficients to degree 7 suffice for |r| <= ln 2 / 2.
-    F8 p = splat(1.0f / 5040);
-    for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-        p = plus_product(splat(c), p, r);
-    const F8 result = p * as_floats(shift_left<23>(add(n, splat(127))));
-    return choose(is_nan(x), x, choose(less(x, low), splat(0.0f), result));
+    V p = all(1.0f / 5040);
+    for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = plus_product(all(c), p, r);
+    const V result = times_power_of_two(p, n);
+    return choose(is_nan(x), x, choose(less(x, low), all(0.0f), result));
 }
+
+inline F8 exp8(F8 x) { return exp_lanes(x); }
+
+#ifdef __AVX512VNNI__
+inline F16 exp16(F16 x) { return exp_lanes(x); }
+#else
+inline F16 exp16(F16 x) { return {exp8(x.a), exp8(x.b)}; }
+#endif
 
 }  // namespace gpt_fast

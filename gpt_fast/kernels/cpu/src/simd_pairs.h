@@ -13,6 +13,11 @@ struct I16 {
 constexpr int kRegisters = 8;  // of 16 lanes
 
 inline F16 operator*(F16 x, F16 y) { return {x.a * y.a, x.b * y.b}; }
+inline F16 operator+(F16 x, F16 y) { return {x.a + y.a, x.b + y.b}; }
+inline F16 operator-(F16 x, F16 y) { return {x.a - y.a, x.b - y.b}; }
+inline F16 larger(F16 x, F16 y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
+inline float lane_sum(F16 v) { return lane_sum(v.a + v.b); }
+inline float lane_max(F16 v) { return lane_max(larger(v.a, v.b)); }
 inline F16 splat16(float x) { return {splat(x), splat(x)}; }
 inline F16 load16(const float* p) { return {load8(p), load8(p + 8)}; }
 inline void store16(float* p, F16 v) { store8(p, v.a), store8(p + 8, v.b); }

@@ -14,9 +14,10 @@ struct Partial {
     float* max;
 };
 
-// Partials lie side by side: D values, then sum and max. D is the cache's, rounded up to a multiple of 16.
+// Partials lie side by side, each of whole lines of the cache: D values, then sum and max. D is the cache's, rounded up
+// to a multiple of 16.
 inline int64_t state_dim_of(int64_t head_dim) { return ceil_div(head_dim, 16) * 16; }
-inline int64_t state_floats(int64_t dim) { return dim + 2; }
+inline int64_t state_floats(int64_t dim) { return dim + 16; }
 inline Partial partial(float* state, int64_t dim) { return {state, state + dim, state + dim + 1}; }
 
 inline void clear(const Partial& p, int64_t dim) {
@@ -42,31 +43,35 @@ inline void merge_states(float* into, float* other, int64_t count, int64_t dim) 
         merge(partial(into, dim), partial(other, dim), dim);
 }
 
-// Scores of one block to weights, in place, for R queries; their sums and largest scores into `states`, and into `kept`
-// what the earlier values are to be multiplied with. All largest scores first: then the exponentials of all queries wait
-// for nothing.
+// How much larger a score may be than the one that exponentials are taken relative to: e^8 costs no precision, and what
+// was summed up needs no other scale then.
+constexpr float kHeadroom = 8.0f;
+
+// Scores of one block to weights, in place, for R queries; their sums and what they are relative to into `states`, and
+// into `kept` what the earlier values are to be multiplied with. All largest scores first: then the exponentials of all
+// queries wait for nothing.
 template <int R>
 inline void softmax_block(float (*weights)[kKeys], const Partial* states, float* kept) {
     float most[R];
     for (int r = 0; r < R; ++r) {
-        F8 top = load8(weights[r]);
-        for (int64_t i = 8; i < kKeys; i += 8) top = larger(top, load8(weights[r] + i));
-        const float max = lane_max(top);
-        most[r] = *states[r].max > max ? *states[r].max : max;
+        F16 top = load16(weights[r]);
+        for (int64_t i = 16; i < kKeys; i += 16) top = larger(top, load16(weights[r] + i));
+        const float max = lane_max(top), old = *states[r].max;
+        most[r] = max > old + kHeadroom || (old == -__builtin_inff() && max > old) ? max : old;
     }
     for (int r = 0; r < R; ++r) {
         const Partial& state = states[r];
         const float max = most[r];
         // Should all be -infinity, the difference would be NaN: such a block has no weight.
-        const F8 shift = splat(max == -__builtin_inff() ? 0.0f : max);
-        F8 total = splat(0.0f);
-#pragma GCC unroll 4
-        for (int64_t i = 0; i < kKeys; i += 8) {
-            const F8 e = exp8(load8(weights[r] + i) - shift);
-            store8(weights[r] + i, e);
+        const F16 shift = splat16(max == -__builtin_inff() ? 0.0f : max);
+        F16 total = splat16(0.0f);
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < kKeys; i += 16) {
+            const F16 e = exp16(load16(weights[r] + i) - shift);
+            store16(weights[r] + i, e);
             total = total + e;
         }
-        kept[r] = *state.sum == 0.0f ? 0.0f : *state.max == max ? 1.0f : exp_one(*state.max - max);
+        kept[r] = *state.max == max ? 1.0f : *state.sum == 0.0f ? 0.0f : exp_one(*state.max - max);
         *state.sum = *state.sum * kept[r] + lane_sum(total);
         *state.max = max;
     }
