@@ -20,7 +20,7 @@
 namespace gpt_fast {
 
 constexpr int64_t kSplit = 512;
-constexpr int64_t kQueryPiece = 8;  // tokens of one sequence that share a pass over its keys
+constexpr int64_t kQueryPiece = kTiles ? 16 : 8;  // tokens of one sequence that share a pass over its keys
 
 // Tokens [first, last) of a slot's queries, heads [kv_begin, kv_end) of the cache, against keys of [split, split + 1) *
 // kSplit; state[kv_head - kv_begin][token - first][query head of kv_head].
@@ -73,7 +73,7 @@ void finish(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_head
             const Partial s = partial(state, p.state_dim());
             const int64_t head = kv_head * p.group() + h;
             float* to = p.out + (token * p.heads + head) * p.out_dim;
-            const float sum = p.sinks ? *s.sum + exp_one(p.sinks[head] - *s.max) : *s.sum;
+            const float sum = sum_of(s) + (p.sinks ? exp_one(p.sinks[head] - *s.max) : 0.0f);
             for (int64_t d = 0; d < p.out_dim; ++d) to[d] = s.value[d] / sum;
         }
 }

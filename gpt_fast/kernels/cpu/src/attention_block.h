@@ -18,16 +18,14 @@ public:
     void fetch(int64_t work) {
         work_ += work;
         for (const int64_t due = lines_ * work_ / all_work_; line_ < due; ++line_) {
-            if (line_ % each_ == 0) at_ = *run_++;
-            prefetch_to_level2(at_);
-            at_ += 64;
+            if (of_run_ == each_) ++run_, of_run_ = 0;
+            prefetch_to_level2(*run_ + 64 * of_run_++);
         }
     }
 
 private:
     const char* const* run_;
-    const char* at_ = nullptr;
-    int64_t each_, lines_, all_work_, work_ = 0, line_ = 0;
+    int64_t each_, lines_, all_work_, work_ = 0, line_ = 0, of_run_ = 0;
 };
 
 constexpr int kMostQueries = kTiles ? 16 : 8;  // whose products are made together
@@ -116,13 +114,17 @@ private:
         const int64_t group = p_.group(), state_dim = p_.state_dim();
         const Adjust adjust = p_.adjust(kv_head);
         keys_.template scores<R>(q_ + ((kv_head - kv_begin_) * rows_ + row) * p_.head_dim, weights, ahead);
+        int64_t token = row / group, head = row % group;
         for (int r = 0; r < R; ++r) {
-            const View& view = views[(row + r) / group];
-            for (int64_t i = 0; i < view.begin && i < kKeys; ++i) weights[r][i] = -__builtin_inff();
-            for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) weights[r][i] = -__builtin_inff();
-            if (adjust) adjust_scores(weights[r], adjust, (row + r) % group, view.distance);
+            const View& view = views[token];
+            if (view.begin > 0 || view.end < kKeys) {
+                for (int64_t i = 0; i < view.begin && i < kKeys; ++i) weights[r][i] = -__builtin_inff();
+                for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) weights[r][i] = -__builtin_inff();
+            }
+            if (adjust) adjust_scores(weights[r], adjust, head, view.distance);
             into[r] = states + (row + r) * state_floats(state_dim);
             partials[r] = partial(into[r], state_dim);
+            if (++head == group) ++token, head = 0;
         }
         softmax_block<R>(weights, partials, kept);
         keys_.template add_values<R>(into, kept, weights, ahead);

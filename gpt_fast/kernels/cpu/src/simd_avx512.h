@@ -20,6 +20,7 @@ inline I16 nearest(F16 v) { return _mm512_cvtps_epi32(v); }
 inline F16 larger(F16 x, F16 y) { return _mm512_max_ps(x, y); }
 inline F16 smaller(F16 x, F16 y) { return _mm512_min_ps(x, y); }
 inline __mmask16 less(F16 x, F16 y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
+inline bool any_larger(F16 v, float limit) { return less(splat16(limit), v) != 0; }
 inline __mmask16 is_nan(F16 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
 inline F16 choose(__mmask16 mask, F16 yes, F16 no) { return _mm512_mask_blend_ps(mask, no, yes); }
 inline F16 times_power_of_two(F16 x, I16 n) {

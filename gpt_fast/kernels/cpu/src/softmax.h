@@ -7,34 +7,37 @@ namespace gpt_fast {
 
 constexpr int64_t kKeys = 32;  // of a block
 
-// Running softmax of one query head: sum of values weighted by e^(score - max), sum of weights, max.
+// Running softmax of one query head: sum of values weighted by e^(score - max), sums of the weights of keys 16 apart, max.
 struct Partial {
     float* value;  // [D]
-    float* sum;
+    float* sums;   // [16]
     float* max;
 };
 
-// Partials lie side by side, each of whole lines of the cache: D values, then sum and max. D is the cache's, rounded up
+// Partials lie side by side, each of whole lines of the cache: D values, then sums and max. D is the cache's, rounded up
 // to a multiple of 16.
 inline int64_t state_dim_of(int64_t head_dim) { return ceil_div(head_dim, 16) * 16; }
-inline int64_t state_floats(int64_t dim) { return dim + 16; }
-inline Partial partial(float* state, int64_t dim) { return {state, state + dim, state + dim + 1}; }
+inline int64_t state_floats(int64_t dim) { return dim + 32; }
+inline Partial partial(float* state, int64_t dim) { return {state, state + dim, state + dim + 16}; }
 
 inline void clear(const Partial& p, int64_t dim) {
     for (int64_t d = 0; d < dim; ++d) p.value[d] = 0.0f;
-    *p.sum = 0.0f, *p.max = -__builtin_inff();
+    store16(p.sums, splat16(0.0f));
+    *p.max = -__builtin_inff();
 }
+
+inline float sum_of(const Partial& p) { return lane_sum(load16(p.sums)); }
 
 inline float exp_one(float x) { return first_lane(exp8(splat(x))); }
 
 // into = into and then other.
 inline void merge(const Partial& into, const Partial& other, int64_t dim) {
-    if (*other.max == -__builtin_inff() && *other.sum == 0.0f) return;
+    if (*other.max == -__builtin_inff() && sum_of(other) == 0.0f) return;
     // A NaN on either side must survive.
     const float top = *into.max > *other.max ? *into.max : *other.max;
     const float keep = exp_one(*into.max - top), add = exp_one(*other.max - top);
     for (int64_t d = 0; d < dim; ++d) into.value[d] = into.value[d] * keep + other.value[d] * add;
-    *into.sum = *into.sum * keep + *other.sum * add;
+    store16(into.sums, plus_product(load16(into.sums) * splat16(keep), load16(other.sums), splat16(add)));
     *into.max = top;
 }
 
@@ -52,16 +55,17 @@ constexpr float kHeadroom = 8.0f;
 // queries wait for nothing.
 template <int R>
 inline void softmax_block(float (*weights)[kKeys], const Partial* states, float* kept) {
-    float most[R];
     for (int r = 0; r < R; ++r) {
         F16 top = load16(weights[r]);
         for (int64_t i = 16; i < kKeys; i += 16) top = larger(top, load16(weights[r] + i));
-        const float max = lane_max(top), old = *states[r].max;
-        most[r] = max > old + kHeadroom || (old == -__builtin_inff() && max > old) ? max : old;
+        kept[r] = 1.0f;
+        const float old = *states[r].max;
+        if (!any_larger(top, old + kHeadroom)) continue;
+        *states[r].max = lane_max(top);
+        kept[r] = old == -__builtin_inff() ? 0.0f : exp_one(old - *states[r].max);
     }
     for (int r = 0; r < R; ++r) {
-        const Partial& state = states[r];
-        const float max = most[r];
+        const float max = *states[r].max;
         // Should all be -infinity, the difference would be NaN: such a block has no weight.
         const F16 shift = splat16(max == -__builtin_inff() ? 0.0f : max);
         F16 total = splat16(0.0f);
@@ -71,9 +75,7 @@ inline void softmax_block(float (*weights)[kKeys], const Partial* states, float*
             store16(weights[r] + i, e);
             total = total + e;
         }
-        kept[r] = *state.max == max ? 1.0f : *state.sum == 0.0f ? 0.0f : exp_one(*state.max - max);
-        *state.sum = *state.sum * kept[r] + lane_sum(total);
-        *state.max = max;
+        store16(states[r].sums, plus_product(total, load16(states[r].sums), splat16(kept[r])));
     }
 }
 
