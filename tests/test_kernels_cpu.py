@@ -335,6 +335,22 @@ def test_attention_in_bfloat16_is_near_the_eager_seam(window: int, shape: tuple[
 
 
 @needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.01, 0.1, 0.5, 4.0])
+def test_attention_where_later_keys_score_more(scale: float, dtype: torch.dtype) -> None:
+    """So that earlier sums are given another scale: never, sometimes and with each block of keys."""
+    q, k, v = sequences([700], 8, 2, 32)[0]
+    grows = (1 + torch.arange(700) / 50).floor().view(-1, 1, 1)
+    qkv = [(q.sign(), k.sign() * grows, v)]  # whole numbers, exact in bfloat16
+    outs = []
+    for fast in (True, False):
+        cache = Cache(1, 700, (8, 2, 32), dtype, 16, fast)
+        outs.append([cache.attend(step, qkv, Scoring(0, scale)) for step in ([(0, 0, 650)], [(0, 650, 651)])])
+    for got, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5 if dtype == torch.float32 else 0.03, rtol=1e-4)
+
+
+@needs_cpp
 @pytest.mark.parametrize(("dtype", "atol", "rtol"), [(torch.float32, 5e-6, 1e-4), (torch.bfloat16, 0.03, 0.0)])
 @pytest.mark.parametrize("window", [0, 70])
 def test_attention_with_caps_slopes_and_sinks_equals_the_eager_seam(

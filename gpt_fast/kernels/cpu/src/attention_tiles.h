@@ -31,7 +31,7 @@ public:
             for (int64_t i = 0; i < kKeys; i += 16) store16(scores[r] + i, load16(scores[r] + i) * splat16(scale));
     }
 
-    // value[r] = value[r] * kept[r] + sum of weights[r][i] * values[i], value[r] being `stride` floats from value[r - 1].
+    // value[r] = value[r] * kept[r] + sum of weights[r][i] * values[i]. value: R rows of `columns`, `stride` floats apart,
     // weights [R, kKeys], values [kKeys / 2, columns, 2].
     template <int R>
     void add_values(float* value, int64_t stride, const float* kept, const uint16_t (*weights)[kKeys],

@@ -62,8 +62,8 @@ inline void fetch_ahead(const uint8_t* tiles, int64_t tile_bytes, int64_t at, in
         for (int64_t line = 0; line < count; line += 64) prefetch(tiles + t * tile_bytes + from + line);
 }
 
-// Sums of rows and tiles over each part of k: [parts, rows, stride], `part` floats from one part to the next. Where they
-// are not yet begun, the memory holds anything.
+// Sums of rows and tiles over each part of k: [parts, rows, stride], `part` floats from one part to the next. As long as
+// they are not begun, the memory holds anything.
 struct Sums {
     float* data;
     int64_t stride, parts, part;
@@ -265,8 +265,8 @@ void linear_tiles(const typename Format::Rows& x, int64_t row, int64_t count, in
     for (int64_t m = 0; m < count; ++m) {
         float* from = acc + m * stride;
         const int64_t at = (row + m) * layer.out_stride + first;
-        if (m + kFinishedAhead < count)
-            for (int64_t j = 0; j < columns; j += 16) prefetch_to_write(out + at + kFinishedAhead * layer.out_stride + j);
+        float* later = out + at + kFinishedAhead * layer.out_stride;
+        for (int64_t j = 0; m + kFinishedAhead < count && j < columns; j += 16) prefetch_to_write(later + j);
         add_parts(from, columns, layer.parts, part);
         if (layer.raw)
             std::memcpy(out + at, from, static_cast<size_t>(columns) * sizeof *from);

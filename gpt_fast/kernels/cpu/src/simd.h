@@ -143,7 +143,8 @@ inline V exp_lanes(V x) {
     r = minus_product(r, to_floats(n), all(-2.12194440e-4f));
     // Taylor's coefficients to degree 7 suffice for |r| <= ln 2 / 2.
     V p = all(1.0f / 5040);
-    for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = plus_product(all(c), p, r);
+    for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        p = plus_product(all(c), p, r);
     const V result = times_power_of_two(p, n);
     return choose(is_nan(x), x, choose(less(x, low), all(0.0f), result));
 }

@@ -16,7 +16,10 @@ inline F16 operator*(F16 x, F16 y) { return {x.a * y.a, x.b * y.b}; }
 inline F16 operator+(F16 x, F16 y) { return {x.a + y.a, x.b + y.b}; }
 inline F16 operator-(F16 x, F16 y) { return {x.a - y.a, x.b - y.b}; }
 inline F16 larger(F16 x, F16 y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
-inline bool any_larger(F16 v, float limit) { return any(as_ints(less(splat(limit), v.a)) | as_ints(less(splat(limit), v.b))); }
+inline bool any_larger(F16 v, float limit) {
+    const F8 limits = splat(limit);
+    return any(as_ints(less(limits, v.a)) | as_ints(less(limits, v.b)));
+}
 inline float lane_sum(F16 v) { return lane_sum(v.a + v.b); }
 inline float lane_max(F16 v) { return lane_max(larger(v.a, v.b)); }
 inline F16 splat16(float x) { return {splat(x), splat(x)}; }

@@ -7,7 +7,8 @@ namespace gpt_fast {
 
 constexpr int64_t kKeys = 32;  // of a block
 
-// Running softmax of one query head: sum of values weighted by e^(score - max), sums of the weights of keys 16 apart, max.
+// Running softmax of one query head: sum of values weighted by e^(score - max), sums of the weights of keys that are 16
+// apart, max.
 struct Partial {
     float* value;  // [D]
     float* sums;   // [16]
