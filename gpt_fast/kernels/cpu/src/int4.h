@@ -123,31 +123,37 @@ struct Int4 {
         const int64_t group_blocks = group_size / kBlock, group_bytes = kHeader + group_blocks * kBlockBytes;
         const int64_t tile_bytes = k_total / group_size * group_bytes, count = (k_end - k) / kBlock;
         const uint8_t* from = data + tile * tile_bytes;
+        int64_t at = k / group_size * group_bytes;  // from the beginning of the tile
+        bool any_rest = false;
         std::memset(to.any_rest, 0, sizeof to.any_rest);
-        for (int64_t i = 0; i < count; ++i) {
-            const int64_t b = k / kBlock + i;
-            const uint8_t *header = from + b / group_blocks * group_bytes, *zero = header + kTile;
-            const int64_t at = header - from + kHeader + b % group_blocks * kBlockBytes;
-            fetch_ahead<1>(from, tile_bytes, at, kHeader + kBlockBytes);
+        for (int64_t i = 0; i < count;) {
+            const uint8_t *header = from + at, *zero = header + kTile;
             uint8_t bounded[kTile];
+            bool more = false;
             for (int j = 0; j < kTile; ++j) {
                 bounded[j] = zero[j] < 128 ? zero[j] : 128;
-                to.rest[i][j] = (zero[j] - bounded[j]) * header[j];
-                to.any_rest[i / kParts] |= zero[j] > 128;
+                more |= zero[j] > 128;
             }
+            if (more && !any_rest) std::memset(to.rest, 0, sizeof to.rest);
+            any_rest |= more;
             const Int4Grid grid(header, bounded);
+            at += kHeader;
+            for (const int64_t end = i + group_blocks; i < end; ++i, at += kBlockBytes) {
+                fetch_ahead<1>(from, tile_bytes, at, kHeader + kBlockBytes);
 #pragma GCC unroll 4
-            for (int g = 0; g < 4; ++g) {
-                const I16 both = load64(from + at + g * 64);
-                grid.split(low_nibbles(both), to.high[i] + g * 64, to.low[i] + g * 64);
-                grid.split(high_nibbles(both), to.high[i] + kBlockBytes + g * 64, to.low[i] + kBlockBytes + g * 64);
+                for (int g = 0; g < 4; ++g) {
+                    const I16 both = load64(from + at + g * 64);
+                    grid.split(low_nibbles(both), to.high[i] + g * 64, to.low[i] + g * 64);
+                    grid.split(high_nibbles(both), to.high[i] + kBlockBytes + g * 64, to.low[i] + kBlockBytes + g * 64);
+                }
+                if (!more) continue;
+                to.any_rest[i / kParts] = true;
+                for (int j = 0; j < kTile; ++j) to.rest[i][j] = (zero[j] - bounded[j]) * header[j];
             }
         }
         // The last block of x may be longer than what there is.
-        for (int64_t i = count; i % kParts; ++i) {
+        for (int64_t i = count; i % kParts; ++i)
             std::memset(to.high[i], 0, sizeof to.high[i]), std::memset(to.low[i], 0, sizeof to.low[i]);
-            std::memset(to.rest[i], 0, sizeof to.rest[i]);
-        }
     }
 
     // R rows of one panel.

@@ -250,8 +250,6 @@ inline void finish_row(const float* sums, const Linear& layer, int64_t first, in
     for (; j < count; ++j) to[j] = finished(sums[j], layer, first + j, add ? add[j] : 0.0f);
 }
 
-constexpr int64_t kFinishedAhead = 16;  // rows of outputs, which stand far from each other
-
 // Some tiles of out [rows, n] for `count` rows from `row` on, at most kRowsAtOnce, by one thread; residual null or as
 // out, which it may be itself.
 template <class Format>
@@ -265,8 +263,6 @@ void linear_tiles(const typename Format::Rows& x, int64_t row, int64_t count, in
     for (int64_t m = 0; m < count; ++m) {
         float* from = acc + m * stride;
         const int64_t at = (row + m) * layer.out_stride + first;
-        float* later = out + at + kFinishedAhead * layer.out_stride;
-        for (int64_t j = 0; m + kFinishedAhead < count && j < columns; j += 16) prefetch_to_write(later + j);
         add_parts(from, columns, layer.parts, part);
         if (layer.raw)
             std::memcpy(out + at, from, static_cast<size_t>(columns) * sizeof *from);

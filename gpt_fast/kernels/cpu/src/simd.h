@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#include <type_traits>
 
 #if defined(__AVX2__) && defined(__FMA__)
 #include "simd_avx2.h"
@@ -40,7 +39,6 @@ inline void store_as(float x, uint16_t* p) {
 inline void store64(uint8_t* to, I16 v) { std::memcpy(to, &v, sizeof v); }
 
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
-inline void prefetch_to_write(void* at) { __builtin_prefetch(at, 1, 3); }
 inline void prefetch_to_level2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // 32 bits everywhere: one weight's neighbours along k.
@@ -125,7 +123,7 @@ inline F8 times_power_of_two(F8 x, I8 n) { return x * as_floats(shift_left<23>(a
 
 template <class V>
 inline V each_lane(float x) {
-    if constexpr (std::is_same_v<V, F8>)
+    if constexpr (sizeof(V) == sizeof(F8))
         return splat(x);
     else
         return splat16(x);
