@@ -13,6 +13,7 @@ from lm_eval.tasks import TaskManager
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.evaluate import Scorer, evaluate_tasks
+from gpt_fast.placement import pick_dtype
 
 LINES: list[dict[str, Any]] = [
     {"start": "Once upon a time, there was a little", "ends": [" girl", " zebra", " engine"], "right": 0},
@@ -74,7 +75,8 @@ def test_the_server_scores_as_the_process_does(base_url: str, tasks: dict[str, s
     arguments |= {"tokenizer": str(CHECKPOINT), "add_bos_token": True}  # as the scorer here does
     served = evaluated("local-completions", arguments, tasks["choices"])
     opened = Checkpoint.open(CHECKPOINT)
-    scorer = Scorer(opened.build(torch.float32), opened.tokenizer)
+    dtype = pick_dtype("auto", torch.device("cpu"), num_parameters=1)  # as the server does
+    scorer = Scorer(opened.build(dtype), opened.tokenizer)
     assert accuracy(served["results"]) == accuracy(evaluate_tasks(scorer, [tasks["choices"]])) == 1.0
     for line, sample in zip(LINES, served["samples"]["choices"], strict=True):
         found = scorer.loglikelihood([(line["start"], end) for end in line["ends"]])
