@@ -169,7 +169,7 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
     typename Format::Registers registers;
     typename Format::Prepared weights[at_once];
     const int64_t depth = (k_end - k) / acc.parts;
-    const bool few = rows <= kFewRows;
+    const bool few = rows <= 2 * kTileRows;  // for which a piece of weights is soon used up
     for (int64_t t = 0; t < tiles; t += at_once) {
         const int64_t count = tiles - t < at_once ? tiles - t : at_once;
         for (int64_t p = 0; p < acc.parts; ++p) {
