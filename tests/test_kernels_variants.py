@@ -243,7 +243,8 @@ def test_results_equal_the_native_kernels(command: list[str], request: pytest.Fi
             if name.startswith(("norm", "activation", "cap")):
                 x[1, 0], x[2], x[3] = torch.nan, -200.0, 200.0
             inputs_rounded = cache is torch.bfloat16 and not pairs  # queries and weights of attention
-            tolerance = 0.02 if inputs_rounded else 0 if exact else 1e-5
+            reordered = cache is torch.bfloat16 and tiles and not amx  # tiles add scores and values in another order
+            tolerance = 0.02 if inputs_rounded else 0 if exact and not reordered else 1e-5
             compare(f"{name} {cache}", program, lambda t=twin, x=x, p=program: t.fast(x, p), tolerance)
 
 

@@ -108,9 +108,8 @@ struct Int8 {
                 store_sums(sum, to);
             }
         }
-        for (int64_t t = 0; t < tiles; ++t) {
+        for (int64_t t = 0; side_by_side < piece.blocks && t < tiles; ++t) {
             const Sums to = acc.after(side_by_side).from(0, t);
-            if (side_by_side == piece.blocks) break;
             load_sums(sum, to);
             for (int64_t b = side_by_side, count; b < piece.blocks; b += count) {
                 count = b < w[t].whole ? w[t].whole - b : 1;

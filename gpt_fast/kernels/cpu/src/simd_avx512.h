@@ -30,9 +30,10 @@ inline F8 lower(F16 v) { return _mm512_castps512_ps256(v); }
 inline F8 upper(F16 v) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)); }
 inline float lane_sum(F16 v) { return lane_sum(lower(v) + upper(v)); }
 inline float lane_max(F16 v) { return lane_max(larger(lower(v), upper(v))); }
-inline F16 load16_uint8(const uint8_t* p) {
-    return to_floats(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+inline I16 load16_bytes(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+inline F16 load16_uint8(const uint8_t* p) { return to_floats(load16_bytes(p)); }
 
 inline I16 splat16(int32_t x) { return _mm512_set1_epi32(x); }
 inline I16 load64(const uint8_t* p) { return _mm512_loadu_si512(p); }
@@ -99,9 +100,6 @@ inline I16 add_nibbles(I16 sums, I16 nibbles, I16 x) {
 }
 inline I16 nibble_sums(I16 sums) { return sums; }
 
-inline I16 load16_bytes(const uint8_t* p) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
 inline I16 plus(I16 x, I16 y) { return _mm512_add_epi32(x, y); }
 inline I16 minus(I16 x, I16 y) { return _mm512_sub_epi32(x, y); }
 inline I16 times(I16 x, I16 y) { return _mm512_mullo_epi32(x, y); }
