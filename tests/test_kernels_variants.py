@@ -178,7 +178,7 @@ PRODUCTS = [
     (kind, rows, n, k)
     for kind in ("float32", "bfloat16", "int8", "int4")
     for rows, n, k in ((1, 40, 96), (5, 37, 640), (8, 100, 1088), (19, 64, 128), (50, 530, 1088))
-] + [("int4", 3, 24, 256, 128), ("bfloat16", 3, 20, 45)]
+] + [("int4", 3, 24, 256, 128), ("bfloat16", 3, 20, 45), ("int4", 100, 37, 1088), ("int4", 97, 40, 1152, 128)]
 CACHES = (torch.float32, torch.bfloat16, torch.int8)
 
 

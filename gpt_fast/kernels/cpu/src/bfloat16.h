@@ -13,6 +13,7 @@ namespace gpt_fast {
 struct Bfloat16 {
     using Rows = std::conditional_t<kBfloat16Dots, Bfloat16Rows, FloatRows>;
     static constexpr int64_t kTiledRows = kTiles ? 1 : 0;  // other sums than micro's
+    static constexpr int64_t kReadyRows = 0;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
     static constexpr int tiles_at_once(int rows) { return Float32::tiles_at_once(rows); }
     static constexpr int64_t kBlockPairs = kBlock / 2, kPairBytes = 4 * kTile;

@@ -14,6 +14,7 @@ struct FloatRows {
 struct Float32 {
     using Rows = FloatRows;
     static constexpr int64_t kTiledRows = 0;
+    static constexpr int64_t kReadyRows = 0;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
     // A sum waits 4 cycles for the one before, so few rows need several tiles to keep the multipliers busy.
     static constexpr int tiles_at_once(int rows) {

@@ -6,14 +6,14 @@
 // outputs, 4] bytes, low halves the first 16 values of k and high halves the other 16. One stream to read.
 #pragma once
 
-#include "activations.h"
-#include "linear.h"
+#include "int4_ready.h"
 
 namespace gpt_fast {
 
 struct Int4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
+    static constexpr int64_t kReadyRows = kRaisedDots && !kTiles ? 96 : 0;
     static constexpr int64_t kManyRowsTiles = 16, kManyRowsDepth = 512;
     static constexpr int tiles_at_once(int rows) { return tiles_of_integers(rows); }
     static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2,
@@ -108,6 +108,28 @@ struct Int4 {
                 }
             }
         }
+    }
+
+    // Weights of some tiles, [k, k_end), in memory of the thread.
+    using Ready = ReadyInt4;
+    Ready ready(int64_t tile, int64_t tiles, int64_t k, int64_t k_end) const {
+        static thread_local Scratch scratch;
+        const int64_t group_blocks = group_size / kBlock, group_bytes = kHeader + group_blocks * kBlockBytes;
+        const int64_t tile_bytes = k_total / group_size * group_bytes, blocks = (k_end - k) / kBlock;
+        auto* to = scratch.get<Ready::Block>(tiles * blocks);
+        for (int64_t t = 0; t < tiles; ++t) {
+            const uint8_t* from = data + (tile + t) * tile_bytes;
+            int64_t at = k / group_size * group_bytes;  // from the beginning of a tile
+            for (int64_t b = 0; b < blocks;) {
+                const uint8_t* header = from + at;
+                at += kHeader;
+                for (const int64_t end = b + group_blocks; b < end; ++b, at += kBlockBytes) {
+                    fetch_ahead<1>(from, tile_bytes, at, kHeader + kBlockBytes);
+                    to[t * blocks + b].set(from + at, header, header + kTile);
+                }
+            }
+        }
+        return {to, k / kBlock, blocks};
     }
 
     // What add_tiles() takes of some weights of one tile: (8 q - zero) * scale in two bytes, whose products are summed

@@ -9,9 +9,30 @@
 
 namespace gpt_fast {
 
+// Adds the products of kBlock neighbours along k, R rows by T tiles: part `part` of block b of x and [8, 16 outputs, 4 k]
+// weights of each tile, `tile_bytes` apart. Raised weights have had 128 added.
+template <int R, int T, bool raised>
+inline void add_dots(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R], int64_t b, int64_t part,
+                     I16 (&exact)[R][T]) {
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g) {
+        I16 wv[T];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) wv[t] = load64(w + t * tile_bytes + g * 64);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const I16 four = splat_four(xs[r].values(b) + part * kBlock + g * 4);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t)
+                exact[r][t] = raised ? dot_raised(exact[r][t], wv[t], four) : dot(exact[r][t], wv[t], four);
+        }
+    }
+}
+
 struct Int8 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = kTiles ? 4 : 0;  // fewer are faster without
+    static constexpr int64_t kReadyRows = 0;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = kTiles ? 1024 : 512;
     static constexpr int tiles_at_once(int rows) { return tiles_of_integers(rows); }
     static constexpr int64_t kBlockBytes = kTile * kBlock, kRoundedBytes = kTile * kRounded;
@@ -46,18 +67,7 @@ struct Int8 {
             for (int64_t part = 0; part < kParts && b * kParts + part < blocks; ++part) {
                 const int64_t at = (b * kParts + part) * kBlockBytes;
                 fetch_ahead<T>(tiles, tile_bytes, at, kBlockBytes);
-#pragma GCC unroll 8
-                for (int g = 0; g < 8; ++g) {
-                    I16 wv[T];
-#pragma GCC unroll 8
-                    for (int t = 0; t < T; ++t) wv[t] = load64(tiles + t * tile_bytes + at + g * 64);
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; ++r) {
-                        const I16 four = splat_four(xs[r].values(b) + part * kBlock + g * 4);
-#pragma GCC unroll 8
-                        for (int t = 0; t < T; ++t) exact[r][t] = dot(exact[r][t], wv[t], four);
-                    }
-                }
+                add_dots<R, T, false>(tiles + at, tile_bytes, xs, b, part, exact);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {

@@ -12,6 +12,9 @@
 // stays in the first-level cache for a group of tiles, which stays in the second-level cache for all rows. Of how many
 // tiles, and of how many k, a multiple of every group size, Format says (kManyRowsTiles, kManyRowsDepth).
 //
+// A format may bring ready(), which makes another format of a piece of weights, in the caches, that takes less work for
+// each row and gives it the same bits. It says from how many rows on that pays (kReadyRows; 0: never).
+//
 // A format that can use the CPU's registers of tiles (tiles.h) says from how many rows on (kTiledRows; 0: never) and
 // brings tiled, which does that for any number of rows and tiles. It gives a row the bits of micro, or is used for all.
 #pragma once
@@ -192,15 +195,15 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
 }
 
 // All rows of one range of k and some tiles; the rows are cut into nearly equal pieces.
-template <class Format>
+template <class Format, int most = kMaxRows>
 inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
                      int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
     if constexpr (Format::kTiledRows > 0)
         if (rows >= Format::kTiledRows) return w.tiled(x, row, rows, tile, tiles, k, k_end, acc);
-    const int64_t pieces = ceil_div(rows, kMaxRows);
+    const int64_t pieces = ceil_div(rows, most);
     for (int64_t p = 0; p < pieces; ++p) {
         const int64_t begin = rows * p / pieces, end = rows * (p + 1) / pieces;
-        micro_any<Format>(end - begin, x, row + begin, w, tile, tiles, k, k_end, acc.from(begin, 0));
+        micro_any<Format, most>(end - begin, x, row + begin, w, tile, tiles, k, k_end, acc.from(begin, 0));
     }
 }
 
@@ -217,9 +220,19 @@ void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64
     for (int64_t t = 0; t < tiles; t += group)
         for (int64_t p = 0; p < acc.parts; ++p) {
             Sums to = acc.only(p).from(0, t);
-            for (int64_t d = p * depth, end = d + depth; d < end; d += piece, to.begun = true)
-                all_rows<Format>(x, row, count, w, tile + t, t + group < tiles ? group : tiles - t, d,
-                                 d + piece < end ? d + piece : end, to);
+            for (int64_t d = p * depth, end = d + depth, stop; d < end; d = stop, to.begun = true) {
+                stop = d + piece < end ? d + piece : end;
+                const int64_t now = t + group < tiles ? group : tiles - t;
+                if constexpr (Format::kReadyRows > 0) {
+                    if (rows >= Format::kReadyRows) {
+                        const auto ready = w.ready(tile + t, now, d, stop);
+                        all_rows<typename Format::Ready, Format::Ready::kMostRows>(x, row, count, ready, 0, now, d,
+                                                                                   stop, to);
+                        continue;
+                    }
+                }
+                all_rows<Format>(x, row, count, w, tile + t, now, d, stop, to);
+            }
         }
 }
 

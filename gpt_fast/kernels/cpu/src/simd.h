@@ -48,6 +48,14 @@ inline I16 splat_four(const void* bytes) {
     return splat16(four);
 }
 
+// Whether add_nibbles() takes any bytes: then dot() with weights that have had 128 added before is one instruction.
+#if defined(__AVX512VNNI__) || defined(GPT_FAST_DPBUSD)
+constexpr bool kRaisedDots = true;
+#else
+constexpr bool kRaisedDots = false;
+#endif
+inline I16 dot_raised(I16 sum, I16 w, I16 x) { return add_nibbles(sum, w, x); }
+
 #ifndef __AVX512VNNI__
 // What only CPUs with tiles use, as formulas.
 template <class Body>

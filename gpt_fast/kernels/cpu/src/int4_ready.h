@@ -1,0 +1,86 @@
+// Weights of 4 bits made ready for many rows: a byte each, so that only the scale of a group is left to do for each sum.
+#pragma once
+
+#include "int8.h"
+
+namespace gpt_fast {
+
+struct ReadyInt4 {
+    using Rows = QuantizedRows;
+    static constexpr int64_t kTiledRows = 0;
+    static constexpr int kMostRows = 6;  // with 8 the sums do not fit the registers, which costs more than it saves
+    static constexpr int tiles_at_once(int rows) { return tiles_of_integers(rows); }
+
+    // kBlock neighbours along k of one tile. The value of a weight is (byte - 128 - rest) / 8 * scale.
+    struct alignas(64) Block {
+        uint8_t bytes[8][4 * kTile];
+        float eighth_scale[kTile];
+        int32_t rest[kTile];  // of zeros that do not fit a byte
+        bool any_rest;
+
+        // w: the block as packed (int4.h), behind the scales and zeros of its group.
+        void set(const uint8_t* w, const uint8_t* scales, const uint8_t* zeros) {
+            uint64_t halves[2];
+            std::memcpy(halves, zeros, sizeof halves);
+            any_rest = ((halves[0] | halves[1]) & 0x8080808080808080) != 0;
+            uint8_t bounded[kTile];
+            for (int j = 0; any_rest && j < kTile; ++j) {
+                bounded[j] = zeros[j] < 128 ? zeros[j] : 128;
+                rest[j] = zeros[j] - bounded[j];
+            }
+            store16(eighth_scale, load16_uint8(scales) * splat16(0.125f));
+            const I16 raise = times(minus(splat16(128), load16_bytes(any_rest ? bounded : zeros)), splat16(0x01010101));
+#pragma GCC unroll 4
+            for (int g = 0; g < 4; ++g) {
+                const I16 both = load64(w + g * 64);
+                store64(bytes[g], plus(shift_left3(low_nibbles(both)), raise));  // no byte of it overflows
+                store64(bytes[g + 4], plus(shift_left3(high_nibbles(both)), raise));
+            }
+        }
+    };
+
+    const Block* data;  // [tiles, blocks]
+    int64_t first;      // block
+    int64_t blocks;
+
+    // `tile`: of those in `data`.
+    template <int R, int T>
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+        const int64_t tile_bytes = blocks * static_cast<int64_t>(sizeof(Block));
+        QuantizedRow xs[R];
+        F16 sum[R][T];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        load_sums(sum, acc);
+        for (int64_t b = k / kBlock; b < k_end / kBlock; ++b) {
+            const Block* w = data + tile * blocks + b - first;
+            I16 exact[R][T];  // eight times the sums
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) exact[r][t] = begin_dots16(xs[r].offset(b));
+            add_dots<R, T, true>(w->bytes[0], tile_bytes, xs, b, 0, exact);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) {
+                if (w[t * blocks].any_rest) take_rest<R, T>(w[t * blocks], xs, b, t, exact);
+                const F16 scale = load16(w[t * blocks].eighth_scale);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r)
+                    sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]) * scale, splat16(xs[r].scale(b)));
+            }
+        }
+        store_sums(sum, acc);
+    }
+
+    template <int R, int T>
+    static void take_rest(const Block& w, const QuantizedRow (&xs)[R], int64_t b, int t, I16 (&exact)[R][T]) {
+        const I16 rest = load64(reinterpret_cast<const uint8_t*>(w.rest));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const auto values = static_cast<int32_t>(8 * xs[r].sum(b, 0));  // without tiles an eighth is kept
+            exact[r][t] = minus(exact[r][t], times(rest, splat16(values)));
+        }
+    }
+};
+
+}  // namespace gpt_fast
