@@ -424,7 +424,7 @@ def test_attention_leaves_padding_zero_and_fills_page_zero_only() -> None:
 def test_a_forked_process_has_threads_of_its_own() -> None:
     code = (  # torch's own threads do not survive a fork, so the child uses the library alone
         "import os; data = torch.ones(1 << 24, dtype=torch.uint8); "
-        "read = lambda: k.library().gpt_fast_read(data.data_ptr(), 1 << 24, 2); read(); pid = os.fork(); read(); "
+        "read = lambda: k.library().gpt_fast_read(data.data_ptr(), 1 << 24, 1, 2); read(); pid = os.fork(); read(); "
         "os._exit(0) if pid == 0 else None; "
         "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
@@ -663,7 +663,7 @@ def test_a_team_has_a_limit_whoever_asks_for_more() -> None:
     code = (
         "import os, ctypes; from gpt_fast.kernels.cpu.library import library; "
         "before = len(os.listdir('/proc/self/task')); "
-        "data = torch.ones(1 << 24, dtype=torch.uint8); library().gpt_fast_read(data.data_ptr(), 1 << 24, 100_000); "
+        "data = torch.ones(1 << 24, dtype=torch.uint8); library().gpt_fast_read(data.data_ptr(), 1 << 24, 0, 100_000); "
         "print(len(os.listdir('/proc/self/task')) - before)"
     )
     done = probe(code, GPT_FAST_KERNELS="")

@@ -237,7 +237,7 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.gpt_fast_tiles_work.argtypes, lib.gpt_fast_tiles_work.restype = [], _I
     lib.gpt_fast_rounding.argtypes, lib.gpt_fast_rounding.restype = [_I], _I
     lib.gpt_fast_rounded_together.argtypes, lib.gpt_fast_rounded_together.restype = [], _I
-    lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int], _I
+    lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
     for which, kind in enumerate(structs.CHECKED):
         assert lib.gpt_fast_struct_bytes(which) == ctypes.sizeof(kind), f"{kind.__name__} differs"
@@ -279,9 +279,9 @@ def rounded_together() -> int:
     return int(library().gpt_fast_rounded_together()) if available() else 32
 
 
-def read(data: Tensor) -> None:
-    """Read all of ``data``, contiguous, a multiple of 128 kB long, as fast as memory allows."""
-    library().gpt_fast_read(data.data_ptr(), data.numel() * data.element_size(), torch.get_num_threads())
+def read(data: Tensor, eight_places: bool) -> None:
+    """Read all of ``data``, contiguous, a multiple of 128 kB long, at one place or at eight places at once."""
+    library().gpt_fast_read(data.data_ptr(), data.numel() * data.element_size(), eight_places, torch.get_num_threads())
 
 
 def runs(dtype: torch.dtype, device: torch.device) -> bool:
