@@ -22,10 +22,11 @@ struct Bfloat16 {
     int64_t k_total;
 
     int64_t depth() const { return k_total; }
+    int64_t tile_bytes() const { return ceil_div(k_total, kBlock) * kBlockPairs * kPairBytes; }
 
     template <int R, int T>
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
-        const int64_t tile_bytes = ceil_div(k_total, kBlock) * kBlockPairs * kPairBytes;
+        const int64_t tile_bytes = this->tile_bytes();
         const int64_t pairs = kBfloat16Dots ? ceil_div(k_end, 2) : k_end / 2;  // rounded rows are filled up
         const uint8_t* tiles = data + tile * tile_bytes;
         decltype(x.row(0)) xs[R];
@@ -66,7 +67,7 @@ struct Bfloat16 {
     void add_tiles(TileSums<>& registers, const Panels& x, int64_t row, int64_t rows, int64_t tile, int64_t k,
                    int64_t k_end, const Sums& acc, bool fetch) const {
         constexpr int64_t block_bytes = kBlockPairs * kPairBytes;
-        const int64_t tile_bytes = ceil_div(k_total, kBlock) * block_bytes, stride = acc.stride * 4;
+        const int64_t tile_bytes = this->tile_bytes(), stride = acc.stride * 4;
         const uint8_t* tiles = data + tile * tile_bytes;
         const auto first = x.row(row), second = x.row(rows > kTileRows ? row + kTileRows : row);
         if (acc.begun)

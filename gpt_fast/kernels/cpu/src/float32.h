@@ -26,6 +26,7 @@ struct Float32 {
     int64_t k_total;
 
     int64_t depth() const { return k_total; }
+    int64_t tile_bytes() const { return k_total * kTile * static_cast<int64_t>(sizeof(float)); }
 
     template <int R, int T>
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {

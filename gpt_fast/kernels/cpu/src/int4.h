@@ -15,7 +15,9 @@ struct Int4 {
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = kRaisedDots && !kTiles ? 96 : 0;
     static constexpr int64_t kManyRowsTiles = 16, kManyRowsDepth = 512;
-    static constexpr int tiles_at_once(int rows) { return tiles_of_integers(rows); }
+    // Without registers of tiles, two tiles and fetches are faster than four streams, even for one row: headers and halves
+    // take more work than int8, which hides what the fetches cost.
+    static constexpr int tiles_at_once(int rows) { return kRegisters < 32 || kTiles ? tiles_of_integers(rows) : 2; }
     static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2,
                              kRoundedBytes = kTile * kRounded;
 
@@ -24,9 +26,11 @@ struct Int4 {
     int64_t group_size;
 
     int64_t depth() const { return k_total; }
+    int64_t group_bytes() const { return kHeader + group_size / kBlock * kBlockBytes; }
+    int64_t tile_bytes() const { return k_total / group_size * group_bytes(); }
 
     const uint8_t* at(int64_t tile, int64_t k) const {
-        return data + (tile * k_total + k) / group_size * (kHeader + group_size / kBlock * kBlockBytes);
+        return data + tile * tile_bytes() + k / group_size * group_bytes();
     }
 
     void tiled(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
@@ -36,15 +40,14 @@ struct Int4 {
 
     template <int R, int T>
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
-        const int64_t group_blocks = group_size / kBlock, group_bytes = kHeader + group_blocks * kBlockBytes;
-        const int64_t tile_bytes = k_total / group_size * group_bytes;
+        const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];
         F16 sum[R][T];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
         load_sums(sum, acc);
-        int64_t at = k / group_size * group_bytes;  // from the beginning of a tile
+        int64_t at = k / group_size * group_bytes();  // from the beginning of a tile
         I16 inner[R][T];  // kTiles: the sums over a block of x, times 8
         for (int64_t b = k / kBlock, last = k_end / kBlock - 1; b <= last;) {
             const uint8_t* header = tiles + at;
@@ -114,12 +117,11 @@ struct Int4 {
     using Ready = ReadyInt4;
     Ready ready(int64_t tile, int64_t tiles, int64_t k, int64_t k_end) const {
         static thread_local Scratch scratch;
-        const int64_t group_blocks = group_size / kBlock, group_bytes = kHeader + group_blocks * kBlockBytes;
-        const int64_t tile_bytes = k_total / group_size * group_bytes, blocks = (k_end - k) / kBlock;
+        const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes(), blocks = (k_end - k) / kBlock;
         auto* to = scratch.get<Ready::Block>(tiles * blocks);
         for (int64_t t = 0; t < tiles; ++t) {
             const uint8_t* from = data + (tile + t) * tile_bytes;
-            int64_t at = k / group_size * group_bytes;  // from the beginning of a tile
+            int64_t at = k / group_size * group_bytes();  // from the beginning of a tile
             for (int64_t b = 0; b < blocks;) {
                 const uint8_t* header = from + at;
                 at += kHeader;
@@ -142,10 +144,9 @@ struct Int4 {
     };
 
     void prepare(int64_t tile, int64_t k, int64_t k_end, Prepared& to) const {
-        const int64_t group_blocks = group_size / kBlock, group_bytes = kHeader + group_blocks * kBlockBytes;
-        const int64_t tile_bytes = k_total / group_size * group_bytes, count = (k_end - k) / kBlock;
+        const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes(), count = (k_end - k) / kBlock;
         const uint8_t* from = data + tile * tile_bytes;
-        int64_t at = k / group_size * group_bytes;  // from the beginning of the tile
+        int64_t at = k / group_size * group_bytes();  // from the beginning of the tile
         bool any_rest = false;
         std::memset(to.any_rest, 0, sizeof to.any_rest);
         for (int64_t i = 0; i < count;) {

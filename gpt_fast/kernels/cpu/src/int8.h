@@ -41,8 +41,9 @@ struct Int8 {
     int64_t blocks;
 
     int64_t depth() const { return blocks * kBlock; }
+    int64_t tile_bytes() const { return blocks * kBlockBytes; }
 
-    const uint8_t* at(int64_t tile, int64_t k) const { return data + (tile * blocks * kBlock + k) * kTile; }
+    const uint8_t* at(int64_t tile, int64_t k) const { return data + tile * tile_bytes() + k * kTile; }
 
     void tiled(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                const Sums& acc) const {
@@ -51,7 +52,7 @@ struct Int8 {
 
     template <int R, int T>
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
-        const int64_t tile_bytes = blocks * kBlockBytes;
+        const int64_t tile_bytes = this->tile_bytes();
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];
         F16 sum[R][T];
@@ -89,7 +90,7 @@ struct Int8 {
     };
 
     void prepare(int64_t tile, int64_t k, int64_t k_end, Prepared& to) const {
-        to.tile_bytes = blocks * kBlockBytes, to.data = at(tile, k);
+        to.tile_bytes = tile_bytes(), to.data = at(tile, k);
         to.whole = (k_end - k) / kRounded;
         const int64_t rest = (k_end - k) % kRounded * kTile;
         if (rest == 0) return;

@@ -19,6 +19,7 @@
 // brings tiled, which does that for any number of rows and tiles. It gives a row the bits of micro, or is used for all.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -50,6 +51,7 @@ constexpr int64_t kFewRows = 16;
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 4;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
 
+constexpr int64_t kRunBytes = 1 << 18;  // of weights that a thread takes at a time
 constexpr int kStreams = 4;       // tiles at once for which the hardware fetches ahead by itself, and better
 constexpr int64_t kAhead = 4096;  // bytes
 
@@ -181,9 +183,8 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
                 stop = d / most * most + most < end ? d / most * most + most : end;
                 for (int64_t i = 0; i < count; ++i) w.prepare(tile + t + i, d, stop, weights[i]);
                 // What follows: more k of these tiles, or the first k of the next ones.
-                const int64_t tile_bytes = w.at(tile + t + 1, 0) - w.at(tile + t, 0);
                 const uint8_t* following = stop < w.depth() ? w.at(tile + t, stop) : w.at(tile + t + count, 0);
-                FetchPieces next(following, count, w.at(0, stop) - w.at(0, d), tile_bytes, rows);
+                FetchPieces next(following, count, w.at(0, stop) - w.at(0, d), w.tile_bytes(), rows);
                 each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t group) {
                     add_tiles_any<Format>(group, registers, x.row(row + begin), weights, count, d, stop,
                                           to.from(begin, 0), few);
@@ -284,20 +285,21 @@ void linear_tiles(const typename Format::Rows& x, int64_t row, int64_t count, in
     }
 }
 
-// How many tiles a thread takes at a time: few enough that threads end together, enough that each reads long runs of
-// memory.
+// How many tiles a thread takes at a time: few enough that threads end together. Few rows wait for memory, so each thread
+// reads long runs of it: what a run begins with was not asked for before.
 template <class Format>
-int64_t tiles_at_a_time(int64_t rows, int64_t tiles, int threads) {
-    const int64_t at_most = rows <= kFewRows ? 64 / kTile : Format::kManyRowsTiles;
-    const int64_t step = tiles / (4 * threads);
-    return step < 1 ? 1 : step > at_most ? at_most : step;
+int64_t tiles_at_a_time(const Format& w, int64_t rows, int64_t tiles, int threads) {
+    const int64_t even = tiles / (4 * threads);
+    if (rows > kFewRows) return std::max<int64_t>(1, std::min(even, Format::kManyRowsTiles));
+    const int64_t run = std::min(kRunBytes / w.tile_bytes(), tiles / (8 * threads)) / kStreams * kStreams;
+    return std::max<int64_t>(1, std::max(run, std::min<int64_t>(even, kStreams)));
 }
 
 // out [rows, n], by the whole team. Ends without a barrier.
 template <class Format>
 void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                    float* out, const float* residual) {
-    const int64_t tiles = ceil_div(layer.n, kTile), step = tiles_at_a_time<Format>(rows, tiles, team.size);
+    const int64_t tiles = ceil_div(layer.n, kTile), step = tiles_at_a_time(w, rows, tiles, team.size);
     const int64_t pieces = ceil_div(tiles, step);
     team.share(ceil_div(rows, kRowsAtOnce) * pieces, 1, [&](int64_t index, int64_t) {
         const int64_t row = index / pieces * kRowsAtOnce, tile = index % pieces * step;
