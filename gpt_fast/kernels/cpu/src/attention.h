@@ -20,7 +20,7 @@
 namespace gpt_fast {
 
 constexpr int64_t kSplit = 512;
-constexpr int64_t kQueryPiece = kTiles ? 16 : 8;  // tokens of one sequence that share a pass over its keys
+constexpr int64_t kQueryPiece = kBfloat16Dots ? 16 : 8;  // tokens of one sequence that share a pass over its keys
 
 // Tokens [first, last) of a slot's queries, heads [kv_begin, kv_end) of the cache, against keys of [split, split + 1) *
 // kSplit; state[kv_head - kv_begin][token - first][query head of kv_head].

@@ -16,16 +16,12 @@ inline void store16(float* p, F16 v) { _mm512_storeu_ps(p, v); }
 inline F16 plus_product(F16 sum, F16 a, F16 b) { return _mm512_fmadd_ps(a, b, sum); }
 inline F16 minus_product(F16 sum, F16 a, F16 b) { return _mm512_fnmadd_ps(a, b, sum); }
 inline F16 to_floats(I16 v) { return _mm512_cvtepi32_ps(v); }
-inline I16 nearest(F16 v) { return _mm512_cvtps_epi32(v); }
 inline F16 larger(F16 x, F16 y) { return _mm512_max_ps(x, y); }
 inline F16 smaller(F16 x, F16 y) { return _mm512_min_ps(x, y); }
 inline __mmask16 less(F16 x, F16 y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
 inline bool any_larger(F16 v, float limit) { return less(splat16(limit), v) != 0; }
-inline __mmask16 is_nan(F16 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
 inline F16 choose(__mmask16 mask, F16 yes, F16 no) { return _mm512_mask_blend_ps(mask, no, yes); }
-inline F16 times_power_of_two(F16 x, I16 n) {
-    return x * _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
-}
+inline F16 power_of_low_bits(F16 v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23)); }
 inline F8 lower(F16 v) { return _mm512_castps512_ps256(v); }
 inline F8 upper(F16 v) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)); }
 inline float lane_sum(F16 v) { return lane_sum(lower(v) + upper(v)); }

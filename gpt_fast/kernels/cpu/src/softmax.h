@@ -51,6 +51,8 @@ inline void merge_states(float* into, float* other, int64_t count, int64_t dim) 
 // was summed up needs no other scale then.
 constexpr float kHeadroom = 8.0f;
 
+constexpr int kExpRows = kRegisters < 32 ? 1 : 2;  // whose exponentials are made step by step together
+
 // Scores of one block to weights, in place, for R queries; their sums and what they are relative to into `states`, and
 // into `kept` what the earlier values are to be multiplied with. All largest scores first: then the exponentials of all
 // queries wait for nothing.
@@ -65,18 +67,29 @@ inline void softmax_block(float (*weights)[kKeys], const Partial* states, float*
         *states[r].max = lane_max(top);
         kept[r] = old == -__builtin_inff() ? 0.0f : exp_one(old - *states[r].max);
     }
-    for (int r = 0; r < R; ++r) {
-        const float max = *states[r].max;
-        // Should all be -infinity, the difference would be NaN: such a block has no weight.
-        const F16 shift = splat16(max == -__builtin_inff() ? 0.0f : max);
-        F16 total = splat16(0.0f);
+    constexpr int rows = R < kExpRows ? R : kExpRows, vectors = kKeys / 16;
+    for (int first = 0; first < R; first += rows) {
+        F16 e[rows * vectors];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+            const float max = *states[first + r].max;
+            // Should all be -infinity, the difference would be NaN: such a block has no weight.
+            const F16 shift = splat16(max == -__builtin_inff() ? 0.0f : max);
 #pragma GCC unroll 2
-        for (int64_t i = 0; i < kKeys; i += 16) {
-            const F16 e = exp16(load16(weights[r] + i) - shift);
-            store16(weights[r] + i, e);
-            total = total + e;
+            for (int v = 0; v < vectors; ++v) e[r * vectors + v] = load16(weights[first + r] + 16 * v) - shift;
         }
-        store16(states[r].sums, plus_product(total, load16(states[r].sums), splat16(kept[r])));
+        exp16_each(e);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+            F16 total = splat16(0.0f);
+#pragma GCC unroll 2
+            for (int v = 0; v < vectors; ++v) {
+                store16(weights[first + r] + 16 * v, e[r * vectors + v]);
+                total = total + e[r * vectors + v];
+            }
+            float* sums = states[first + r].sums;
+            store16(sums, plus_product(total, load16(sums), splat16(kept[first + r])));
+        }
     }
 }
 
