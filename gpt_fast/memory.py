@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from gpt_fast.cgroups import ROOT, groups, number
 from gpt_fast.config import EngineConfig, ModelConfig
 from gpt_fast.errors import ConfigError
 from gpt_fast.kernels.cache import padded, token_bytes
 
 SHARES = {"cpu": 0.5, "cuda": 0.9}  # of free memory, for the KV cache: the default of memory_share
 SHORT = 256  # tokens; a cache that has not even room for this of each sequence that was asked for is refused
-_ROOT = Path("/")
 _UNTOLD = 0.5  # of all memory, taken as free on systems that do not say what is
-# By version of control groups: their mount; below it the files of limits and of use; and the keys of memory.stat that
-# are counted as used, but given up under pressure.
-_CGROUPS = {
-    1: ("sys/fs/cgroup/memory", ["limit_in_bytes"], "usage_in_bytes", ["total_active_file", "total_inactive_file"]),
-    2: ("sys/fs/cgroup", ["max", "high"], "current", ["active_file", "inactive_file", "slab_reclaimable"]),
+# By version of control groups: the files of limits and of use, and the keys of memory.stat that are counted as used,
+# but given up under pressure.
+_MEMORY_FILES = {
+    1: (["limit_in_bytes"], "usage_in_bytes", ["total_active_file", "total_inactive_file"]),
+    2: (["max", "high"], "current", ["active_file", "inactive_file", "slab_reclaimable"]),
 }
 
 
@@ -47,7 +47,7 @@ def free_bytes(device: torch.device) -> int:
     return host_memory().free
 
 
-def host_memory(root: Path = _ROOT) -> HostMemory:
+def host_memory(root: Path = ROOT) -> HostMemory:
     """The memory of this machine as ``proc`` and ``sys`` below ``root`` tell it."""
     info = read_numbers(root / "proc/meminfo", 1024)
     if "MemAvailable" not in info:
@@ -62,33 +62,13 @@ def host_memory(root: Path = _ROOT) -> HostMemory:
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Limit and use, in bytes, of each control group that this process is in, the parents' included."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount, limit_files, use_file, reclaimable = _CGROUPS[1 if controllers else 2]
-        below = PurePosixPath(path.lstrip("/"))
-        if ".." in below.parts:  # seen from another namespace; the mount shows what holds here
-            below = PurePosixPath()
-        for group in (below, *below.parents):  # the last is ".", the mount itself
-            folder = root / mount / group
-            limits = [n for name in limit_files if (n := _number(folder / f"memory.{name}")) is not None]
-            used = _number(folder / f"memory.{use_file}")
-            if limits and used is not None:
-                stat = read_numbers(folder / "memory.stat")
-                yield min(limits), used - sum(stat.get(name, 0) for name in reclaimable)
-
-
-def _number(file: Path) -> int | None:
-    """The number in ``file``; None where there is no such file or it says "max"."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
+    for version, folder in groups("memory", root):
+        limit_files, use_file, reclaimable = _MEMORY_FILES[version]
+        limits = [n for name in limit_files if (n := number(folder / f"memory.{name}")) is not None]
+        used = number(folder / f"memory.{use_file}")
+        if limits and used is not None:
+            stat = read_numbers(folder / "memory.stat")
+            yield min(limits), used - sum(stat.get(name, 0) for name in reclaimable)
 
 
 def read_numbers(file: Path, unit: int = 1) -> Mapping[str, int]:

@@ -21,6 +21,7 @@ from fake_model import check_idle
 from test_hub_quantized import make as make_hub
 
 from gpt_fast import LLM, SamplingParams, memory
+from gpt_fast.cgroups import cpu_quota
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import LIMITS
 from gpt_fast.checkpoint.family import KEYS
@@ -487,10 +488,45 @@ def test_threads_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch, cap
     assert [usable_threads(n) for n in (1, 3)] == [1, 3]
     assert not caplog.records
     assert usable_threads(100_000) == 3
-    assert "threads: 100000 are asked for, and there are 3 cores" in caplog.text
+    assert (
+        "threads: 100000 (the option threads, OMP_NUM_THREADS or torch's own choice) are more than the 3 cores"
+        in caplog.text
+    )
     for wrong in (0, -1, 10**9):
         with pytest.raises(ConfigError, match=f"threads must be a whole number from 1 to 1048576, not {wrong}"):
             usable_threads(wrong)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "quota"),
+    [
+        ("", {}, None),
+        ("0::/a/b\n", {"/a/b/cpu.max": "max 100000\n"}, None),
+        ("0::/a/b\n", {"/a/b/cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/a/b\n", {"/a/b/cpu.max": "250000 100000\n", "/a/cpu.max": "50000 50000\n"}, 1.0),
+        ("0::/../..\n", {"/cpu.max": "400000 100000\n"}, 4.0),
+        ("0::/a\n", {"/a/cpu.max": "what is this\n"}, None),
+        ("4:cpu,cpuacct:/a\n0::/\n", {"/cpu/a/cpu.cfs_quota_us": "150000", "/cpu/a/cpu.cfs_period_us": "100000"}, 1.5),
+        ("4:cpu,cpuacct:/a\n", {"/cpu/a/cpu.cfs_quota_us": "-1", "/cpu/a/cpu.cfs_period_us": "100000"}, None),
+        ("4:cpuset:/a\n", {"/cpu/a/cpu.cfs_quota_us": "100000", "/cpu/a/cpu.cfs_period_us": "100000"}, None),
+    ],
+    ids=["none", "max", "v2", "parent", "namespace", "damaged", "v1", "v1 no", "another"],
+)
+def test_a_containers_share_of_the_cpus(
+    tmp_path: Path, cgroup: str, files: dict[str, str], quota: float | None
+) -> None:
+    at = {f"sys/fs/cgroup{name}": text for name, text in files.items()}
+    for name, text in {"proc/self/cgroup": cgroup, **at}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu_quota(tmp_path) == quota
+
+
+@pytest.mark.parametrize(("quota", "threads"), [(None, 3), (0.5, 1), (1.9, 1), (2.0, 2), (64.0, 3)])
+def test_threads_keep_within_the_share(quota: float | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 7}, raising=False)
+    monkeypatch.setattr("gpt_fast.placement.cpu_quota", lambda: quota)
+    assert usable_threads(3) == threads
 
 
 @pytest.mark.parametrize("by", ["the option", "the environment"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 from gpt_fast.commands import options
@@ -35,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from gpt_fast.kernels.roofline import read_bandwidth
     from gpt_fast.memory import free_bytes, gigabytes
-    from gpt_fast.placement import pick_device
+    from gpt_fast.placement import num_cores, pick_device
 
     o = EngineConfig(**options.engine_options(arguments))
     device = pick_device(o.device)
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if on_cuda else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
         "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
+        "cores": num_cores(),
         "free_bytes": free_bytes(device),
         "read_bandwidth_gb_s": round(read_bandwidth(device.type, torch.get_num_threads()) / 1e9, 2),
     }
