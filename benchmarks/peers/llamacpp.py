@@ -2,7 +2,7 @@
 
 Its defaults, with ``n_batch`` 512, all layers on the CPU and the same threads for prompts and decoding. Flash
 attention is not left to chance: each measure is first run without it and with it, and the faster one stays. Every
-measure has a context of its own, no longer than it needs; a prompt stays in the cache and only what was decoded is
+measure gets a new context, no longer than it needs; a prompt stays in the cache and only what was decoded is
 removed.
 
 ``python -m peers.llamacpp quantize FROM.gguf TO.gguf Q4_0|Q8_0 THREADS`` quantizes a file.
