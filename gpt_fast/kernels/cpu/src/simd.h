@@ -38,6 +38,7 @@ inline void store_as(float x, uint16_t* p) {
 
 inline void store64(uint8_t* to, I16 v) { std::memcpy(to, &v, sizeof v); }
 
+// gcc takes a loop of nothing else away unless it unrolls it.
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
 inline void prefetch_to_level2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
