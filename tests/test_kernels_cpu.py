@@ -160,15 +160,14 @@ def test_int8_takes_any_width_and_its_extremes() -> None:
 
 @needs_cpp
 @pytest.mark.parametrize("rows", [2, 100])  # for many, weights are made ready first
-@pytest.mark.parametrize(("code", "zero"), [(15, 0), (0, 255), (15, 128), (0, 129)])
-def test_int4_does_not_overflow_at_its_extremes(code: int, zero: int, rows: int) -> None:
+@pytest.mark.parametrize(("code", "zero", "step"), [(15, 0, 1), (0, 255, 1), (15, 128, 1), (0, 129, 1), (15, 0, 255)])
+def test_int4_does_not_overflow_at_its_extremes(code: int, zero: int, step: int, rows: int) -> None:
     q = torch.full((8, 128), code, dtype=torch.uint8)
-    scale = torch.full((8, 1), 255, dtype=torch.uint8)
+    scale = torch.full((8, 1), step, dtype=torch.uint8)
     zeros = torch.full_like(scale, zero)
     x = torch.full((rows, 128), 127.0)
     w = PackedWeights("int4", packing.pack_int4(packing.nibbles(q), scale, zeros), 8, 128, torch.ones(8), 128)
-    expected = torch.full((rows, 8), (code - zero / 8) * 255 * 127 * 128)
-    torch.testing.assert_close(run_product(x, w), expected, atol=0, rtol=1e-6)
+    assert torch.equal(run_product(x, w), torch.full((rows, 8), (code - zero / 8) * step * 127 * 128))
 
 
 @needs_cpp

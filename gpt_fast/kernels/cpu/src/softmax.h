@@ -51,7 +51,7 @@ inline void merge_states(float* into, float* other, int64_t count, int64_t dim) 
 // was summed up needs no other scale then.
 constexpr float kHeadroom = 8.0f;
 
-constexpr int kExpRows = kRegisters < 32 ? 1 : 2;  // whose exponentials are made step by step together
+constexpr int kExpRows = kRegisters < 32 ? 1 : 2;  // rows whose exponentials are made together
 
 // Scores of one block to weights, in place, for R queries; their sums and what they are relative to into `states`, and
 // into `kept` what the earlier values are to be multiplied with. All largest scores first: then the exponentials of all
