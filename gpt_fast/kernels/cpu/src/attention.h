@@ -60,7 +60,7 @@ void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t l
         const int64_t kv_heads = kv_end - kv_begin, bytes = kv_heads * p.head_dim * static_cast<int64_t>(sizeof(Cached));
         Ahead ahead(runs, 2 * next, bytes, kv_heads * block.work());
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
-            block.load(places, kv_head, from, count);
+            block.load(places, kv_head, from, count, ahead);
             block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record, ahead);
         }
     }

@@ -7,25 +7,29 @@
 
 namespace gpt_fast {
 
-// Brings the next keys and values into the second level of the CPU's cache, a few lines at a time between the products
-// of a block. Many at once would fill the queue of lines that a core waits for, and the core would wait as well.
+// Brings the next keys and values into the second level of the CPU's cache, a few lines at a time between the parts of
+// the work for a block. Many at once would fill the queue of lines that a core waits for, and then also what comes from
+// the second level to the first would wait.
 class Ahead {
 public:
     // `count` runs of `bytes`, evenly over so much `work`.
     Ahead(const char* const* runs, int64_t count, int64_t bytes, int64_t work)
-        : run_(runs), each_(ceil_div(bytes, 64)), lines_(count * each_), all_work_(work) {}
+        : run_(runs), each_(ceil_div(bytes, 64)), lines_(count * each_), rate_((lines_ << kBits) / work + 1) {}
 
     void fetch(int64_t work) {
         work_ += work;
-        for (const int64_t due = lines_ * work_ / all_work_; line_ < due; ++line_) {
+        const int64_t by_now = work_ * rate_ >> kBits, due = by_now < lines_ ? by_now : lines_;
+        for (; line_ < due; ++line_) {
             if (of_run_ == each_) ++run_, of_run_ = 0;
             prefetch_to_level2(*run_ + 64 * of_run_++);
         }
     }
 
 private:
+    static constexpr int kBits = 24;  // of lines for a unit of work behind the point: divisions are slow
+
     const char* const* run_;
-    int64_t each_, lines_, all_work_, work_ = 0, line_ = 0, of_run_ = 0;
+    int64_t each_, lines_, rate_, work_ = 0, line_ = 0, of_run_ = 0;
 };
 
 constexpr int kMostQueries = kTiles ? 16 : 8;  // whose products are made together
@@ -57,11 +61,12 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
 
 // Keys keeps a block in the order that its products want (attention_floats.h, attention_pairs.h). It brings
 //   Number: the type of queries
-//   load(places, kv_head, from, end): keys [from, end) of the block, of the heads of the cache at `places`
+//   load(places, kv_head, from, end, ahead): keys [from, end) of the block, of the heads of the cache at `places`
+//   load_work(): of one load()
 //   scores<R>(q, scores, ahead): scores[r][i] = scale * q[r] . keys[i], zero where no key was loaded; q [R, D]
 //   add_values<R>(into, kept, weights, ahead): into[r] = into[r] * kept[r] + the sum of weights[r][i] * values[i], in
 //     ascending order of i; the weights may be changed
-// Both tell `ahead` of their work, which is rows times columns. What a row gets is the same for every R. Keys that a token
+// They tell `ahead` of their work: of products, rows times columns. What a row gets is the same for every R. Keys that a token
 // may not see have the weight 0, so a value that is not finite makes earlier tokens of the same step not finite too.
 template <class Cached, class Keys>
 class AttentionBlock {
@@ -81,8 +86,8 @@ public:
             }
     }
 
-    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end) {
-        keys_.load(places, kv_head, from, end);
+    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead& ahead) {
+        keys_.load(places, kv_head, from, end, ahead);
     }
 
     // All rows: tokens with what each sees, heads of kv_head; states [tokens, heads of kv_head].
@@ -103,7 +108,7 @@ public:
     }
 
     // Of one head, as Ahead is told of it.
-    int64_t work() const { return rows_ * (p_.head_dim + p_.state_dim()); }
+    int64_t work() const { return keys_.load_work() + rows_ * (p_.head_dim + p_.state_dim()); }
 
 private:
     template <int R>

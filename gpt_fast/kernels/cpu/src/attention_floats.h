@@ -38,7 +38,9 @@ public:
         widened_ = keys_ + turned;
     }
 
-    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end) {
+    int64_t load_work() const { return 0; }
+
+    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead&) {
         from_ = from, end_ = end;
         const Cached* keys[kKeys];
         for (int64_t i = 0; i < kKeys; ++i) {

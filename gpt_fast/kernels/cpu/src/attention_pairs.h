@@ -69,7 +69,10 @@ public:
         std::memset(zeros_, 0, static_cast<size_t>(columns_) * sizeof *zeros_);
     }
 
-    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end) {
+    // Takes as long as the products of 8 rows, half of it for the keys.
+    int64_t load_work() const { return 8 * p_.head_dim; }
+
+    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead& ahead) {
         const uint16_t *keys[kKeys], *values[kKeys];
         for (int64_t i = 0; i < kKeys; ++i) {
             const bool there = i >= from && i < end;
@@ -77,11 +80,13 @@ public:
             keys[i] = there ? p_.k_cache + at : zeros_;
             values[i] = there ? p_.v_cache + at : zeros_;
         }
-        for (int64_t i = 0; i < kKeys; ++i)
-            for (int64_t d = 0; d < p_.head_dim; d += 32) prefetch(values[i] + d);
         for (int64_t d = 0; d < p_.head_dim; d += 8)
-            for (int64_t i = 0; i < kKeys; i += 16) turn_pairs(keys + i, d, keys_ + d * kKeys + 2 * i, 2 * kKeys);
+            for (int64_t i = 0; i < kKeys; i += 16) {
+                ahead.fetch(8 * 4 * 16 / kKeys);
+                turn_pairs(keys + i, d, keys_ + d * kKeys + 2 * i, 2 * kKeys);
+            }
         for (int64_t i = 0; i < kKeys; i += 2) {
+            ahead.fetch(4 * p_.head_dim * 2 / kKeys);
             join_pairs(values[i], values[i + 1], p_.head_dim, values_ + i * columns_);
             if (p_.head_dim < columns_) std::memset(values_ + i * columns_ + 2 * p_.head_dim, 0, 32);
         }
