@@ -63,9 +63,7 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
 //   Number: the type of queries
 //   load(places, kv_head, from, end, ahead): keys [from, end) of the block, of the heads of the cache at `places`
 //   load_work(): of one load()
-//   take(q, heads, rows): all queries [heads, rows, D], once
-//   scores<R>(q, head, row, scores, ahead): scores[r][i] = scale * q[r] . keys[i], zero where no key was loaded; q [R, D],
-//     which are the queries from `row` on of `head`
+//   scores<R>(q, scores, ahead): scores[r][i] = scale * q[r] . keys[i], zero where no key was loaded; q [R, D]
 //   add_values<R>(into, kept, weights, ahead): into[r] = into[r] * kept[r] + the sum of weights[r][i] * values[i], in
 //     ascending order of i; the weights may be changed
 // They tell `ahead` of their work: of products, rows times columns. What a row gets is the same for every R. Keys that a token
@@ -86,7 +84,6 @@ public:
                 const float* q = p.q + token * p.q_stride + kv_head * p.group() * p.head_dim;
                 for (int64_t i = 0; i < p.group() * p.head_dim; ++i) store_as(q[i], to++);
             }
-        keys_.take(q_, kv_end - kv_begin, rows_);
     }
 
     void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead& ahead) {
@@ -121,8 +118,7 @@ private:
         Partial partials[R];
         const int64_t group = p_.group(), state_dim = p_.state_dim();
         const Adjust adjust = p_.adjust(kv_head);
-        const int64_t at = kv_head - kv_begin_;
-        keys_.template scores<R>(q_ + (at * rows_ + row) * p_.head_dim, at, row, weights, ahead);
+        keys_.template scores<R>(q_ + ((kv_head - kv_begin_) * rows_ + row) * p_.head_dim, weights, ahead);
         int64_t token = row / group, head = row % group;
         for (int r = 0; r < R; ++r) {
             const View& view = views[token];

@@ -38,7 +38,6 @@ public:
         widened_ = keys_ + turned;
     }
 
-    void take(const float*, int64_t, int64_t) {}
     int64_t load_work() const { return 0; }
 
     void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead&) {
@@ -68,7 +67,7 @@ public:
     }
 
     template <int R>
-    void scores(const float* q, int64_t, int64_t, float (*scores)[kKeys], Ahead& ahead) const {
+    void scores(const float* q, float (*scores)[kKeys], Ahead& ahead) const {
         constexpr int some = kRegisters >= 32 || R < 2 ? R : 2;
         for (int r = 0; r < R; r += some) {
             ahead.fetch(some * dim_);

@@ -69,21 +69,6 @@ public:
         std::memset(zeros_, 0, static_cast<size_t>(columns_) * sizeof *zeros_);
     }
 
-    // Queries [heads, rows, D]. With tiles, keys of so few are taken as they lie in the cache, and queries are turned.
-    void take(const uint16_t* q, int64_t heads, int64_t rows) {
-        few_ = tiled_ && rows <= kTileRows;
-        if (!few_) return;
-        static thread_local Scratch scratch;
-        turned_ = scratch.get<uint16_t>(heads * kTileRows * p_.head_dim);
-        for (int64_t head = 0; head < heads; ++head) {
-            const uint16_t* from[kTileRows];
-            for (int64_t row = 0; row < kTileRows; ++row)
-                from[row] = row < rows ? q + (head * rows + row) * p_.head_dim : zeros_;
-            uint16_t* to = turned_ + head * kTileRows * p_.head_dim;
-            for (int64_t d = 0; d < p_.head_dim; d += 8) turn_pairs(from, d, to + d * kTileRows, 2 * kTileRows);
-        }
-    }
-
     // Takes as long as the products of 8 rows, half of it for the keys.
     int64_t load_work() const { return 8 * p_.head_dim; }
 
@@ -95,28 +80,21 @@ public:
             keys[i] = there ? p_.k_cache + at : zeros_;
             values[i] = there ? p_.v_cache + at : zeros_;
         }
-        const int64_t last = kTileRows - 1, span = last * p_.kv_heads;
-        as_they_lie_ = few_ && from == 0 && end == kKeys && places[last] - places[0] == span &&
-                       places[kTileRows + last] - places[kTileRows] == span;
-        lying_[0] = keys[0], lying_[1] = keys[kTileRows];
-        for (int64_t d = 0; d < p_.head_dim && !as_they_lie_; d += 8)
+        for (int64_t d = 0; d < p_.head_dim; d += 8)
             for (int64_t i = 0; i < kKeys; i += 16) {
                 ahead.fetch(8 * 4 * 16 / kKeys);
                 turn_pairs(keys + i, d, keys_ + d * kKeys + 2 * i, 2 * kKeys);
             }
         for (int64_t i = 0; i < kKeys; i += 2) {
-            ahead.fetch((as_they_lie_ ? 8 : 4) * p_.head_dim * 2 / kKeys);
+            ahead.fetch(4 * p_.head_dim * 2 / kKeys);
             join_pairs(values[i], values[i + 1], p_.head_dim, values_ + i * columns_);
             if (p_.head_dim < columns_) std::memset(values_ + i * columns_ + 2 * p_.head_dim, 0, 32);
         }
     }
 
     template <int R>
-    void scores(const uint16_t* q, int64_t head, int64_t row, float (*scores)[kKeys], Ahead& ahead) {
+    void scores(const uint16_t* q, float (*scores)[kKeys], Ahead& ahead) {
         ahead.fetch(R * p_.head_dim);
-        if (as_they_lie_)
-            return tiles_.template scores_of_rows<R>(turned_ + head * kTileRows * p_.head_dim, row, lying_,
-                                                     p_.kv_heads * p_.head_dim, p_.head_dim, p_.scale, scores);
         if (tiled_) return tiles_.template scores<R>(q, keys_, p_.head_dim, p_.scale, scores);
         pair_scores<R>(q, keys_, p_.head_dim, p_.scale, scores);
     }
@@ -146,9 +124,7 @@ private:
     const int64_t columns_;
     const bool tiled_ = kTiles && p_.head_dim % 32 == 0;
     AttentionTiles<> tiles_;
-    uint16_t *keys_, *values_, *zeros_, *turned_ = nullptr;  // turned_ [heads, D / 2, kTileRows, 2]
-    const uint16_t* lying_[2];  // keys 0 and 16 in the cache
-    bool few_ = false, as_they_lie_ = false;
+    uint16_t *keys_, *values_, *zeros_;
 };
 
 }  // namespace gpt_fast

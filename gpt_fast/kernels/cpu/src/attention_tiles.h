@@ -31,36 +31,6 @@ public:
             for (int64_t i = 0; i < kKeys; i += 16) store16(scores[r] + i, load16(scores[r] + i) * splat16(scale));
     }
 
-    // The same bits for keys as they lie in the cache: two times 16, each `stride` numbers apart. queries [D / 2, 16, 2], of
-    // which R columns from `row` on count. What the registers give has keys in its rows, and is turned.
-    template <int R>
-    void scores_of_rows(const uint16_t* queries, int64_t row, const uint16_t* const* keys, int64_t stride, int64_t dim,
-                        float scale, float (*scores)[kKeys]) {
-        constexpr int fours = R < 4 ? 1 : R / 4;
-        alignas(64) float by_keys[kKeys][kTile], turned[4 * fours][kKeys];
-        shape(R);
-        registers_.template zero<2>();
-        registers_.template zero<3>();
-        for (int64_t d = 0; d < dim; d += kBlockOfHead) {
-            registers_.template load<5>(bytes(queries + d * kTile + 2 * row), kTileBytes);
-            registers_.template load<6>(bytes(keys[0] + d), 2 * stride);
-            registers_.template add_bfloat16<2, 6, 5>();
-            registers_.template load<7>(bytes(keys[1] + d), 2 * stride);
-            registers_.template add_bfloat16<3, 7, 5>();
-        }
-        registers_.template store<2>(reinterpret_cast<uint8_t*>(by_keys[0]), kTileBytes);
-        registers_.template store<3>(reinterpret_cast<uint8_t*>(by_keys[kTile]), kTileBytes);
-        const uint16_t* rows[kKeys];
-        for (int64_t i = 0; i < kKeys; ++i) rows[i] = reinterpret_cast<const uint16_t*>(by_keys[i]);
-        for (int64_t i = 0; i < kKeys; i += kTile)
-#pragma GCC unroll 4
-            for (int four = 0; four < fours; ++four)  // a float is as long as a pair
-                turn_pairs(rows + i, 8 * four, reinterpret_cast<uint16_t*>(turned[4 * four] + i), 2 * kKeys);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            for (int64_t i = 0; i < kKeys; i += 16) store16(scores[r] + i, load16(turned[r] + i) * splat16(scale));
-    }
-
     // value[r] = value[r] * kept[r] + sum of weights[r][i] * values[i]. value: R rows of `columns`, `stride` floats apart,
     // weights [R, kKeys], values [kKeys / 2, columns, 2].
     template <int R>
@@ -98,9 +68,7 @@ private:
     void shape(int64_t rows) {
         if (rows == rows_) return;
         rows_ = rows;
-        for (int i : {0, 1, 4}) registers_.shape(i, rows, kTileBytes);
-        for (int i : {2, 3, 5}) registers_.shape(i, kTileRows, rows * static_cast<int64_t>(sizeof(float)));
-        for (int i : {6, 7}) registers_.shape(i, kTileRows, kTileBytes);
+        for (int i = 0; i < 8; ++i) registers_.shape(i, i < 6 ? rows : kTileRows, kTileBytes);
         registers_.begin();
     }
 
