@@ -69,8 +69,7 @@ public:
         std::memset(zeros_, 0, static_cast<size_t>(columns_) * sizeof *zeros_);
     }
 
-    // Takes as long as the products of 8 rows, half of it for the keys.
-    int64_t load_work() const { return 8 * p_.head_dim; }
+    int64_t load_work() const { return 2 * kLoadRows * p_.head_dim; }
 
     void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead& ahead) {
         const uint16_t *keys[kKeys], *values[kKeys];
@@ -82,11 +81,11 @@ public:
         }
         for (int64_t d = 0; d < p_.head_dim; d += 8)
             for (int64_t i = 0; i < kKeys; i += 16) {
-                ahead.fetch(8 * 4 * 16 / kKeys);
+                ahead.fetch(kLoadRows * 8 * 16 / kKeys);
                 turn_pairs(keys + i, d, keys_ + d * kKeys + 2 * i, 2 * kKeys);
             }
         for (int64_t i = 0; i < kKeys; i += 2) {
-            ahead.fetch(4 * p_.head_dim * 2 / kKeys);
+            ahead.fetch(kLoadRows * p_.head_dim * 2 / kKeys);
             join_pairs(values[i], values[i + 1], p_.head_dim, values_ + i * columns_);
             if (p_.head_dim < columns_) std::memset(values_ + i * columns_ + 2 * p_.head_dim, 0, 32);
         }
@@ -120,6 +119,8 @@ public:
     }
 
 private:
+    static constexpr int64_t kLoadRows = 4;  // whose products take as long as to turn keys, or to join values
+
     const Paged<uint16_t>& p_;
     const int64_t columns_;
     const bool tiled_ = kTiles && p_.head_dim % 32 == 0;
