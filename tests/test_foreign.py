@@ -172,7 +172,7 @@ def test_a_linear_layer_by_the_kernels_is_that_layer() -> None:
     round_linears(around)
     rounded = around["a"]
     assert isinstance(rounded, QuantizedLinear)
-    wanted = rounded_product(x, rounded.weight.float() * rounded.scale[:, None]) + rounded.bias
+    wanted = rounded_product(x, rounded.weight.float() * rounded.scale[:, None], "int8") + rounded.bias
     assert torch.allclose(KernelLinear(rounded, torch.float32)(x), wanted, atol=1e-4)
 
 

@@ -54,14 +54,14 @@ def weights(kind: str, n: int, k: int, seed: int = 0) -> tuple[PackedWeights, Ca
         q = torch.randint(-127, 128, (n, k), generator=g, dtype=torch.int8)
         s = torch.rand(n, generator=g) / 127 / k**0.5
         plain = q.float() * s[:, None]
-        return PackedWeights(kind, packing.pack_int8(q), n, k, s), lambda x: reference.rounded_product(x, plain)
+        return PackedWeights(kind, packing.pack_int8(q), n, k, s), lambda x: reference.rounded_product(x, plain, kind)
     size = int(kind.split("-")[1])
     q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
     s, z, row_scale = int4_grid(n, k // size, g)
     row_scale /= 8 * k**0.5
     plain = reference.dequantize_int4(packing.nibbles(q), s, z, row_scale)
     made = PackedWeights("int4", packing.pack_int4(packing.nibbles(q), s, z), n, k, row_scale, size)
-    return made, lambda x: reference.rounded_product(x, plain)
+    return made, lambda x: reference.rounded_product(x, plain, "int4")
 
 
 def int4_grid(n: int, groups: int, g: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,14 +148,26 @@ def test_a_row_does_not_depend_on_its_company_or_the_threads(kind: str, n: int, 
 
 
 @needs_cpp
-def test_int8_takes_any_width_and_its_extremes() -> None:
+@pytest.mark.parametrize("pair", [(-2.0, -2.0), (2.0, 2.0), (127.0, -127.0), (-127.0, 127.0), (0.0, 127.0), (64.0, 63.0)])
+def test_int8_takes_any_width_and_its_extremes(pair: tuple[float, float]) -> None:
     q = torch.full((9, 77), -127, dtype=torch.int8)
-    q[::2] = 127
-    scale = torch.ones(9)
-    x = torch.full((3, 77), -2.0)
-    expected = reference.rounded_product(x, q.float())
-    w = PackedWeights("int8", packing.pack_int8(q), 9, 77, scale)
-    assert torch.equal(run_product(x, w), expected)  # no 16-bit sum overflows
+    q[::2], q[2::3, ::2], q[3::3, 1::2] = 127, -127, 127
+    x = torch.tensor(pair).repeat(3, 39)[:, :77]
+    expected = reference.rounded_product(x, q.float(), "int8")
+    w = PackedWeights("int8", packing.pack_int8(q), 9, 77, torch.ones(9))
+    torch.testing.assert_close(run_product(x, w), expected, atol=0.01, rtol=1e-6)  # no 16-bit sum overflows
+
+
+@needs_cpp
+def test_neighbours_count_together_where_16_bits_hold_their_products() -> None:
+    pairs = torch.tensor([[3.0, 1.0], [-3.0, 1.0], [-3.0, -3.0]]).repeat(1, 16)
+    most = [4.0, 3.0, 6.0] if cpu.rounded_in_pairs() else [3.0, 3.0, 3.0]
+    values, scales = reference.quantize_activations(pairs, 32, cpu.rounded_in_pairs())
+    torch.testing.assert_close(scales[:, 0], torch.tensor(most) / 127)
+    assert values.unflatten(-1, (-1, 2)).int().sum(-1).abs().max() <= (128 if cpu.rounded_in_pairs() else 254)
+    ones = torch.eye(32, dtype=torch.int8)
+    got = run_product(pairs, PackedWeights("int8", packing.pack_int8(ones), 32, 32, torch.ones(32)))
+    torch.testing.assert_close(got, (values * scales[..., None]).flatten(-2))
 
 
 @needs_cpp
@@ -665,7 +677,7 @@ def test_a_team_has_a_limit_whoever_asks_for_more() -> None:
         "data = torch.ones(1 << 24, dtype=torch.uint8); library().gpt_fast_read(data.data_ptr(), 1 << 24, 0, 100_000); "
         "print(len(os.listdir('/proc/self/task')) - before)"
     )
-    done = probe(code, GPT_FAST_KERNELS="")
+    done = probe(code, GPT_FAST_KERNELS="", OMP_NUM_THREADS="1")  # no threads of torch's beside them
     assert 0 < int(done.stdout) < 512, done.stderr
 
 

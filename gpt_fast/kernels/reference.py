@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.kernels.cpu.library import rounded_together
+from gpt_fast.kernels.cpu.library import rounded_in_pairs, rounded_together
 from gpt_fast.kernels.cpu.packing import from_nibbles
 
 
@@ -18,26 +18,36 @@ def exact_product(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight)
 
 
-def rounded_product(x: Tensor, weight: Tensor) -> Tensor:
-    """The same with x rounded to 8 bits in blocks: what the integer kernels of this machine compute."""
-    values, scales = quantize_activations(x, rounded_together())
+def rounded_product(x: Tensor, weight: Tensor, kind: str) -> Tensor:
+    """The same with x rounded to 8 bits in blocks: what this machine's kernels for weights of ``kind``, int8 or int4,
+    compute."""
+    values, scales = quantize_activations(x, rounded_together(), kind == "int8" and rounded_in_pairs())
     return F.linear((values * scales[..., None]).flatten(-2)[..., : x.shape[-1]], weight)
 
 
-def quantize_activations(x: Tensor, together: int) -> tuple[Tensor, Tensor]:
+def quantize_activations(x: Tensor, together: int, in_pairs: bool) -> tuple[Tensor, Tensor]:
     """x [..., K] -> values [..., blocks, together] int8 and scales [..., blocks] float32, blocks = ceil(K / together).
 
-    Each block as :func:`quantize_heads` does it; missing values are zero.
+    Each block as :func:`quantize_heads` does it; missing values are zero. ``in_pairs``: the largest magnitude is that of
+    an element, or of a sum of elements 2 i and 2 i + 1.
     """
-    return quantize_heads(F.pad(x.float(), (0, -x.shape[-1] % together)).unflatten(-1, (-1, together)))
+    blocks = F.pad(x.float(), (0, -x.shape[-1] % together)).unflatten(-1, (-1, together))
+    most = blocks.abs().amax(-1)
+    if in_pairs:
+        most = torch.maximum(most, blocks.unflatten(-1, (-1, 2)).sum(-1).abs().amax(-1))
+    return _rounded(blocks, most)
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., D] to int8 values and float32 scales [...]: largest magnitude / 127, nearest value, ties to even."""
-    most = x.float().abs().amax(-1)
+    return _rounded(x.float(), x.float().abs().amax(-1))
+
+
+def _rounded(x: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] float32 as multiples of a scale [...], 127 of which are ``most``."""
     # Not 127 / most, which torch computes as 127 times a rounded reciprocal.
     inverse = torch.where(most == 0, most, torch.full_like(most, 127.0) / most)
-    return (x.float() * inverse[..., None]).round().nan_to_num().to(torch.int8), most / 127
+    return (x * inverse[..., None]).round().nan_to_num().to(torch.int8), most / 127
 
 
 def dequantize_int4(data: Tensor, scale: Tensor, zero: Tensor, row_scale: Tensor) -> Tensor:

@@ -68,9 +68,10 @@ class QuantizedLinear(nn.Module):
 
             out = product(x, self.gpu_weights(x.dtype)._replace(bias=None))
         else:  # in plain torch, float32 until the product is whole
-            multiply = rounded_product if self.rounded else exact_product
             ordered = x if self.order is None else x.index_select(-1, self.order)
-            out = multiply(ordered, self._columns(rows or _ALL)).to(x.dtype)
+            weight = self._columns(rows or _ALL)
+            found = rounded_product(ordered, weight, self.scheme.kind) if self.rounded else exact_product(ordered, weight)
+            out = found.to(x.dtype)
         return out if self.bias is None else out + self.bias[rows or _ALL]
 
     def _on_gpu(self, x: Tensor) -> bool:

@@ -237,6 +237,7 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.gpt_fast_tiles_work.argtypes, lib.gpt_fast_tiles_work.restype = [], _I
     lib.gpt_fast_rounding.argtypes, lib.gpt_fast_rounding.restype = [_I], _I
     lib.gpt_fast_rounded_together.argtypes, lib.gpt_fast_rounded_together.restype = [], _I
+    lib.gpt_fast_rounded_in_pairs.argtypes, lib.gpt_fast_rounded_in_pairs.restype = [], _I
     lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
     for which, kind in enumerate(structs.CHECKED):
@@ -270,13 +271,20 @@ def available() -> bool:
 
 
 def rounding(kind: str) -> int:
-    """How products with weights of ``kind``, a key of FORMATS, round their inputs: 1 to int8, 2 to bfloat16, 0 not."""
+    """How products with weights of ``kind``, a key of FORMATS, round their inputs: 1 and 4 to int8, for weights of 8 and
+    of 4 bits, 2 to bfloat16, 0 not."""
     return int(library().gpt_fast_rounding(FORMATS[kind]))
 
 
 def rounded_together() -> int:
     """How many values of a row have one scale where products round it to int8: 128 with tiles (AMX), else 32."""
     return int(library().gpt_fast_rounded_together()) if available() else 32
+
+
+def rounded_in_pairs() -> bool:
+    """Whether for int8 that scale covers sums of two neighbours as well: on CPUs with AVX2 and without VNNI, where the
+    products of both are added in 16 bits."""
+    return available() and bool(library().gpt_fast_rounded_in_pairs())
 
 
 def read(data: Tensor, eight_places: bool) -> None:

@@ -58,6 +58,12 @@ private:
     static int64_t chunks_of(int64_t k) { return ceil_div(k, kRounded * kChunk); }
 };
 
+// The same for dot(): other numbers where it wants sums of two neighbours to be small.
+struct PairedRows : QuantizedRows {
+    PairedRows from(int64_t row) const { return {QuantizedRows::from(row)}; }
+};
+using DotRows = std::conditional_t<kPairedDots, PairedRows, QuantizedRows>;
+
 // A piece of the rows of one panel from `x` on, as products by tiles take it.
 struct TiledPiece {
     int64_t blocks;
@@ -86,7 +92,9 @@ inline float largest_lane(I8 magnitudes) {
     return most;
 }
 
-// Block b of a row: scale = largest magnitude / 127, values rounded to nearest even. A block with NaN gets a scale of NaN.
+// Block b of a row: scale = largest magnitude / 127, values rounded to nearest even. `paired`: sums of two neighbours count
+// as well; rounded, they are 128 at most. A block with NaN gets a scale of NaN.
+template <bool paired>
 inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
     constexpr int registers = kRounded / 8, each = kBlock / 8;
     const int64_t lane = row.lane, at = b % kChunk;
@@ -96,6 +104,7 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
     for (int i = 0; i < registers; ++i) {
         v[i] = load8(x + 8 * i);
         largest = larger_magnitude(largest, v[i]);
+        if (paired) largest = larger_magnitude(largest, pair_sums(v[i]));
     }
     const float most = largest_lane(largest);
     const F8 inverse = splat(most == 0.0f ? 0.0f : 127.0f / most);
@@ -115,6 +124,7 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
     to.offset[lane][at] = total * -128;
 }
 
+template <bool paired>
 inline void quantize_part(const float* x, int64_t begin, int64_t end, int64_t k, const QuantizedRows& to, int64_t row) {
     for (int64_t b = begin / kRounded; b < ceil_div(end, kRounded); ++b) {
         const float* block = x + b * kRounded;
@@ -124,7 +134,7 @@ inline void quantize_part(const float* x, int64_t begin, int64_t end, int64_t k,
             std::memcpy(tail, block, static_cast<size_t>(k - b * kRounded) * sizeof(float));
             block = tail;
         }
-        quantize_block(block, to.row(row), b);
+        quantize_block<paired>(block, to.row(row), b);
     }
 }
 
@@ -159,32 +169,37 @@ inline void round_part(const float* x, int64_t begin, int64_t end, const Bfloat1
     }
 }
 
-// What products take of rows of k columns, beside their float32; a sum of these says what of it.
-enum Rounding : int64_t { kToInt8 = 1, kToBfloat16 = 2 };
+// Products with which weights need rows of k columns rounded; a sum of these says what for.
+enum Rounding : int64_t { kForInt8 = 1, kForBfloat16 = 2, kForInt4 = 4 };
 
 struct RoundedRows {
-    QuantizedRows int8;
+    QuantizedRows plain;
+    DotRows dots;  // the same memory where it may be
     Bfloat16Rows bfloat16;
 
     static int64_t num_bytes(int64_t rows, int64_t k) {
         const int64_t panels = ceil_div(rows, kPanel), width = ceil_div(k, kBlock) * kBlock;
-        return int8_bytes(rows, k) + panels * kPanel * width * static_cast<int64_t>(sizeof(uint16_t));
+        return kKinds * int8_bytes(rows, k) + panels * kPanel * width * static_cast<int64_t>(sizeof(uint16_t));
     }
     static RoundedRows in(uint8_t* memory, int64_t rows, int64_t k) {
-        auto* second = reinterpret_cast<uint16_t*>(memory + int8_bytes(rows, k));
-        return {QuantizedRows::in(memory, k), {second, ceil_div(k, kBlock) * kBlock, 0}};
+        uint8_t *dots = memory + (kKinds - 1) * int8_bytes(rows, k), *last = dots + int8_bytes(rows, k);
+        return {QuantizedRows::in(memory, k),
+                {QuantizedRows::in(dots, k)},
+                {reinterpret_cast<uint16_t*>(last), ceil_div(k, kBlock) * kBlock, 0}};
     }
-    RoundedRows from(int64_t row) const { return {int8.from(row), bfloat16.from(row)}; }
+    RoundedRows from(int64_t row) const { return {plain.from(row), dots.from(row), bfloat16.from(row)}; }
 
 private:
+    static constexpr int64_t kKinds = kPairedDots ? 2 : 1;
     static int64_t int8_bytes(int64_t rows, int64_t k) { return ceil_div(QuantizedRows::num_bytes(rows, k), 64) * 64; }
 };
 
 // Columns [begin, end) of a row of k; begin is a multiple of kRounded, so is end unless it is k.
 inline void round_part(int64_t how, const float* x, int64_t begin, int64_t end, int64_t k, const RoundedRows& to,
                        int64_t row) {
-    if (how & kToInt8) quantize_part(x, begin, end, k, to.int8, row);
-    if (how & kToBfloat16) round_part(x, begin, end, to.bfloat16, row);
+    if (how & (kPairedDots ? kForInt4 : kForInt4 | kForInt8)) quantize_part<false>(x, begin, end, k, to.plain, row);
+    if (kPairedDots && (how & kForInt8)) quantize_part<true>(x, begin, end, k, to.dots, row);
+    if (how & kForBfloat16) round_part(x, begin, end, to.bfloat16, row);
 }
 
 inline void round_row(int64_t how, const float* x, int64_t k, const RoundedRows& to, int64_t row) {

@@ -30,7 +30,7 @@ inline void add_dots(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&
 }
 
 struct Int8 {
-    using Rows = QuantizedRows;
+    using Rows = DotRows;
     static constexpr int64_t kTiledRows = kTiles ? 4 : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = 0;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = kTiles ? 1024 : 512;

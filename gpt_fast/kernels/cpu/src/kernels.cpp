@@ -67,6 +67,9 @@ int64_t gpt_fast_rounding(int64_t format) { return rounding_of(format); }
 // Values of a row with one scale where products round it to int8.
 int64_t gpt_fast_rounded_together() { return kRounded; }
 
+// Whether for int8 the scale covers sums of two neighbours as well.
+int64_t gpt_fast_rounded_in_pairs() { return kPairedDots; }
+
 // Whether tiles, where products use them, give what their formulas say (tiles.h).
 int64_t gpt_fast_tiles_work() {
     return !kTiles || tiles_work();

@@ -10,7 +10,12 @@ namespace gpt_fast {
 
 // What of RoundedRows products with weights of `format` take; 0: float32.
 constexpr int64_t rounding_of(int64_t format) {
-    return format >= kInt8 ? kToInt8 : format == kBfloat16 && kBfloat16Dots ? kToBfloat16 : 0;
+    switch (format) {
+        case kInt8: return kForInt8;
+        case kInt4: return kForInt4;
+        case kBfloat16: return kBfloat16Dots ? int64_t{kForBfloat16} : 0;
+        default: return 0;
+    }
 }
 
 // The rows of a product, as each format may want them.
@@ -23,7 +28,8 @@ struct AnyRows {
 
     void get(FloatRows& to) const { to = {data, k}; }
     void get(Bfloat16Rows& to) const { to = rounded.bfloat16; }
-    void get(QuantizedRows& to) const { to = rounded.int8; }
+    void get(QuantizedRows& to) const { to = rounded.plain; }
+    void get(PairedRows& to) const { to = {rounded.dots}; }
 };
 
 // body(rows, weights), by the format of `w`.

@@ -49,8 +49,16 @@ inline I16 splat_four(const void* bytes) {
     return splat16(four);
 }
 
+// Whether dot() wants sums of two neighbours of x to be 128 in magnitude at most.
+#ifdef GPT_FAST_PAIRED_DOTS
+constexpr bool kPairedDots = true;
+#else
+constexpr bool kPairedDots = false;
+inline F8 pair_sums(F8 x) { return x; }
+#endif
+
 // Whether add_nibbles() takes any bytes: then dot() with weights that have had 128 added before is one instruction.
-#if defined(__AVX512VNNI__) || defined(GPT_FAST_DPBUSD)
+#ifdef GPT_FAST_DPBUSD
 constexpr bool kRaisedDots = true;
 #else
 constexpr bool kRaisedDots = false;

@@ -126,26 +126,32 @@ inline void pin(I8& sum) { asm("" : "+x"(sum)); }
 
 #ifdef __AVXVNNI__
 #define GPT_FAST_DPBUSD _mm256_dpbusd_avx_epi32
+#elif defined(__AVX512VNNI__)
+#define GPT_FAST_DPBUSD _mm256_dpbusd_epi32
+#elif !defined(GPT_FAST_DPBUSD)  // tests may define it, as a formula
+#define GPT_FAST_PAIRED_DOTS
 #endif
 
 // Sums of products of four neighbours, int8 each and at most 127 in magnitude: begun, added to with dot(), then read.
-// One side of the instruction is unsigned. VNNI's adds up 32 bits, so 128 may be added to each weight, and `offset`,
-// -128 times the sum of all x to come, takes that off.
-#ifdef GPT_FAST_DPBUSD
+// One side of the instructions is unsigned: 128 is added to each weight, and `offset`, -128 times the sum of all x to
+// come, takes that off. VNNI adds up in 32 bits. Without it two products are added in 16 bits, so with weights up to 255
+// x[2 i] + x[2 i + 1] may be 128 in magnitude at most. (Any x would do with signs that are moved from the weights to x
+// first; but that instruction, too, runs on the two units that multiply, which then take half as long again.)
 inline I8 begin_dots(int32_t offset) { return splat(offset); }
 inline I8 dot(I8 sum, I8 w, I8 x) {
-    sum = GPT_FAST_DPBUSD(sum, w ^ _mm256_set1_epi8(-128), x);
-    pin(sum);
-    return sum;
-}
+    const I8 raised = w ^ _mm256_set1_epi8(-128);
+#ifdef GPT_FAST_DPBUSD
+    sum = GPT_FAST_DPBUSD(sum, raised, x);
 #else
-inline I8 begin_dots(int32_t) { return splat(0); }
-inline I8 dot(I8 sum, I8 w, I8 x) {
-    const I8 pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));  // |w| * (x with w's sign)
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(raised, x), _mm256_set1_epi16(1)));
+#endif
     pin(sum);
     return sum;
 }
+
+#ifdef GPT_FAST_PAIRED_DOTS
+// x[2 i] + x[2 i + 1] in both their places.
+inline F8 pair_sums(F8 x) { return x + _mm256_permute_ps(x, 0xb1); }
 #endif
 
 inline I8 low_nibbles(I8 v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
