@@ -148,7 +148,9 @@ def test_a_row_does_not_depend_on_its_company_or_the_threads(kind: str, n: int, 
 
 
 @needs_cpp
-@pytest.mark.parametrize("pair", [(-2.0, -2.0), (2.0, 2.0), (127.0, -127.0), (-127.0, 127.0), (0.0, 127.0), (64.0, 63.0)])
+@pytest.mark.parametrize(
+    "pair", [(-2.0, -2.0), (2.0, 2.0), (127.0, -127.0), (-127.0, 127.0), (0.0, 127.0), (64.0, 63.0)]
+)
 def test_int8_takes_any_width_and_its_extremes(pair: tuple[float, float]) -> None:
     q = torch.full((9, 77), -127, dtype=torch.int8)
     q[::2], q[2::3, ::2], q[3::3, 1::2] = 127, -127, 127

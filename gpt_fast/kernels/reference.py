@@ -28,8 +28,8 @@ def rounded_product(x: Tensor, weight: Tensor, kind: str) -> Tensor:
 def quantize_activations(x: Tensor, together: int, in_pairs: bool) -> tuple[Tensor, Tensor]:
     """x [..., K] -> values [..., blocks, together] int8 and scales [..., blocks] float32, blocks = ceil(K / together).
 
-    Each block as :func:`quantize_heads` does it; missing values are zero. ``in_pairs``: the largest magnitude is that of
-    an element, or of a sum of elements 2 i and 2 i + 1.
+    Each block as :func:`quantize_heads` does it; missing values are zero. ``in_pairs``: the largest magnitude is that
+    of an element, or of a sum of elements 2 i and 2 i + 1.
     """
     blocks = F.pad(x.float(), (0, -x.shape[-1] % together)).unflatten(-1, (-1, together))
     most = blocks.abs().amax(-1)

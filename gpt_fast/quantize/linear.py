@@ -70,7 +70,9 @@ class QuantizedLinear(nn.Module):
         else:  # in plain torch, float32 until the product is whole
             ordered = x if self.order is None else x.index_select(-1, self.order)
             weight = self._columns(rows or _ALL)
-            found = rounded_product(ordered, weight, self.scheme.kind) if self.rounded else exact_product(ordered, weight)
+            found = (
+                rounded_product(ordered, weight, self.scheme.kind) if self.rounded else exact_product(ordered, weight)
+            )
             out = found.to(x.dtype)
         return out if self.bias is None else out + self.bias[rows or _ALL]
 

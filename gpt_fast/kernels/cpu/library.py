@@ -271,8 +271,8 @@ def available() -> bool:
 
 
 def rounding(kind: str) -> int:
-    """How products with weights of ``kind``, a key of FORMATS, round their inputs: 1 and 4 to int8, for weights of 8 and
-    of 4 bits, 2 to bfloat16, 0 not."""
+    """How products with weights of ``kind``, a key of FORMATS, round their inputs: 1 and 4 to int8, for weights of 8
+    and of 4 bits, 2 to bfloat16, 0 not."""
     return int(library().gpt_fast_rounding(FORMATS[kind]))
 
 

@@ -13,7 +13,7 @@ namespace gpt_fast {
 struct Int4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
-    static constexpr int64_t kReadyRows = kRaisedDots && !kTiles ? 96 : 0;  // fewer are as fast without
+    static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 96 : 48;  // fewer are as fast without
     static constexpr int64_t kManyRowsTiles = 16, kManyRowsDepth = 512;
     // Without registers of tiles, two tiles and fetches are faster than four streams, even for one row: headers and halves
     // take more work than int8, which hides what the fetches cost.
@@ -62,15 +62,14 @@ struct Int4 {
                     const uint8_t *scales = header + t * tile_bytes, *zeros = scales + kTile;
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
+                        if constexpr (!kTiles) {
+                            sum[r][t] = plus_codes(sum[r][t], exact[r][t], load16_uint8(scales), load16_uint8(zeros), xs, r,
+                                                   b / kParts, b % kParts);
+                            continue;
+                        }
                         const I16 codes = nibble_sums(exact[r][t]);
                         const PartSum values = xs[r].sum(b / kParts, b % kParts);
                         const F16 x_scale = splat16(xs[r].scale(b / kParts));
-                        if constexpr (!kTiles) {
-                            const F16 eighth = splat16(static_cast<float>(values));
-                            const F16 whole = minus_product(to_floats(codes), load16_uint8(zeros), eighth);
-                            sum[r][t] = plus_product(sum[r][t], whole * load16_uint8(scales), x_scale);
-                            continue;
-                        }
                         const I16 scale = load16_bytes(scales);
                         const I16 shift = times(load16_bytes(zeros), splat16(static_cast<int32_t>(values)));
                         const I16 whole = times(minus(shift_left3(codes), shift), scale);
@@ -88,10 +87,7 @@ struct Int4 {
     template <int R, int T>
     static void add_block(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R], int64_t b,
                           I16 (*exact)[T]) {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) exact[r][t] = splat16(0);
+        clear_codes<R, T>(exact);
 #pragma GCC unroll 4
         for (int g = 0; g < 4; ++g) {
             I16 low[T], high[T];
@@ -100,21 +96,12 @@ struct Int4 {
                 const I16 both = load64(w + t * tile_bytes + g * 64);
                 low[t] = low_nibbles(both), high[t] = high_nibbles(both);
             }
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const int8_t* four = xs[r].values(b / kParts) + b % kParts * kBlock + g * 4;
-                const I16 first = splat_four(four), second = splat_four(four + 16);
-#pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) {
-                    exact[r][t] = add_nibbles(exact[r][t], low[t], first);
-                    exact[r][t] = add_nibbles(exact[r][t], high[t], second);
-                }
-            }
+            add_codes<R, T>(low, high, xs, b / kParts, b % kParts * kBlock + g * 4, exact);
         }
     }
 
     // Weights of some tiles, [k, k_end), in memory of the thread.
-    using Ready = ReadyInt4;
+    using Ready = std::conditional_t<kRaisedDots, ReadyInt4, CodesOfInt4>;
     Ready ready(int64_t tile, int64_t tiles, int64_t k, int64_t k_end) const {
         static thread_local Scratch scratch;
         const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes(), blocks = (k_end - k) / kBlock;

@@ -1,9 +1,94 @@
-// Weights of 4 bits made ready for many rows: a byte each, so that only the scale of a group is left to do for each sum.
+// Weights of 4 bits made ready for many rows: a byte each. With VNNI the bytes have their zeros taken off, so that only the
+// scale of a group is left to do for each sum; without it they are the codes, whose products still fit 16 bits.
 #pragma once
 
 #include "int8.h"
 
 namespace gpt_fast {
+
+// Adds the products of four codes along k in `low`, and of the four 16 further on in `high`: of block b of x from `at` on.
+template <int R, int T>
+inline void add_codes(const I16 (&low)[T], const I16 (&high)[T], const QuantizedRow (&xs)[R], int64_t b, int64_t at,
+                      I16 (*codes)[T]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        const int8_t* four = xs[r].values(b) + at;
+        const I16 first = splat_four(four), second = splat_four(four + 16);
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) {
+            codes[r][t] = add_nibbles(codes[r][t], low[t], first);
+            codes[r][t] = add_nibbles(codes[r][t], high[t], second);
+        }
+    }
+}
+
+template <int R, int T>
+inline void clear_codes(I16 (*codes)[T]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) codes[r][t] = splat16(0);
+}
+
+// Adds the value of such a sum of row r, of part `part` of block b of x.
+template <int R>
+inline F16 plus_codes(F16 sum, I16 codes, F16 scale, F16 zero, const QuantizedRow (&xs)[R], int r, int64_t b,
+                      int64_t part) {
+    const F16 eighth = splat16(static_cast<float>(xs[r].sum(b, part)));
+    const F16 whole = minus_product(to_floats(nibble_sums(codes)), zero, eighth);
+    return plus_product(sum, whole * scale, splat16(xs[r].scale(b)));
+}
+
+struct CodesOfInt4 {
+    using Rows = QuantizedRows;
+    static constexpr int64_t kTiledRows = 0;
+    static constexpr int kMostRows = kMaxRows;
+    static constexpr int tiles_at_once(int) { return 1; }
+
+    // kBlock neighbours along k of one tile.
+    struct alignas(64) Block {
+        uint8_t low[4][4 * kTile], high[4][4 * kTile];
+        float scale[kTile], zero[kTile];
+
+        // w: the block as packed (int4.h), behind the scales and zeros of its group.
+        void set(const uint8_t* w, const uint8_t* scales, const uint8_t* zeros) {
+            store16(scale, load16_uint8(scales)), store16(zero, load16_uint8(zeros));
+#pragma GCC unroll 4
+            for (int g = 0; g < 4; ++g) {
+                const I16 both = load64(w + g * 64);
+                store64(low[g], low_nibbles(both)), store64(high[g], high_nibbles(both));
+            }
+        }
+    };
+
+    const Block* data;  // [tiles, blocks]
+    int64_t first;      // block
+    int64_t blocks;
+
+    // `tile`: of those in `data`.
+    template <int R, int T>
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+        QuantizedRow xs[R];
+        F16 sum[R][1];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        load_sums(sum, acc);
+        for (int64_t b = k / kBlock; b < k_end / kBlock; ++b) {
+            const Block& w = data[tile * blocks + b - first];
+            I16 codes[R][1];
+            clear_codes<R, 1>(codes);
+#pragma GCC unroll 4
+            for (int g = 0; g < 4; ++g) {
+                const I16 low[] = {load64(w.low[g])}, high[] = {load64(w.high[g])};
+                add_codes<R, 1>(low, high, xs, b, g * 4, codes);
+            }
+            const F16 scale = load16(w.scale), zero = load16(w.zero);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sum[r][0] = plus_codes(sum[r][0], codes[r][0], scale, zero, xs, r, b, 0);
+        }
+        store_sums(sum, acc);
+    }
+};
 
 struct ReadyInt4 {
     using Rows = QuantizedRows;
