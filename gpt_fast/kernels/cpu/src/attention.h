@@ -22,14 +22,15 @@ namespace gpt_fast {
 constexpr int64_t kSplit = 512;
 constexpr int64_t kQueryPiece = kBfloat16Dots ? 16 : 8;  // tokens of one sequence that share a pass over its keys
 
+template <class Cached>
+using KeysOf = std::conditional_t<kBfloat16Dots && std::is_same_v<Cached, uint16_t>, PairKeys, FloatKeys<Cached>>;
+
 // Tokens [first, last) of a slot's queries, heads [kv_begin, kv_end) of the cache, against keys of [split, split + 1) *
 // kSplit; state[kv_head - kv_begin][token - first][query head of kv_head].
 template <class Cached>
 void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t last, int64_t kv_begin, int64_t kv_end,
                   int64_t split, float* state) {
-    constexpr bool pairs = kBfloat16Dots && std::is_same_v<Cached, uint16_t>;
-    using Keys = std::conditional_t<pairs, PairKeys, FloatKeys<Cached>>;
-    AttentionBlock<Cached, Keys> block(p, first, last, kv_begin, kv_end);
+    AttentionBlock<Cached, KeysOf<Cached>> block(p, first, last, kv_begin, kv_end);
     const int64_t states = (last - first) * p.group(), record = state_floats(p.state_dim());
     const int64_t end = p.query_start[slot + 1], length = p.context_len[slot];
     for (int64_t i = 0; i < (kv_end - kv_begin) * states; ++i)
@@ -74,7 +75,7 @@ void finish(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_head
             const int64_t head = kv_head * p.group() + h;
             float* to = p.out + (token * p.heads + head) * p.out_dim;
             const float sum = sum_of(s) + (p.sinks ? exp_one(p.sinks[head] - *s.max) : 0.0f);
-            for (int64_t d = 0; d < p.out_dim; ++d) to[d] = s.value[d] / sum;
+            for (int64_t d = 0; d < p.out_dim; ++d) to[d] = s.value[KeysOf<Cached>::column(d, p.head_dim)] / sum;
         }
 }
 

@@ -60,7 +60,9 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
 }
 
 // Keys keeps a block in the order that its products want (attention_floats.h, attention_pairs.h). It brings
+//   Keys(p, queries): for so many queries of one head
 //   Number: the type of queries
+//   column(d, dim): where column d of the values stands in what add_values() adds to, for heads of `dim`
 //   load(places, kv_head, from, end, ahead): keys [from, end) of the block, of the heads of the cache at `places`
 //   load_work(): of one load()
 //   scores<R>(q, scores, ahead): scores[r][i] = scale * q[r] . keys[i], zero where no key was loaded; q [R, D]
@@ -75,7 +77,7 @@ public:
 
     // Tokens [first, last), heads [kv_begin, kv_end) of the cache.
     AttentionBlock(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_begin, int64_t kv_end)
-        : p_(p), kv_begin_(kv_begin), rows_((last - first) * p.group()), keys_(p) {
+        : p_(p), kv_begin_(kv_begin), rows_((last - first) * p.group()), keys_(p, rows_) {
         static thread_local Scratch scratch;
         q_ = scratch.get<Number>((kv_end - kv_begin) * rows_ * p.head_dim);
         Number* to = q_;

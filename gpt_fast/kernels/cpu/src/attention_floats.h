@@ -1,17 +1,24 @@
 // Attention to one block of keys in float32. Keys stand in the lanes of a vector for the scores, columns for the values;
 // the cache has its keys the other way round, so they are turned once for all queries of their head.
+//
+// Numbers of bfloat16 lie in pairs, of which the first and the second become float32 by one instruction each. So columns of
+// values stand with even ones first, then odd ones, of each sixteen. A few queries widen where they multiply: to store
+// all that before would take longer than their products.
 #pragma once
 
 #include "attention_block.h"
 
 namespace gpt_fast {
 
+inline F8 first_of_pairs(I8 pairs) { return as_floats(shift_left<16>(pairs)); }
+inline F8 second_of_pairs(I8 pairs) { return as_floats(pairs & splat(static_cast<int32_t>(0xffff0000u))); }
+
 // Lanes of 32 bits to float32, a vector for each number in a lane: one float32, two bfloat16, four int8.
 inline void spread(I8 lanes, const float*, float* to) { store8(to, as_floats(lanes)); }
 
 inline void spread(I8 lanes, const uint16_t*, float* to) {
-    store8(to, as_floats(shift_left<16>(lanes)));
-    store8(to + kKeys, as_floats(lanes & splat(static_cast<int32_t>(0xffff0000u))));
+    store8(to, first_of_pairs(lanes));
+    store8(to + kKeys, second_of_pairs(lanes));
 }
 
 inline void spread(I8 lanes, const int8_t*, float* to) {
@@ -31,35 +38,59 @@ class FloatKeys {
 public:
     using Number = float;
 
-    explicit FloatKeys(const Paged<Cached>& p) : p_(p), dim_(p.head_dim), columns_(p.state_dim()) {
+    FloatKeys(const Paged<Cached>& p, int64_t queries)
+        : p_(p), dim_(p.head_dim), columns_(p.state_dim()), few_(queries <= kFewQueries && in_pairs(dim_)) {
         static thread_local Scratch scratch;
         const int64_t turned = kKeys * ceil_div(dim_, kChunk) * kChunk;
-        keys_ = scratch.get<float>(turned + kKeys * columns_);
+        keys_ = scratch.get<float>(turned + kKeys * columns_ + kChunk);
         widened_ = keys_ + turned;
+        auto* none = reinterpret_cast<Cached*>(widened_ + kKeys * columns_);
+        std::memset(none, 0, kChunk * sizeof *none);
+        none_ = none;
     }
 
-    int64_t load_work() const { return 0; }
+    // Where column d of the values stands in the sums.
+    static int64_t column(int64_t d, int64_t dim) {
+        return in_pairs(dim) ? d / 16 * 16 + d % 2 * 8 + d % 16 / 2 : d;
+    }
 
-    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead&) {
+    int64_t load_work() const { return kLoadRows * dim_; }
+
+    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead& ahead) {
         from_ = from, end_ = end;
         const Cached* keys[kKeys];
         for (int64_t i = 0; i < kKeys; ++i) {
-            keys[i] = i >= from && i < end ? p_.k_cache + (places[i - from] + kv_head) * dim_ : nullptr;
+            const bool there = i >= from && i < end;
+            const int64_t place = there ? places[i - from] + kv_head : 0;
+            keys[i] = there ? p_.k_cache + place * dim_ : nullptr;
+            cached_[i] = p_.v_cache + place * dim_;
             if constexpr (std::is_same_v<Cached, int8_t>) {
-                k_scale_[i] = keys[i] ? p_.k_scale[places[i - from] + kv_head] : 0.0f;
-                v_scale_[i] = keys[i] ? p_.v_scale[places[i - from] + kv_head] : 0.0f;
+                k_scale_[i] = there ? p_.k_scale[place] : 0.0f;
+                v_scale_[i] = there ? p_.v_scale[place] : 0.0f;
             }
         }
-        for (int64_t i = 0; i < kKeys; i += 8)
-            for (int64_t d = 0; d < dim_; d += kChunk) turn(keys + i, d, keys_ + d * kKeys + i);
+        for (int64_t i = 0; i < kKeys; i += 8) {
+            ahead.fetch(kLoadRows * dim_ * 8 / kKeys);
+            for (int64_t d = 0; d < dim_; d += kChunk) turn(keys + i, d, i);
+        }
+        if (few_) return;
         for (int64_t i = from; i < end; ++i) {
-            const Cached* value = p_.v_cache + (places[i - from] + kv_head) * dim_;
+            const Cached* value = cached_[i];
             if constexpr (std::is_same_v<Cached, float>) {
                 values_[i] = value;
                 if (dim_ == columns_) continue;
             }
             float* to = widened_ + i * columns_;
             values_[i] = to;
+            if constexpr (std::is_same_v<Cached, uint16_t>)
+                if (in_pairs(dim_)) {
+#pragma GCC unroll 4
+                    for (int64_t d = 0; d < dim_; d += 16) {
+                        const I8 pairs = load32(reinterpret_cast<const uint8_t*>(value + d));
+                        store8(to + d, first_of_pairs(pairs)), store8(to + d + 8, second_of_pairs(pairs));
+                    }
+                    continue;
+                }
 #pragma GCC unroll 4
             for (int64_t d = 0; d < dim_; d += 8) store8(to + d, widened8(value + d));
             if (dim_ < columns_) store8(to + dim_, splat(0.0f));
@@ -68,6 +99,16 @@ public:
 
     template <int R>
     void scores(const float* q, float (*scores)[kKeys], Ahead& ahead) const {
+        if constexpr (kFewQueries > 0)
+            if (few_) {
+                constexpr int some = R < 4 ? R : 4, V = R > 2 ? 2 : 4;  // vectors of keys
+                for (int r = 0; r < R; r += some)
+                    for (int64_t i = 0; i < kKeys; i += 8 * V) {
+                        ahead.fetch(some * dim_ * 8 * V / kKeys);
+                        few_scores<some, V>(q + r * dim_, i, scores + r);
+                    }
+                return;
+            }
         constexpr int some = kRegisters >= 32 || R < 2 ? R : 2;
         for (int r = 0; r < R; r += some) {
             ahead.fetch(some * dim_);
@@ -82,6 +123,23 @@ public:
             for (int r = 0; r < R; ++r)
                 for (int64_t i = 0; i < kKeys; i += 16)
                     store16(weights[r] + i, load16(weights[r] + i) * load16(v_scale_ + i));
+        if constexpr (kFewQueries > 0)
+            if (few_) {
+                constexpr int some = R < 4 ? R : 4;
+                for (int r = 0; r < R; r += some) {
+                    int64_t d = 0;
+                    if constexpr (some <= 2)  // a line of the cache at a time: keys' lines may all fall into one set
+                        for (; d + 32 <= columns_; d += 32) {
+                            ahead.fetch(some * 32);
+                            few_values<some, 2>(into + r, kept + r, weights + r, d);
+                        }
+                    for (; d < columns_; d += 16) {
+                        ahead.fetch(some * 16);
+                        few_values<some, 1>(into + r, kept + r, weights + r, d);
+                    }
+                }
+                return;
+            }
         for (int r = 0; r < R; r += some) {
             int64_t d = 0;
             for (; d + 16 * wide <= columns_; d += 16 * wide) {
@@ -98,20 +156,95 @@ public:
 
 private:
     static constexpr int64_t kChunk = 32 / sizeof(Cached);  // columns that are turned together
+    static constexpr int64_t kFewQueries = std::is_same_v<Cached, uint16_t> && kRegisters < 32 ? 8 : 0;
+    static constexpr int64_t kLoadRows = 2;  // whose scores take as long as to turn keys
 
-    // Columns [d, d + kChunk) of eight keys; null: zero.
-    void turn(const Cached* const* keys, int64_t d, float* to) const {
+    static bool in_pairs(int64_t dim) { return std::is_same_v<Cached, uint16_t> && dim % 16 == 0; }
+
+    // Columns [d, d + kChunk) of keys [first, first + 8); null: zero.
+    void turn(const Cached* const* keys, int64_t d, int64_t first) const {
         I8 rows[8];
         const int64_t count = dim_ - d;
-        for (int i = 0; i < 8; ++i) {
-            alignas(32) Cached part[kChunk] = {};
-            if (keys[i] && count < kChunk) std::memcpy(part, keys[i] + d, static_cast<size_t>(count) * sizeof(Cached));
-            const Cached* from = keys[i] && count >= kChunk ? keys[i] + d : part;
-            rows[i] = load32(reinterpret_cast<const uint8_t*>(from));
+        if (count >= kChunk) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i)
+                rows[i] = load32(reinterpret_cast<const uint8_t*>(keys[i] ? keys[i] + d : none_));
+        } else {
+            for (int i = 0; i < 8; ++i) {
+                alignas(32) Cached part[kChunk] = {};
+                if (keys[i]) std::memcpy(part, keys[i] + d, static_cast<size_t>(count) * sizeof(Cached));
+                rows[i] = load32(reinterpret_cast<const uint8_t*>(part));
+            }
         }
         turn8(rows);
+        if (few_) {
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) spread(rows[j], keys[0], to + j * (kChunk / 8) * kKeys);
+            for (int j = 0; j < 8; ++j) store8(keys_ + (d / 2 + j) * kKeys + first, as_floats(rows[j]));
+            return;
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) spread(rows[j], none_, keys_ + (d + j * (kChunk / 8)) * kKeys + first);
+    }
+
+    // Scores of 8 V keys from pairs of their columns, of R queries.
+    template <int R, int V>
+    void few_scores(const float* q, int64_t first, float (*scores)[kKeys]) const {
+        F8 sum[R][V];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) sum[r][v] = splat(0.0f);
+#pragma GCC unroll 2
+        for (int64_t d = 0; d < dim_; d += 2) {
+            I8 pairs[V];
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) pairs[v] = as_ints(load8(keys_ + d / 2 * kKeys + first + 8 * v));
+#pragma GCC unroll 2
+            for (int c = 0; c < 2; ++c) {
+                F8 x[R];
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) x[r] = splat(q[r * dim_ + d + c]);
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) {
+                    const F8 key = c == 0 ? first_of_pairs(pairs[v]) : second_of_pairs(pairs[v]);
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; ++r) sum[r][v] = plus_product(sum[r][v], key, x[r]);
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) store8(scores[r] + first + 8 * v, sum[r][v] * splat(p_.scale));
+    }
+
+    // Columns [d, d + 16 W) of the sums of R queries.
+    template <int R, int W>
+    void few_values(float* const* into, const float* kept, const float (*weights)[kKeys], int64_t d) const {
+        F8 sum[R][2 * W];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int w = 0; w < 2 * W; ++w) sum[r][w] = load8(into[r] + d + 8 * w) * splat(kept[r]);
+#pragma GCC unroll 4
+        for (int64_t i = from_; i < end_; ++i) {
+            F8 value[2 * W];
+#pragma GCC unroll 2
+            for (int w = 0; w < 2 * W; w += 2) {
+                const I8 pairs = load32(reinterpret_cast<const uint8_t*>(cached_[i] + d + 8 * w));
+                value[w] = first_of_pairs(pairs), value[w + 1] = second_of_pairs(pairs);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const F8 weight = splat(weights[r][i]);
+#pragma GCC unroll 4
+                for (int w = 0; w < 2 * W; ++w) sum[r][w] = plus_product(sum[r][w], weight, value[w]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int w = 0; w < 2 * W; ++w) store8(into[r] + d + 8 * w, sum[r][w]);
     }
 
     template <int R>
@@ -162,8 +295,10 @@ private:
 
     const Paged<Cached>& p_;
     const int64_t dim_, columns_;
+    const bool few_;
     int64_t from_ = 0, end_ = 0;
     float *keys_, *widened_;  // [D, kKeys], [kKeys, columns]
+    const Cached *none_, *cached_[kKeys];
     const float* values_[kKeys];
     alignas(64) float k_scale_[kKeys], v_scale_[kKeys];
 };

@@ -61,13 +61,15 @@ class PairKeys {
 public:
     using Number = uint16_t;
 
-    explicit PairKeys(const Paged<uint16_t>& p) : p_(p), columns_(p.state_dim()) {
+    PairKeys(const Paged<uint16_t>& p, int64_t) : p_(p), columns_(p.state_dim()) {
         static thread_local Scratch scratch;
         const int64_t block = kKeys * columns_;
         keys_ = scratch.get<uint16_t>(2 * block + columns_);
         values_ = keys_ + block, zeros_ = values_ + block;
         std::memset(zeros_, 0, static_cast<size_t>(columns_) * sizeof *zeros_);
     }
+
+    static int64_t column(int64_t d, int64_t) { return d; }
 
     int64_t load_work() const { return 2 * kLoadRows * p_.head_dim; }
 
