@@ -100,58 +100,19 @@ public:
     template <int R>
     void scores(const float* q, float (*scores)[kKeys], Ahead& ahead) const {
         if constexpr (kFewQueries > 0)
-            if (few_) {
-                constexpr int some = R < 4 ? R : 4, V = R > 2 ? 2 : 4;  // vectors of keys
-                for (int r = 0; r < R; r += some)
-                    for (int64_t i = 0; i < kKeys; i += 8 * V) {
-                        ahead.fetch(some * dim_ * 8 * V / kKeys);
-                        few_scores<some, V>(q + r * dim_, i, scores + r);
-                    }
-                return;
-            }
-        constexpr int some = kRegisters >= 32 || R < 2 ? R : 2;
-        for (int r = 0; r < R; r += some) {
-            ahead.fetch(some * dim_);
-            some_scores<some>(q + r * dim_, scores + r);
-        }
+            if (few_) return scores_of<R, true>(q, scores, ahead);
+        scores_of<R, false>(q, scores, ahead);
     }
 
     template <int R>
     void add_values(float* const* into, const float* kept, float (*weights)[kKeys], Ahead& ahead) const {
-        constexpr int some = R < 4 ? R : 4, wide = kRegisters >= 32 ? 4 : 1;
         if constexpr (std::is_same_v<Cached, int8_t>)
             for (int r = 0; r < R; ++r)
                 for (int64_t i = 0; i < kKeys; i += 16)
                     store16(weights[r] + i, load16(weights[r] + i) * load16(v_scale_ + i));
         if constexpr (kFewQueries > 0)
-            if (few_) {
-                constexpr int some = R < 4 ? R : 4;
-                for (int r = 0; r < R; r += some) {
-                    int64_t d = 0;
-                    if constexpr (some <= 2)  // a line of the cache at a time: keys' lines may all fall into one set
-                        for (; d + 32 <= columns_; d += 32) {
-                            ahead.fetch(some * 32);
-                            few_values<some, 2>(into + r, kept + r, weights + r, d);
-                        }
-                    for (; d < columns_; d += 16) {
-                        ahead.fetch(some * 16);
-                        few_values<some, 1>(into + r, kept + r, weights + r, d);
-                    }
-                }
-                return;
-            }
-        for (int r = 0; r < R; r += some) {
-            int64_t d = 0;
-            for (; d + 16 * wide <= columns_; d += 16 * wide) {
-                ahead.fetch(some * 16 * wide);
-                some_values<some, wide>(into + r, kept + r, weights + r, d);
-            }
-            if constexpr (wide > 1)
-                for (; d < columns_; d += 16) {
-                    ahead.fetch(some * 16);
-                    some_values<some, 1>(into + r, kept + r, weights + r, d);
-                }
-        }
+            if (few_) return values_of<R, true>(into, kept, weights, ahead);
+        values_of<R, false>(into, kept, weights, ahead);
     }
 
 private:
@@ -186,95 +147,85 @@ private:
         for (int j = 0; j < 8; ++j) spread(rows[j], none_, keys_ + (d + j * (kChunk / 8)) * kKeys + first);
     }
 
-    // Scores of 8 V keys from pairs of their columns, of R queries.
-    template <int R, int V>
-    void few_scores(const float* q, int64_t first, float (*scores)[kKeys]) const {
-        F8 sum[R][V];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) sum[r][v] = splat(0.0f);
-#pragma GCC unroll 2
-        for (int64_t d = 0; d < dim_; d += 2) {
-            I8 pairs[V];
-#pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) pairs[v] = as_ints(load8(keys_ + d / 2 * kKeys + first + 8 * v));
-#pragma GCC unroll 2
-            for (int c = 0; c < 2; ++c) {
-                F8 x[R];
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) x[r] = splat(q[r * dim_ + d + c]);
-#pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) {
-                    const F8 key = c == 0 ? first_of_pairs(pairs[v]) : second_of_pairs(pairs[v]);
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; ++r) sum[r][v] = plus_product(sum[r][v], key, x[r]);
+    template <int R, bool few>
+    void scores_of(const float* q, float (*scores)[kKeys], Ahead& ahead) const {
+        constexpr int some = kRegisters >= 32 || R < 2 ? R : few && R > 2 ? 4 : 2, V = few && some > 2 ? 1 : kKeys / 16;
+        for (int r = 0; r < R; r += some)
+            for (int64_t i = 0; i < kKeys; i += 16 * V) {
+                ahead.fetch(some * dim_ * 16 * V / kKeys);
+                some_scores<some, V, few>(q + r * dim_, i, scores + r);
+            }
+    }
+
+    template <int R, bool few>
+    void values_of(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) const {
+        constexpr int some = R < 4 ? R : 4;
+        // One or two queries take a line of the cache at a time: the lines of all tokens may fall into one set of it.
+        constexpr int W = kRegisters >= 32 ? 4 : few && R <= 2 ? 2 : 1;
+        for (int r = 0; r < R; r += some) {
+            int64_t d = 0;
+            for (; d + 16 * W <= columns_; d += 16 * W) {
+                ahead.fetch(some * 16 * W);
+                some_values<some, W, few>(into + r, kept + r, weights + r, d);
+            }
+            if constexpr (W > 1)
+                for (; d < columns_; d += 16) {
+                    ahead.fetch(some * 16);
+                    some_values<some, 1, few>(into + r, kept + r, weights + r, d);
                 }
-            }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) store8(scores[r] + first + 8 * v, sum[r][v] * splat(p_.scale));
     }
 
-    // Columns [d, d + 16 W) of the sums of R queries.
-    template <int R, int W>
-    void few_values(float* const* into, const float* kept, const float (*weights)[kKeys], int64_t d) const {
-        F8 sum[R][2 * W];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-            for (int w = 0; w < 2 * W; ++w) sum[r][w] = load8(into[r] + d + 8 * w) * splat(kept[r]);
-#pragma GCC unroll 4
-        for (int64_t i = from_; i < end_; ++i) {
-            F8 value[2 * W];
-#pragma GCC unroll 2
-            for (int w = 0; w < 2 * W; w += 2) {
-                const I8 pairs = load32(reinterpret_cast<const uint8_t*>(cached_[i] + d + 8 * w));
-                value[w] = first_of_pairs(pairs), value[w + 1] = second_of_pairs(pairs);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const F8 weight = splat(weights[r][i]);
-#pragma GCC unroll 4
-                for (int w = 0; w < 2 * W; ++w) sum[r][w] = plus_product(sum[r][w], weight, value[w]);
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-            for (int w = 0; w < 2 * W; ++w) store8(into[r] + d + 8 * w, sum[r][w]);
+    // Column d of keys [i, i + 16).
+    template <bool few>
+    F16 keys_at(int64_t d, int64_t i) const {
+        if constexpr (!few) return load16(keys_ + d * kKeys + i);
+        const I16 pairs = load64(reinterpret_cast<const uint8_t*>(keys_ + d / 2 * kKeys + i));
+        return d % 2 == 0 ? low_bfloat16(pairs) : high_bfloat16(pairs);
     }
 
-    template <int R>
-    void some_scores(const float* q, float (*scores)[kKeys]) const {
-        constexpr int V = kKeys / 16;
+    // Sixteen columns of the values of token i, from d on.
+    template <bool few>
+    F16 values_at(int64_t i, int64_t d) const {
+        if constexpr (!few) return load16(values_[i] + d);
+        const I8 pairs = load32(reinterpret_cast<const uint8_t*>(cached_[i] + d));
+        return join(first_of_pairs(pairs), second_of_pairs(pairs));
+    }
+
+    // Of R queries and keys [first, first + 16 V).
+    template <int R, int V, bool few>
+    void some_scores(const float* q, int64_t first, float (*scores)[kKeys]) const {
         F16 sum[R][V];
         clear_sums(sum);
-#pragma GCC unroll 4
-        for (int64_t d = 0; d < dim_; ++d) {
+        auto add_column = [&](int64_t d) {
             F16 key[V];
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) key[v] = load16(keys_ + d * kKeys + 16 * v);
+            for (int v = 0; v < V; ++v) key[v] = keys_at<few>(d, first + 16 * v);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const F16 x = splat16(q[r * dim_ + d]);
 #pragma GCC unroll 8
                 for (int v = 0; v < V; ++v) sum[r][v] = plus_product(sum[r][v], key[v], x);
             }
+        };
+        if constexpr (few) {
+#pragma GCC unroll 2
+            for (int64_t d = 0; d < dim_; d += 2) add_column(d), add_column(d + 1);
+        } else {
+#pragma GCC unroll 4
+            for (int64_t d = 0; d < dim_; ++d) add_column(d);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) {
                 F16 score = sum[r][v] * splat16(p_.scale);
-                if constexpr (std::is_same_v<Cached, int8_t>) score = score * load16(k_scale_ + 16 * v);
-                store16(scores[r] + 16 * v, score);
+                if constexpr (std::is_same_v<Cached, int8_t>) score = score * load16(k_scale_ + first + 16 * v);
+                store16(scores[r] + first + 16 * v, score);
             }
     }
 
-    template <int R, int W>
+    template <int R, int W, bool few>
     void some_values(float* const* into, const float* kept, const float (*weights)[kKeys], int64_t d) const {
         F16 sum[R][W];
         load_values(sum, into, kept, d);
@@ -282,7 +233,7 @@ private:
         for (int64_t i = from_; i < end_; ++i) {
             F16 v[W];
 #pragma GCC unroll 8
-            for (int w = 0; w < W; ++w) v[w] = load16(values_[i] + d + 16 * w);
+            for (int w = 0; w < W; ++w) v[w] = values_at<few>(i, d + 16 * w);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const F16 weight = splat16(weights[r][i]);

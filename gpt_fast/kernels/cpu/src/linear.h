@@ -47,7 +47,7 @@ struct Linear {
 
 constexpr int64_t kTile = 16;                      // outputs
 constexpr int kMaxRows = kRegisters < 32 ? 6 : 8;  // of one micro kernel: more sums than that do not fit the registers
-constexpr int64_t kFewRows = 16;
+constexpr int64_t kFewRows = kRegisters < 32 && !kTiles ? 47 : 16;
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 2;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
 

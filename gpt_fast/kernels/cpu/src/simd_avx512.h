@@ -24,6 +24,10 @@ inline F16 choose(__mmask16 mask, F16 yes, F16 no) { return _mm512_mask_blend_ps
 inline F16 power_of_low_bits(F16 v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23)); }
 inline F8 lower(F16 v) { return _mm512_castps512_ps256(v); }
 inline F8 upper(F16 v) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)); }
+inline F16 join(F8 x, F8 y) {
+    const __m512d lower_half = _mm512_castps_pd(_mm512_castps256_ps512(x));
+    return _mm512_castpd_ps(_mm512_insertf64x4(lower_half, _mm256_castps_pd(y), 1));
+}
 inline float lane_sum(F16 v) { return lane_sum(lower(v) + upper(v)); }
 inline float lane_max(F16 v) { return lane_max(larger(lower(v), upper(v))); }
 inline I16 load16_bytes(const uint8_t* p) {

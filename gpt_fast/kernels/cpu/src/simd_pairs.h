@@ -31,6 +31,7 @@ inline F16 plus_product(F16 sum, F16 x, F16 y) {
 inline F16 minus_product(F16 sum, F16 x, F16 y) {
     return {minus_product(sum.a, x.a, y.a), minus_product(sum.b, x.b, y.b)};
 }
+inline F16 join(F8 x, F8 y) { return {x, y}; }
 inline F16 to_floats(I16 v) { return {to_floats(v.a), to_floats(v.b)}; }
 inline F16 load16_uint8(const uint8_t* p) { return {load8_uint8(p), load8_uint8(p + 8)}; }
 
