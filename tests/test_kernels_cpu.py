@@ -416,6 +416,25 @@ def test_a_query_does_not_depend_on_chunks_company_or_threads(dtype: torch.dtype
 
 
 @needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dim", [16, 24, 64])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
+def test_a_query_has_the_same_bits_beside_any_number_of_others(group: int, dim: int, dtype: torch.dtype) -> None:
+    """``group`` queries of a token share a head's keys; few and many of them take different ways."""
+    shape = (2 * group, 2, dim)
+    qkv = sequences([70], *shape)  # two whole blocks of keys and a part of one
+
+    def in_pieces(size: int) -> Tensor:
+        cache = Cache(1, 70, shape, dtype, 16, fast=True)
+        steps = [[(0, begin, min(begin + size, 70))] for begin in range(0, 70, size)]
+        return torch.cat([cache.attend(step, qkv, Scoring(0, dim**-0.5)) for step in steps])
+
+    whole = in_pieces(70)
+    for size in (1, 2, 3, 5, 8, 16):
+        assert torch.equal(in_pieces(size), whole), size
+
+
+@needs_cpp
 def test_attention_leaves_padding_zero_and_fills_page_zero_only() -> None:
     qkv = sequences([3], 4, 2, 8)
     cache = Cache(1, 16, (4, 2, 8), torch.float32, 16, fast=True)

@@ -6,7 +6,8 @@
 
 namespace gpt_fast {
 
-// Adds the products of four codes along k in `low`, and of the four 16 further on in `high`: of block b of x from `at` on.
+// Adds products to `codes`: of the four codes along k in `low` with x from `at` on in block b, and of those in `high` with x
+// 16 further on.
 template <int R, int T>
 inline void add_codes(const I16 (&low)[T], const I16 (&high)[T], const QuantizedRow (&xs)[R], int64_t b, int64_t at,
                       I16 (*codes)[T]) {
@@ -30,7 +31,8 @@ inline void clear_codes(I16 (*codes)[T]) {
         for (int t = 0; t < T; ++t) codes[r][t] = splat16(0);
 }
 
-// Adds the value of such a sum of row r, of part `part` of block b of x.
+// sum + (codes - zero / 8 * the sum of x) * scale * x's scale, for row r and part `part` of its block b; `codes` as
+// add_codes() leaves them.
 template <int R>
 inline F16 plus_codes(F16 sum, I16 codes, F16 scale, F16 zero, const QuantizedRow (&xs)[R], int r, int64_t b,
                       int64_t part) {
@@ -39,6 +41,7 @@ inline F16 plus_codes(F16 sum, I16 codes, F16 scale, F16 zero, const QuantizedRo
     return plus_product(sum, whole * scale, splat16(xs[r].scale(b)));
 }
 
+// Without VNNI: codes in a byte each, scales and zeros in float32.
 struct CodesOfInt4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = 0;
@@ -90,6 +93,7 @@ struct CodesOfInt4 {
     }
 };
 
+// With VNNI.
 struct ReadyInt4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = 0;
