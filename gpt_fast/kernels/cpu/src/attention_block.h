@@ -60,7 +60,7 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
 }
 
 // Keys keeps a block in the order that its products want (attention_floats.h, attention_pairs.h). It brings
-//   Keys(p, queries): for so many queries of one head
+//   Keys(p, queries): `queries` is how many queries of one head will use each block
 //   Number: the type of queries
 //   column(d, dim): where column d of the values stands in what add_values() adds to, for heads of `dim`
 //   load(places, kv_head, from, end, ahead): keys [from, end) of the block, of the heads of the cache at `places`
