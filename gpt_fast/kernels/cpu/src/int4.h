@@ -60,11 +60,12 @@ struct Int4 {
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {
                     const uint8_t *scales = header + t * tile_bytes, *zeros = scales + kTile;
+                    const Int4Groups groups(scales, zeros);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
                         if constexpr (!kTiles) {
-                            sum[r][t] = plus_codes(sum[r][t], exact[r][t], load16_uint8(scales), load16_uint8(zeros), xs, r,
-                                                   b / kParts, b % kParts);
+                            sum[r][t] =
+                                plus_codes(sum[r][t], exact[r][t], groups, xs, r, b / kParts, b % kParts);
                             continue;
                         }
                         const I16 codes = nibble_sums(exact[r][t]);

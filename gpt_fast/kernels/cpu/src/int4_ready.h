@@ -31,31 +31,41 @@ inline void clear_codes(I16 (*codes)[T]) {
         for (int t = 0; t < T; ++t) codes[r][t] = splat16(0);
 }
 
+// What a tile has at one k.
+struct Int4Groups {
+    NibbleScales scale;
+    F16 shift;  // zero times scale
+
+    Int4Groups() = default;
+    Int4Groups(const uint8_t* scales, const uint8_t* zeros)
+        : scale(nibble_scales(scales)), shift(load16_uint8(zeros) * load16_uint8(scales)) {}
+};
+
 // sum + (codes - zero / 8 * the sum of x) * scale * x's scale, for row r and part `part` of its block b; `codes` as
 // add_codes() leaves them.
 template <int R>
-inline F16 plus_codes(F16 sum, I16 codes, F16 scale, F16 zero, const QuantizedRow (&xs)[R], int r, int64_t b,
+inline F16 plus_codes(F16 sum, I16 codes, const Int4Groups& groups, const QuantizedRow (&xs)[R], int r, int64_t b,
                       int64_t part) {
     const F16 eighth = splat16(static_cast<float>(xs[r].sum(b, part)));
-    const F16 whole = minus_product(to_floats(nibble_sums(codes)), zero, eighth);
-    return plus_product(sum, whole * scale, splat16(xs[r].scale(b)));
+    const F16 whole = minus_product(scaled_nibbles(codes, groups.scale), groups.shift, eighth);
+    return plus_product(sum, whole, splat16(xs[r].scale(b)));
 }
 
-// Without VNNI: codes in a byte each, scales and zeros in float32.
+// Without VNNI: codes in a byte each, scales and zeros as products take them.
 struct CodesOfInt4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = 0;
-    static constexpr int kMostRows = kMaxRows;
+    static constexpr int kMostRows = kManyRows;
     static constexpr int tiles_at_once(int) { return 1; }
 
     // kBlock neighbours along k of one tile.
     struct alignas(64) Block {
         uint8_t low[4][4 * kTile], high[4][4 * kTile];
-        float scale[kTile], zero[kTile];
+        Int4Groups groups;
 
         // w: the block as packed (int4.h), behind the scales and zeros of its group.
         void set(const uint8_t* w, const uint8_t* scales, const uint8_t* zeros) {
-            store16(scale, load16_uint8(scales)), store16(zero, load16_uint8(zeros));
+            groups = {scales, zeros};
 #pragma GCC unroll 4
             for (int g = 0; g < 4; ++g) {
                 const I16 both = load64(w + g * 64);
@@ -85,9 +95,8 @@ struct CodesOfInt4 {
                 const I16 low[] = {load64(w.low[g])}, high[] = {load64(w.high[g])};
                 add_codes<R, 1>(low, high, xs, b, g * 4, codes);
             }
-            const F16 scale = load16(w.scale), zero = load16(w.zero);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) sum[r][0] = plus_codes(sum[r][0], codes[r][0], scale, zero, xs, r, b, 0);
+            for (int r = 0; r < R; ++r) sum[r][0] = plus_codes(sum[r][0], codes[r][0], w.groups, xs, r, b, 0);
         }
         store_sums(sum, acc);
     }

@@ -46,7 +46,9 @@ struct Linear {
 };
 
 constexpr int64_t kTile = 16;                      // outputs
-constexpr int kMaxRows = kRegisters < 32 ? 6 : 8;  // of one micro kernel: more sums than that do not fit the registers
+// Rows of one micro kernel. Sums that do not fit the registers cost less than weights that are read twice from memory, but
+// more than weights that are read again from the caches.
+constexpr int kMaxRows = 8, kManyRows = kRegisters < 32 ? 6 : 8;
 constexpr int64_t kFewRows = kRegisters < 32 && !kTiles ? 47 : 16;
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 2;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
@@ -196,7 +198,7 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
 }
 
 // All rows of one range of k and some tiles; the rows are cut into nearly equal pieces.
-template <class Format, int most = kMaxRows>
+template <class Format, int most = kManyRows>
 inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
                      int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
     if constexpr (Format::kTiledRows > 0)
@@ -215,7 +217,8 @@ void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64
                int64_t tiles, const Sums& acc) {
     const int64_t k = w.depth(), depth = k / acc.parts;
     constexpr bool tiled = Format::kTiledRows > 0 && Format::kTiledRows <= kFewRows;
-    if (rows <= (tiled ? kFewRows : kMaxRows)) return all_rows<Format>(x, row, count, w, tile, tiles, 0, k, acc);
+    if (rows <= (tiled ? kFewRows : kMaxRows))
+        return all_rows<Format, kMaxRows>(x, row, count, w, tile, tiles, 0, k, acc);
     const bool few = rows <= kFewRows;
     const int64_t group = few ? kFewTiles : tiles, piece = few && kFewTiles == 1 ? depth : Format::kManyRowsDepth;
     for (int64_t t = 0; t < tiles; t += group)

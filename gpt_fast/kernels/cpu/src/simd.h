@@ -57,6 +57,19 @@ constexpr bool kPairedDots = false;
 inline F8 pair_sums(F8 x) { return x; }
 #endif
 
+// Sums of nibbles times scales of at most 255, one for each lane. Exact: it fits float32.
+#ifdef GPT_FAST_PAIRED_DOTS
+using NibbleScales = I16;
+inline NibbleScales nibble_scales(const uint8_t* p) { return {nibble_scales8(p), nibble_scales8(p + 8)}; }
+inline F16 scaled_nibbles(I16 sums, NibbleScales scales) {
+    return {scaled_nibbles(sums.a, scales.a), scaled_nibbles(sums.b, scales.b)};
+}
+#else
+using NibbleScales = F16;
+inline NibbleScales nibble_scales(const uint8_t* p) { return load16_uint8(p); }
+inline F16 scaled_nibbles(I16 sums, NibbleScales scales) { return to_floats(nibble_sums(sums)) * scales; }
+#endif
+
 // Whether add_nibbles() takes any bytes: then dot() with weights that have had 128 added before is one instruction.
 #ifdef GPT_FAST_DPBUSD
 constexpr bool kRaisedDots = true;

@@ -176,4 +176,13 @@ inline I8 nibble_sums(I8 sums) {
 #endif
 }
 
+#ifdef GPT_FAST_PAIRED_DOTS
+// The instruction that joins both halves of a sum multiplies them as well, by scales that stand in both halves.
+inline I8 nibble_scales8(const uint8_t* p) {
+    const I8 scales = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return scales | shift_left<16>(scales);
+}
+inline F8 scaled_nibbles(I8 sums, I8 scales) { return to_floats(_mm256_madd_epi16(sums, scales)); }
+#endif
+
 }  // namespace gpt_fast
