@@ -176,6 +176,15 @@ def test_a_worker_that_says_nothing_is_given_up(tmp_path: Path, environment: Pat
         worker._process.kill()
 
 
+def test_a_worker_ends_with_who_asked_it(tmp_path: Path) -> None:
+    with Worker("fake", sys.executable, "fake_peer", tmp_path / "log") as worker:
+        worker.ask("load", events=str(tmp_path / "events"), format="F1", sleeps=3600)
+        with pytest.raises(WorkerError, match="no answer"):
+            worker.ask("measure", timeout_s=0.2, **vars(DECODE))
+        worker._process.stdin.close()  # as the kernel does for a process that is killed
+        assert worker._process.wait(timeout=60) == 1
+
+
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="no-python does not start: No such file"):
         Worker("fake", str(tmp_path / "no-python"), "fake_peer", tmp_path / "log")

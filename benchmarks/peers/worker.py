@@ -5,20 +5,24 @@ One JSON object a line on stdin, one on stdout for each. ``{"do": "check"}``: ve
 the latter of everything that was done for it.
 ``{"do": "notes"}``: what the worker chose by itself. An answer has ``"ok"``; where it is false, ``"error"``, and
 ``"missing"`` with the module that could not be imported. Between commands the process waits in a read and uses no CPU;
-the end of stdin ends it. Standard library only.
+the end of stdin ends it, also in the middle of a command: whoever asked is gone. Standard library only.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from peers.measures import Measure
+
+_END_S = 5.0  # after the end of stdin, for what is being done
 
 
 class Subject(Protocol):
@@ -38,7 +42,7 @@ def serve(check: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], 
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     subject: Subject | None = None
-    for line in sys.stdin:
+    for line in _lines():
         command = json.loads(line)
         action = command.pop("do")
         answer: dict[str, Any] = {"ok": True}
@@ -65,3 +69,18 @@ def serve(check: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], 
                 answer["missing"] = error.name
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def _lines() -> Iterator[str]:
+    """Of stdin, which a thread reads; its end ends this process."""
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        lines.put("")
+        time.sleep(_END_S)
+        os._exit(1)  # a computation goes on that nobody waits for
+
+    threading.Thread(target=read, daemon=True).start()
+    return iter(lines.get, "")

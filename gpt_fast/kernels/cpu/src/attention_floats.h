@@ -10,15 +10,12 @@
 
 namespace gpt_fast {
 
-inline F8 first_of_pairs(I8 pairs) { return as_floats(shift_left<16>(pairs)); }
-inline F8 second_of_pairs(I8 pairs) { return as_floats(pairs & splat(static_cast<int32_t>(0xffff0000u))); }
-
 // Lanes of 32 bits to float32, a vector for each number in a lane: one float32, two bfloat16, four int8.
 inline void spread(I8 lanes, const float*, float* to) { store8(to, as_floats(lanes)); }
 
 inline void spread(I8 lanes, const uint16_t*, float* to) {
-    store8(to, first_of_pairs(lanes));
-    store8(to + kKeys, second_of_pairs(lanes));
+    store8(to, low_bfloat16(lanes));
+    store8(to + kKeys, high_bfloat16(lanes));
 }
 
 inline void spread(I8 lanes, const int8_t*, float* to) {
@@ -87,7 +84,7 @@ public:
 #pragma GCC unroll 4
                     for (int64_t d = 0; d < dim_; d += 16) {
                         const I8 pairs = load32(reinterpret_cast<const uint8_t*>(value + d));
-                        store8(to + d, first_of_pairs(pairs)), store8(to + d + 8, second_of_pairs(pairs));
+                        store8(to + d, low_bfloat16(pairs)), store8(to + d + 8, high_bfloat16(pairs));
                     }
                     continue;
                 }
@@ -189,7 +186,7 @@ private:
     F16 values_at(int64_t i, int64_t d) const {
         if constexpr (!few) return load16(values_[i] + d);
         const I8 pairs = load32(reinterpret_cast<const uint8_t*>(cached_[i] + d));
-        return join(first_of_pairs(pairs), second_of_pairs(pairs));
+        return join(low_bfloat16(pairs), high_bfloat16(pairs));
     }
 
     // Of R queries and keys [first, first + 16 V).

@@ -36,6 +36,14 @@ inline void store_as(float x, uint16_t* p) {
     *p = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// Pairs of bfloat16, which is the upper half of a float32, widened.
+inline F8 low_bfloat16(I8 pairs) { return as_floats(shift_left<16>(pairs)); }
+inline F8 high_bfloat16(I8 pairs) { return as_floats(pairs & splat(static_cast<int32_t>(0xffff0000u))); }
+#ifndef __AVX512VNNI__
+inline F16 low_bfloat16(I16 pairs) { return {low_bfloat16(pairs.a), low_bfloat16(pairs.b)}; }
+inline F16 high_bfloat16(I16 pairs) { return {high_bfloat16(pairs.a), high_bfloat16(pairs.b)}; }
+#endif
+
 inline void store64(uint8_t* to, I16 v) { std::memcpy(to, &v, sizeof v); }
 
 // gcc takes a loop of nothing else away unless it unrolls it.

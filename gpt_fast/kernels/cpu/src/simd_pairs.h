@@ -37,12 +37,6 @@ inline F16 load16_uint8(const uint8_t* p) { return {load8_uint8(p), load8_uint8(
 
 inline I16 splat16(int32_t x) { return {splat(x), splat(x)}; }
 inline I16 load64(const uint8_t* p) { return {load32(p), load32(p + 32)}; }
-// bfloat16 is the upper half of a float32; two stand side by side.
-inline F16 low_bfloat16(I16 v) { return {as_floats(shift_left<16>(v.a)), as_floats(shift_left<16>(v.b))}; }
-inline F16 high_bfloat16(I16 v) {
-    const I8 upper = splat(static_cast<int32_t>(0xffff0000u));
-    return {as_floats(v.a & upper), as_floats(v.b & upper)};
-}
 inline I16 begin_dots16(int32_t offset) { return {begin_dots(offset), begin_dots(offset)}; }
 inline I16 dot(I16 sum, I16 w, I16 x) { return {dot(sum.a, w.a, x.a), dot(sum.b, w.b, x.b)}; }
 inline I16 low_nibbles(I16 v) { return {low_nibbles(v.a), low_nibbles(v.b)}; }
