@@ -13,7 +13,7 @@ namespace gpt_fast {
 struct Int4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
-    static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 96 : 48;  // fewer are as fast without
+    static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 96 : 32;  // fewer are as fast without
     static constexpr int64_t kManyRowsTiles = 16, kManyRowsDepth = 512;
     // Without registers of tiles, two tiles and fetches are faster than four streams, even for one row: headers and halves
     // take more work than int8, which hides what the fetches cost.

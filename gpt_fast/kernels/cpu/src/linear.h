@@ -48,7 +48,7 @@ struct Linear {
 constexpr int64_t kTile = 16;                      // outputs
 // Rows of one micro kernel. Sums that do not fit the registers cost less than weights that are read twice from memory, but
 // more than weights that are read again from the caches.
-constexpr int kMaxRows = 8, kManyRows = kRegisters < 32 ? 6 : 8;
+constexpr int kMaxRows = 8, kCachedRows = kRegisters < 32 ? 6 : 8;
 constexpr int64_t kFewRows = kRegisters < 32 && !kTiles ? 47 : 16;
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 2;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
@@ -198,7 +198,7 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
 }
 
 // All rows of one range of k and some tiles; the rows are cut into nearly equal pieces.
-template <class Format, int most = kManyRows>
+template <class Format, int most = kCachedRows>
 inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
                      int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
     if constexpr (Format::kTiledRows > 0)

@@ -44,8 +44,6 @@ inline F16 low_bfloat16(I16 pairs) { return {low_bfloat16(pairs.a), low_bfloat16
 inline F16 high_bfloat16(I16 pairs) { return {high_bfloat16(pairs.a), high_bfloat16(pairs.b)}; }
 #endif
 
-inline void store64(uint8_t* to, I16 v) { std::memcpy(to, &v, sizeof v); }
-
 // gcc takes a loop of nothing else away unless it unrolls it.
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
 inline void prefetch_to_level2(const void* at) { __builtin_prefetch(at, 0, 2); }

@@ -73,6 +73,7 @@ inline void store_int8(int8_t* p, const I8* q) {
 
 inline I8 splat(int32_t x) { return _mm256_set1_epi32(x); }
 inline I8 load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline void store32(uint8_t* p, I8 v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
 inline I8 add(I8 a, I8 b) { return _mm256_add_epi32(a, b); }
 inline I8 larger(I8 a, I8 b) { return _mm256_max_epi32(a, b); }
 template <int N>

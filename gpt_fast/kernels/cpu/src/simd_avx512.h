@@ -37,6 +37,7 @@ inline F16 load16_uint8(const uint8_t* p) { return to_floats(load16_bytes(p)); }
 
 inline I16 splat16(int32_t x) { return _mm512_set1_epi32(x); }
 inline I16 load64(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline void store64(uint8_t* p, I16 v) { _mm512_storeu_si512(p, v); }
 
 // bfloat16 is the upper half of a float32; two stand side by side.
 inline F16 low_bfloat16(I16 pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }

@@ -91,6 +91,9 @@ inline I8 splat(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
 inline I8 load32(const uint8_t* p) {
     return {vreinterpretq_s32_u8(vld1q_u8(p)), vreinterpretq_s32_u8(vld1q_u8(p + 16))};
 }
+inline void store32(uint8_t* p, I8 v) {
+    vst1q_u8(p, vreinterpretq_u8_s32(v.a)), vst1q_u8(p + 16, vreinterpretq_u8_s32(v.b));
+}
 inline I8 add(I8 x, I8 y) { return {vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
 inline I8 larger(I8 x, I8 y) { return {vmaxq_s32(x.a, y.a), vmaxq_s32(x.b, y.b)}; }
 template <int N>
