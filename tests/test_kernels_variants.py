@@ -184,32 +184,45 @@ PRODUCTS = [
 CACHES = (torch.float32, torch.bfloat16, torch.int8)
 
 
-@pytest.fixture(params=["neon", "neon_dot", "avx2", "formulas", "tiles"])
-def command(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The command that runs kernel_calls.cpp as built for another CPU. It rounds x for products of bfloat16 if this CPU
-    does, or by the formula. What is native does without tiles, whose blocks are others, if the command does."""
-    formulas = request.param in ("formulas", "tiles")
-    if request.param != "tiles" and "amx" in cpu.variants():
-        without = cpu._load(cpu.build([name for name in cpu.variants() if name != "amx"]))
-        monkeypatch.setattr(program_module, "library", lambda: without)
-    rounds = cpu.rounding("bfloat16") or 2 * formulas
-    monkeypatch.setattr(program_module, "rounding", lambda kind: rounds if kind == "bfloat16" else cpu.rounding(kind))
-    folder = tmp_path
-    target = str(folder / "kernel_calls")
-    flags = [flag for flag in cpu.FLAGS if flag not in ("-fPIC", "-shared")]
-    flags += [f"-I{cpu.SOURCES}", str(HERE / "kernel_calls.cpp"), "-o", target]
-    flags += ["-DGPT_FAST_BFLOAT16_DOTS"] * bool(rounds)
-    flags += ["-DGPT_FAST_TILES"] * (request.param == "tiles")
-    if formulas or request.param == "avx2":
-        (folder / "dpbusd.h").write_text(DPBUSD if formulas else "")
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], list[str]]:
+    """Makes the command of a CPU, once: compiling takes longer than everything else here."""
+
+    @functools.cache
+    def command(name: str, rounds: bool) -> list[str]:
+        folder = tmp_path_factory.mktemp(name)
+        target = str(folder / "kernel_calls")
+        flags = [flag for flag in cpu.FLAGS if flag not in ("-fPIC", "-shared")]
+        flags += [f"-I{cpu.SOURCES}", str(HERE / "kernel_calls.cpp"), "-o", target]
+        flags += ["-DGPT_FAST_BFLOAT16_DOTS"] * rounds
+        flags += ["-DGPT_FAST_TILES"] * (name == "tiles")
+        if name.startswith("neon"):
+            subprocess.run([ARM_COMPILER, *cpu.VARIANTS[name], "-static", *flags], check=True, timeout=600)
+            return [ARM_EMULATOR, target]
+        (folder / "dpbusd.h").write_text("" if name == "avx2" else DPBUSD)
         include = ["-include", str(folder / "dpbusd.h")]
         subprocess.run([cpu.compiler(), *cpu.VARIANTS["avx2"], *include, *flags], check=True, timeout=600)
         return [target]
-    for tool in (ARM_COMPILER, ARM_EMULATOR):
-        if shutil.which(tool) is None:
-            pytest.skip(f"needs {tool} (Debian: g++-aarch64-linux-gnu, qemu-user)")
-    subprocess.run([ARM_COMPILER, *cpu.VARIANTS[request.param], "-static", *flags], check=True, timeout=600)
-    return [ARM_EMULATOR, target]
+
+    return command
+
+
+@pytest.fixture(params=["neon", "neon_dot", "avx2", "formulas", "tiles"])
+def command(
+    request: pytest.FixtureRequest, build: Callable[[str, bool], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """The command that runs kernel_calls.cpp as built for another CPU. It rounds x for products of bfloat16 if this CPU
+    does, or by the formula. What is native does without tiles, whose blocks are others, if the command does."""
+    if request.param.startswith("neon"):
+        for tool in (ARM_COMPILER, ARM_EMULATOR):
+            if shutil.which(tool) is None:
+                pytest.skip(f"needs {tool} (Debian: g++-aarch64-linux-gnu, qemu-user)")
+    if request.param != "tiles" and "amx" in cpu.variants():
+        without = cpu._load(cpu.build([name for name in cpu.variants() if name != "amx"]))
+        monkeypatch.setattr(program_module, "library", lambda: without)
+    rounds = cpu.rounding("bfloat16") or 2 * (request.param in ("formulas", "tiles"))
+    monkeypatch.setattr(program_module, "rounding", lambda kind: rounds if kind == "bfloat16" else cpu.rounding(kind))
+    return build(request.param, bool(rounds))
 
 
 def test_results_equal_the_native_kernels(command: list[str], request: pytest.FixtureRequest, tmp_path: Path) -> None:
