@@ -31,10 +31,10 @@ inline void clear_codes(I16 (*codes)[T]) {
         for (int t = 0; t < T; ++t) codes[r][t] = splat16(0);
 }
 
-// What a tile has at one k.
+// The scales and zeros of the sixteen groups that a tile has at one k.
 struct Int4Groups {
     NibbleScales scale;
-    F16 shift;  // zero times scale
+    F16 shift;  // zeros times scales
 
     Int4Groups() = default;
     Int4Groups(const uint8_t* scales, const uint8_t* zeros)
