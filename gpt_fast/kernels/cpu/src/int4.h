@@ -64,8 +64,7 @@ struct Int4 {
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
                         if constexpr (!kTiles) {
-                            sum[r][t] =
-                                plus_codes(sum[r][t], exact[r][t], groups, xs, r, b / kParts, b % kParts);
+                            sum[r][t] = plus_codes(sum[r][t], exact[r][t], groups, xs, r, b / kParts, b % kParts);
                             continue;
                         }
                         const I16 codes = nibble_sums(exact[r][t]);

@@ -55,7 +55,7 @@ inline F16 plus_codes(F16 sum, I16 codes, const Int4Groups& groups, const Quanti
 struct CodesOfInt4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = 0;
-    static constexpr int kMostRows = kPairedDots ? 5 : kCachedRows;
+    static constexpr int kMostRows = kPairedDots ? 5 : kCachedRows;  // sums of more do not fit the registers
     static constexpr int tiles_at_once(int) { return 1; }
 
     // kBlock neighbours along k of one tile.

@@ -45,7 +45,7 @@ struct Linear {
     int64_t raw;          // the outputs are bare sums, to be added to those of other ranks
 };
 
-constexpr int64_t kTile = 16;                      // outputs
+constexpr int64_t kTile = 16;  // outputs
 // Rows of one micro kernel. Sums that do not fit the registers cost less than weights that are read twice from memory, but
 // more than weights that are read again from the caches.
 constexpr int kMaxRows = 8, kCachedRows = kRegisters < 32 ? 6 : 8;
