@@ -99,6 +99,7 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
         make,
         "Qwen2Moe",
         **QWEN_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True},
+        shared_expert_intermediate_size=56,
         use_sliding_window=True,
         sliding_window=8,
     ),

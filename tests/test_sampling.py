@@ -100,7 +100,8 @@ def chi_square(draw: Sampler, **fields: float) -> tuple[float, float]:
     """``distance`` of 100,000 draws from 40 tokens."""
     logits = torch.randn(40, generator=torch.Generator().manual_seed(8)) * 2
     probs = narrowed(logits[None], [draw_of(row(**fields))])[0].double().softmax(-1)
-    rows = [row(position=i % 1000, seed=i // 1000, **fields) for i in range(DRAWS)]
+    params = row(**fields).params
+    rows = [SamplingRow(params, seed=i // 1000, position=i % 1000) for i in range(DRAWS)]
     return distance(draw(logits.expand(DRAWS, 40), rows), probs)
 
 
