@@ -41,12 +41,12 @@ from peers import files as made  # noqa: E402
 from starting.worker import CACHE, ELSE, READING  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from gpt_fast.cgroups import num_cores  # noqa: E402
 from gpt_fast.checkpoint.checkpoint import Checkpoint  # noqa: E402
 from gpt_fast.checkpoint.stored import map_file  # noqa: E402
 from gpt_fast.kernels.roofline import read_bandwidth  # noqa: E402
 from gpt_fast.model.description import describe  # noqa: E402
 from gpt_fast.model.shapes import shape  # noqa: E402
-from gpt_fast.placement import num_cores  # noqa: E402
 
 WORKER = Path(__file__).resolve().parent / "starting" / "worker.py"
 BARE = "import time; begin = time.monotonic(); import torch; print([begin, time.monotonic()])"

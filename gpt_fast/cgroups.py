@@ -5,6 +5,7 @@ A limit of any group holds, the parents' included. Source: the kernel's cgroup-v
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -33,6 +34,15 @@ def groups(controller: str, root: Path = ROOT) -> Iterator[Group]:
             below = PurePosixPath()
         for group in (below, *below.parents):  # the last is ".", the mount itself
             yield Group(1 if controllers else 2, mount / group)
+
+
+def num_cores() -> int:
+    """The CPU cores that this process may use: those that it is bound to, and no more than the whole ones for which the
+    quota of its container lasts. More threads than that would use it up together, and all of them stand still for the
+    rest of each tenth of a second."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else min(cores, max(1, int(quota)))
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import NamedTuple, cast
 
 import torch
 
-from gpt_fast.cgroups import cpu_quota
+from gpt_fast.cgroups import num_cores
 from gpt_fast.config import DTYPE, THREADS, device_name, read_key
 from gpt_fast.errors import ConfigError
 from gpt_fast.kernels.cpu.library import runs
@@ -76,12 +75,3 @@ def usable_threads(asked: int) -> int:
         why = "the option threads, OMP_NUM_THREADS or torch's own choice"
         log.warning("threads: %d (%s) are more than the %d cores for this process; %d run", asked, why, cores, cores)
     return min(asked, cores)
-
-
-def num_cores() -> int:
-    """The CPU cores that this process may use: those that it is bound to, and no more than the whole ones for which the
-    quota of its container lasts. More threads than that would use it up together, and all of them stand still for the
-    rest of each tenth of a second."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota()
-    return cores if quota is None else min(cores, max(1, int(quota)))

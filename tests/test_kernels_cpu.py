@@ -676,10 +676,10 @@ def test_a_variant_that_the_compiler_does_not_know_is_left_out(
     first, *rest = cpu._of_this_architecture()
     compile_one = cpu._compile
 
-    def refuse(command: list[str], target: Path) -> None:
+    def refuse(command: list[str], sources: list[Path], target: Path) -> None:
         if f"-{first}-" in target.name or not rest:
             raise cpu.CompilerError("unknown instructions")
-        compile_one(command, target)
+        compile_one(command, sources, target)
 
     monkeypatch.setattr(cpu, "_compile", refuse)
     assert [path.name.split("-")[1] for path in cpu.build_all(tmp_path / "kernels")] == rest
@@ -704,11 +704,12 @@ def test_a_team_has_a_limit_whoever_asks_for_more() -> None:
 
 @needs_cpp
 def test_a_failed_build_says_what_the_compiler_said(tmp_path: Path) -> None:
-    source = tmp_path / "broken.cpp"
-    source.write_text("int main( {")
+    sources = [tmp_path / "broken.cpp", tmp_path / "whole.cpp"]
+    for source, text in zip(sources, ("int main( {", "int one() { return 1; }"), strict=True):
+        source.write_text(text)
     with pytest.raises(cpu.UnavailableError, match=r"failed: .*broken\.cpp"):
-        cpu._compile([cpu.compiler(), str(source)], tmp_path / "broken.so")
-    assert [p.name for p in tmp_path.iterdir()] == ["broken.cpp"]
+        cpu._compile([cpu.compiler()], sources, tmp_path / "broken.so")
+    assert sorted(tmp_path.iterdir()) == sources
 
 
 @needs_cpp

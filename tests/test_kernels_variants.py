@@ -193,9 +193,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], lis
         folder = tmp_path_factory.mktemp(name)
         target = str(folder / "kernel_calls")
         # One for ARM as users get it; the others compile in a third of the time.
-        fast = {"-O3": "-O3" if name == "neon_dot" else "-O1", "-fPIC": "", "-shared": ""}
-        flags = [flag for flag in (fast.get(flag, flag) for flag in cpu.FLAGS) if flag]
-        flags += [f"-I{cpu.SOURCES}", str(HERE / "kernel_calls.cpp"), "-o", target]
+        flags = ["-O1" if flag == "-O3" and name != "neon_dot" else flag for flag in cpu.FLAGS]
+        others = [str(cpu.SOURCES / name) for name in cpu.COMPILED if name != "kernels.cpp"]  # which that includes
+        flags += [f"-I{cpu.SOURCES}", str(HERE / "kernel_calls.cpp"), *others, "-o", target]
         flags += ["-DGPT_FAST_BFLOAT16_DOTS"] * rounds
         flags += ["-DGPT_FAST_TILES"] * (name == "tiles")
         if name.startswith("neon"):

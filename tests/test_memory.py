@@ -525,7 +525,7 @@ def test_a_containers_share_of_the_cpus(
 @pytest.mark.parametrize(("quota", "threads"), [(None, 3), (0.5, 1), (1.9, 1), (2.0, 2), (64.0, 3)])
 def test_threads_keep_within_the_share(quota: float | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 7}, raising=False)
-    monkeypatch.setattr("gpt_fast.placement.cpu_quota", lambda: quota)
+    monkeypatch.setattr("gpt_fast.cgroups.cpu_quota", lambda: quota)
     assert usable_threads(3) == threads
 
 

@@ -18,9 +18,9 @@ from typing import Any
 from gpt_fast.batch.answering import Answerer, Job
 from gpt_fast.batch.rows import Answer
 from gpt_fast.batch.setup import Setup, open_llm
+from gpt_fast.cgroups import num_cores
 from gpt_fast.config import DEFAULT_MAX_BATCH
 from gpt_fast.errors import BatchError, ConfigError, MissingPackageError
-from gpt_fast.placement import num_cores
 
 _RESTARTS = 3  # for each worker: if they die more often, it is by their rows, or for want of memory
 _BLOCKS_AT_ONCE = 2  # of a worker: while the last answers of one are made, the next one fills the engine's batch

@@ -32,9 +32,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the facts; reads config and tokenizer, not the weights."""
     import torch
 
+    from gpt_fast.cgroups import num_cores
     from gpt_fast.kernels.roofline import read_bandwidth
     from gpt_fast.memory import free_bytes, gigabytes
-    from gpt_fast.placement import num_cores, pick_device
+    from gpt_fast.placement import pick_device
 
     o = EngineConfig(**options.engine_options(arguments))
     device = pick_device(o.device)

@@ -1,10 +1,11 @@
 """The C++ kernels of ``src/``: built once per machine by the compiler that is there, loaded through ctypes.
 
-Plain C functions on raw pointers build in seconds; including torch's headers would take most of a minute. The library
-is kept in the user's own cache folder (user_cache.py), under a name made of the sources, the flags and the compiler,
-and put there by an atomic rename, so that processes may build at the same time. Without a compiler one of the same
-sources and flags is taken that any compiler built. ``$GPT_FAST_KERNEL_DIR`` names a folder that ``gpt-fast kernels``
-has filled for all CPUs, in a container for instance: what lies there goes before everything else.
+Plain C functions on raw pointers build in seconds; including torch's headers would take most of a minute. As many
+sources are compiled at a time as there are cores. The library is kept in the user's own cache folder (user_cache.py),
+under a name made of the sources, the flags and the compiler, and put there by an atomic rename, so that processes may
+build at the same time. Without a compiler one of the same sources and flags is taken that any compiler built.
+``$GPT_FAST_KERNEL_DIR`` names a folder that ``gpt-fast kernels`` has filled for all CPUs, in a container for instance:
+what lies there goes before everything else.
 
 It brings its own threads (``src/team.h`` says why), as many as ``torch.get_num_threads()`` at the time of the call.
 
@@ -24,12 +25,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpt_fast.cgroups import num_cores
 from gpt_fast.errors import CompilerError, UnavailableError
 from gpt_fast.kernels.cpu import structs
 from gpt_fast.kernels.cpu.structs import SOURCES
@@ -39,7 +42,7 @@ log = logging.getLogger(__name__)
 
 # Without -fno-tree-reassoc gcc gathers integer sums at the end of a block and spills every register on the way.
 # Where a compiler joins a product and a sum differs from CPU to CPU: joined is only what says so (plus_product).
-FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-ffp-contract=off", "-pthread", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-ffp-contract=off", "-pthread", "-fPIC")
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
@@ -52,6 +55,7 @@ _X86 = {
 }
 _ARM = {"neon_dot": ("-march=armv8.2-a+dotprod",), "neon": ()}
 VARIANTS = {**_X86, **_ARM}  # flags for the compiler
+COMPILED = ("product.cpp", "attention.cpp", "kernels.cpp")  # of SOURCES; what takes longest first
 _ARCHITECTURES = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}  # variants, the fastest first
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -170,8 +174,8 @@ def build_variant(name: str, cxx: str, folder: Path | None = None) -> Path:
     try:
         target = (folder or private_folder("kernels")) / f"{_stem(name)}-{_digest(version.encode())}.so"
         if not trusted(target):
-            log.info("compiling the C++ kernels (%s) for the first time; that takes 10 to 60 seconds", name)
-            _compile([cxx, *FLAGS, *VARIANTS[name], str(SOURCES / "kernels.cpp")], target)
+            log.info("compiling the C++ kernels (%s) for the first time; that takes 5 to 40 seconds", name)
+            _compile([cxx, *FLAGS, *VARIANTS[name]], [SOURCES / name for name in COMPILED], target)
     except OSError as error:  # a full disk, a read-only cache
         raise UnavailableError(f"the kernels could not be built: {error}") from error
     return target
@@ -188,21 +192,30 @@ def _digest(*parts: bytes) -> str:
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()[:16]
 
 
-def _compile(command: Sequence[str], target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        built = Path(scratch) / target.name
-        try:
-            done = subprocess.run(
-                [*command, "-o", str(built)], capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S
-            )
-        except subprocess.TimeoutExpired:
-            raise CompilerError(f"{command[0]} took more than {_BUILD_TIMEOUT_S} s") from None
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["no message"]
-            why = next((line for line in lines if " error: " in line), lines[0])
-            raise CompilerError(f"{command[0]} failed: {why}")
+def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> None:
+    """A shared library of ``sources``. ``command``: the compiler and its flags."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch, ThreadPoolExecutor(num_cores()) as pool:
+        objects, built = [f"{scratch}/{source.stem}.o" for source in sources], Path(scratch) / target.name
+        made = [
+            pool.submit(_run_compiler, [*command, "-c", str(source), "-o", to])
+            for source, to in zip(sources, objects, strict=True)
+        ]
+        for each in made:
+            each.result()
+        _run_compiler([*command, "-shared", *objects, "-o", str(built)])
         built.chmod(0o700)  # whatever the umask: what others can write is not loaded
         os.replace(built, target)
+
+
+def _run_compiler(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise CompilerError(f"{command[0]} took more than {_BUILD_TIMEOUT_S} s") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        why = next((line for line in lines if " error: " in line), lines[0])
+        raise CompilerError(f"{command[0]} failed: {why}")
 
 
 @functools.cache

@@ -1,10 +1,8 @@
-// A product with weights of any format.
+// A product with weights of any format: product.cpp has its kernels.
 #pragma once
 
-#include "bfloat16.h"
-#include "float32.h"
-#include "int4.h"
-#include "int8.h"
+#include "activations.h"
+#include "linear.h"
 
 namespace gpt_fast {
 
@@ -25,43 +23,12 @@ struct AnyRows {
     RoundedRows rounded;
 
     AnyRows from(int64_t row) const { return {data + row * k, k, rounded.from(row)}; }
-
-    void get(FloatRows& to) const { to = {data, k}; }
-    void get(Bfloat16Rows& to) const { to = rounded.bfloat16; }
-    void get(QuantizedRows& to) const { to = rounded.plain; }
-    void get(PairedRows& to) const { to = {rounded.dots}; }
 };
 
-// body(rows, weights), by the format of `w`.
-template <class Body>
-inline void by_format(const AnyRows& in, const Linear& w, Body body) {
-    auto with = [&](auto weights) {
-        typename decltype(weights)::Rows x;
-        in.get(x);
-        body(x, weights);
-    };
-    switch (w.format) {
-        case kFloat32: return with(Float32{reinterpret_cast<const float*>(w.data), w.k});
-        case kBfloat16: return with(Bfloat16{w.data, w.k});
-        case kInt8: return with(Int8{w.data, ceil_div(w.k, kBlock)});
-        case kInt4: return with(Int4{w.data, w.k, w.group_size});
-    }
-}
-
 // out [rows, n], by the whole team. Ends without a barrier.
-inline void product(Team& team, const AnyRows& in, int64_t rows, const Linear& w, float* out, const float* residual) {
-    by_format(in, w, [&](const auto& x, const auto& weights) {
-        linear_packed(team, x, rows, weights, w, out, residual);
-    });
-}
+void product(Team& team, const AnyRows& in, int64_t rows, const Linear& w, float* out, const float* residual);
 
 // The same for some tiles of the outputs, by one thread.
-inline void product_tiles(const AnyRows& in, int64_t rows, const Linear& w, float* out, int64_t tile,
-                          int64_t tile_end) {
-    by_format(in, w, [&](const auto& x, const auto& weights) {
-        for (int64_t row = 0; row < rows; row += kRowsAtOnce)
-            linear_tiles(x, row, std::min(rows - row, kRowsAtOnce), rows, weights, w, out, nullptr, tile, tile_end);
-    });
-}
+void product_tiles(const AnyRows& in, int64_t rows, const Linear& w, float* out, int64_t tile, int64_t tile_end);
 
 }  // namespace gpt_fast

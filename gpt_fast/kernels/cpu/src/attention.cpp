@@ -1,0 +1,148 @@
+// Attention to caches of every format. A source of its own, as product.cpp is.
+#include "attention.h"
+
+#include "attention_floats.h"
+#include "attention_pairs.h"
+
+namespace gpt_fast {
+
+namespace {
+
+template <class Cached>
+using KeysOf = std::conditional_t<kBfloat16Dots && std::is_same_v<Cached, uint16_t>, PairKeys, FloatKeys<Cached>>;
+
+// Tokens [first, last) of a slot's queries, heads [kv_begin, kv_end) of the cache, against keys of [split, split + 1) *
+// kSplit; state[kv_head - kv_begin][token - first][query head of kv_head].
+template <class Cached>
+void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t last, int64_t kv_begin, int64_t kv_end,
+                  int64_t split, float* state) {
+    AttentionBlock<Cached, KeysOf<Cached>> block(p, first, last, kv_begin, kv_end);
+    const int64_t states = (last - first) * p.group(), record = state_floats(p.state_dim());
+    const int64_t end = p.query_start[slot + 1], length = p.context_len[slot];
+    for (int64_t i = 0; i < (kv_end - kv_begin) * states; ++i)
+        clear(partial(state + i * record, p.state_dim()), p.state_dim());
+    const int64_t top = length - end + last;  // positions that the last of the queries may see
+    const int64_t lowest = p.window ? length - end + first + 1 - p.window : 0;
+    const int64_t key_end = (split + 1) * kSplit < top ? (split + 1) * kSplit : top;
+    for (int64_t base = split * kSplit; base < key_end; base += kKeys) {
+        if (base + kKeys <= lowest) continue;
+        const int64_t from = lowest > base ? lowest - base : 0;
+        const int64_t count = key_end - base < kKeys ? key_end - base : kKeys;
+        const int64_t next = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
+        int64_t places[kKeys], next_places[kKeys];
+        p.locate(slot, base + from, base + count, places);
+        p.locate(slot, base + kKeys, base + kKeys + next, next_places);
+        View views[kQueryPiece];
+        for (int64_t token = first; token < last; ++token) {
+            const int64_t position = length - end + token, oldest = p.window ? position + 1 - p.window : 0;
+            views[token - first] = {std::max<int64_t>(oldest - base, 0), std::min(position + 1 - base, count),
+                                    base - position};
+        }
+        const char* runs[2 * kKeys];
+        for (int64_t i = 0; i < next; ++i) {
+            const int64_t at = (next_places[i] + kv_begin) * p.head_dim;
+            runs[i] = reinterpret_cast<const char*>(p.k_cache + at);
+            runs[next + i] = reinterpret_cast<const char*>(p.v_cache + at);
+        }
+        const int64_t kv_heads = kv_end - kv_begin, bytes = kv_heads * p.head_dim * static_cast<int64_t>(sizeof(Cached));
+        Ahead ahead(runs, 2 * next, bytes, kv_heads * block.work());
+        for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
+            block.load(places, kv_head, from, count, ahead);
+            block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record, ahead);
+        }
+    }
+}
+
+template <class Cached>
+void finish(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_head, float* state) {
+    for (int64_t token = first; token < last; ++token)
+        for (int64_t h = 0; h < p.group(); ++h, state += state_floats(p.state_dim())) {
+            const Partial s = partial(state, p.state_dim());
+            const int64_t head = kv_head * p.group() + h;
+            float* to = p.out + (token * p.heads + head) * p.out_dim;
+            const float sum = sum_of(s) + (p.sinks ? exp_one(p.sinks[head] - *s.max) : 0.0f);
+            for (int64_t d = 0; d < p.out_dim; ++d) to[d] = s.value[KeysOf<Cached>::column(d, p.head_dim)] / sum;
+        }
+}
+
+// What the threads share out: pieces of queries, found by walking the slots.
+struct Piece {
+    int64_t slot, first, last, split_begin, split_end;
+};
+
+template <class Cached>
+int64_t count_pieces(const Paged<Cached>& p) {
+    int64_t count = 0;
+    for (int64_t s = 0; s < p.slots; ++s) count += ceil_div(p.query_start[s + 1] - p.query_start[s], kQueryPiece);
+    return count;
+}
+
+template <class Cached>
+Piece find_piece(const Paged<Cached>& p, int64_t index) {
+    int64_t slot = 0;
+    for (;; ++slot) {
+        const int64_t here = ceil_div(p.query_start[slot + 1] - p.query_start[slot], kQueryPiece);
+        if (index < here) break;
+        index -= here;
+    }
+    const int64_t first = p.query_start[slot] + index * kQueryPiece, end = p.query_start[slot + 1];
+    const int64_t last = first + kQueryPiece < end ? first + kQueryPiece : end;
+    const int64_t length = p.context_len[slot], lowest = p.window ? length - end + first + 1 - p.window : 0;
+    return {slot, first, last, lowest > 0 ? lowest / kSplit : 0, ceil_div(length - end + last, kSplit)};
+}
+
+}  // namespace
+
+template <class Cached>
+void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
+    static thread_local Scratch own_scratch;
+    const int64_t pieces = count_pieces(p), items = pieces * p.kv_heads;
+    const bool decoding = pieces == p.query_start[p.slots];  // one token each
+    // Of the states of one key-value head:
+    const int64_t size = (decoding ? 1 : kQueryPiece) * p.group() * state_floats(p.state_dim());
+    if (!decoding && items >= 2 * team.size) {
+        float* own = own_scratch.get<float>(2 * size);
+        team.share(items, 1, [&](int64_t index, int64_t) {
+            const Piece piece = find_piece(p, index / p.kv_heads);
+            const int64_t kv_head = index % p.kv_heads, states = (piece.last - piece.first) * p.group();
+            for (int64_t split = piece.split_begin; split < piece.split_end; ++split) {
+                float* part = own + (split > piece.split_begin ? size : 0);
+                attend_split(p, piece.slot, piece.first, piece.last, kv_head, kv_head + 1, split, part);
+                if (part != own) merge_states(own, part, states, p.state_dim());
+            }
+            finish(p, piece.first, piece.last, kv_head, own);
+        });
+        return;
+    }
+    int64_t most = 1;  // splits of a piece
+    for (int64_t i = 0; i < pieces; ++i) {
+        const Piece piece = find_piece(p, i);
+        most = std::max(most, piece.split_end - piece.split_begin);
+    }
+    const int64_t together = decoding && pieces * most >= 2 * team.size ? p.kv_heads : 1, parts = p.kv_heads / together;
+    auto part_of = [&](int64_t piece, int64_t split, int64_t kv_head) {
+        return shared + ((piece * most + split) * p.kv_heads + kv_head) * size;
+    };
+    team.share(pieces * most * parts, 1, [&](int64_t index, int64_t) {
+        const int64_t which = index / parts / most, split = index / parts % most, kv_head = index % parts * together;
+        const Piece piece = find_piece(p, which);
+        if (piece.split_begin + split < piece.split_end)
+            attend_split(p, piece.slot, piece.first, piece.last, kv_head, kv_head + together, piece.split_begin + split,
+                         part_of(which, split, kv_head));
+    });
+    team.barrier();
+    team.share(items, 1, [&](int64_t index, int64_t) {
+        const int64_t which = index / p.kv_heads, kv_head = index % p.kv_heads;
+        const Piece piece = find_piece(p, which);
+        float* total = part_of(which, 0, kv_head);
+        for (int64_t split = 1; split < piece.split_end - piece.split_begin; ++split)
+            merge_states(total, part_of(which, split, kv_head), (piece.last - piece.first) * p.group(), p.state_dim());
+        finish(p, piece.first, piece.last, kv_head, total);
+    });
+}
+
+template void paged_attention(Team&, const Paged<float>&, float*);
+template void paged_attention(Team&, const Paged<uint16_t>&, float*);
+template void paged_attention(Team&, const Paged<int8_t>&, float*);
+
+}  // namespace gpt_fast
