@@ -615,6 +615,22 @@ def test_a_cache_of_somebody_else_is_left_alone(
 
 
 @needs_cpp
+@pytest.mark.parametrize(
+    ("version", "takes_all"), [("g++ (Debian 12.2.0-14) 12.2.0", True), ("Apple clang version 17.0.0", False)]
+)
+def test_clang_gets_no_flag_that_it_refuses(version: str, takes_all: bool, cache: Path, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    Path(os.environ["CXX"]).write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}" && exit\n'
+        f'echo "$@" >>{said}\nfor last; do :; done\ntouch "$last"\n'
+    )
+    cpu.build()
+    commands = said.read_text().splitlines()
+    assert len(commands) == len(cpu.COMPILED) + 1
+    assert [flag in command for flag in cpu.FLAGS_OF_GCC for command in commands] == [takes_all] * len(commands)
+
+
+@needs_cpp
 def test_without_a_compiler_what_another_one_built_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = cpu.build()
     monkeypatch.setenv("CXX", "no-such-compiler")

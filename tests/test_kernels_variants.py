@@ -199,7 +199,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], lis
         flags += ["-DGPT_FAST_BFLOAT16_DOTS"] * rounds
         flags += ["-DGPT_FAST_TILES"] * (name == "tiles")
         if name.startswith("neon"):
-            subprocess.run([ARM_COMPILER, *cpu.VARIANTS[name], "-static", *flags], check=True, timeout=600)
+            flags += [*cpu.FLAGS_OF_GCC, "-static"]
+            subprocess.run([ARM_COMPILER, *cpu.VARIANTS[name], *flags], check=True, timeout=600)
             return [ARM_EMULATOR, target]
         (folder / "dpbusd.h").write_text("" if name == "avx2" else DPBUSD)
         include = ["-include", str(folder / "dpbusd.h")]

@@ -40,9 +40,10 @@ from gpt_fast.user_cache import private_folder, trusted
 
 log = logging.getLogger(__name__)
 
-# Without -fno-tree-reassoc gcc gathers integer sums at the end of a block and spills every register on the way.
 # Where a compiler joins a product and a sum differs from CPU to CPU: joined is only what says so (plus_product).
-FLAGS = ("-std=c++17", "-O3", "-fno-tree-reassoc", "-ffp-contract=off", "-pthread", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-fPIC")
+# Without this gcc gathers integer sums at the end of a block and spills every register on the way. Clang refuses it.
+FLAGS_OF_GCC = ("-fno-tree-reassoc",)
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
@@ -175,7 +176,8 @@ def build_variant(name: str, cxx: str, folder: Path | None = None) -> Path:
         target = (folder or private_folder("kernels")) / f"{_stem(name)}-{_digest(version.encode())}.so"
         if not trusted(target):
             log.info("compiling the C++ kernels (%s) for the first time; that takes 5 to 40 seconds", name)
-            _compile([cxx, *FLAGS, *VARIANTS[name]], [SOURCES / name for name in COMPILED], target)
+            flags = FLAGS if "clang" in version else (*FLAGS, *FLAGS_OF_GCC)
+            _compile([cxx, *flags, *VARIANTS[name]], [SOURCES / file for file in COMPILED], target)
     except OSError as error:  # a full disk, a read-only cache
         raise UnavailableError(f"the kernels could not be built: {error}") from error
     return target
@@ -184,7 +186,7 @@ def build_variant(name: str, cxx: str, folder: Path | None = None) -> Path:
 def _stem(name: str) -> str:
     """The beginning of a library's name: what it was made of, and for which CPU."""
     sources = [part for path in sorted(SOURCES.iterdir()) for part in (path.name.encode(), path.read_bytes())]
-    flags = [flag.encode() for flag in (*FLAGS, *VARIANTS[name], platform.machine())]
+    flags = [flag.encode() for flag in (*FLAGS, *FLAGS_OF_GCC, *VARIANTS[name], platform.machine())]
     return f"kernels-{name}-{_digest(*sources, *flags)}"
 
 
