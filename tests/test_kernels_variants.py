@@ -302,3 +302,12 @@ def test_the_compiler_takes_the_flags_of_every_variant(
     assert not text or "vpdpbusd" in text
     assert not text or ("vdpbf16ps" in text) == (variant in ("amx", "avx512_bf16"))
     assert not text or ("tdpbf16ps" in text) == ("tdpbssd" in text) == (variant == "amx")
+
+
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")
+def test_clang_builds_the_kernels_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that macOS has."""
+    monkeypatch.setattr(cpu, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in cpu.FLAGS))
+    for name in cpu.variants():
+        library = cpu._load(cpu.build_variant(name, "clang++", tmp_path))
+        assert library.gpt_fast_rounding(cpu.FORMATS["int8"]) == 1

@@ -10,9 +10,10 @@
 namespace gpt_fast {
 
 // Adds the products of kBlock neighbours along k, R rows by T tiles: part `part` of block b of x and [8, 16 outputs, 4 k]
-// weights of each tile, `tile_bytes` apart. Raised weights have had 128 added.
+// weights of each tile, `tile_bytes` apart. Raised weights have had 128 added. Were it called, the sums would go through
+// memory: clang has to be told.
 template <int R, int T, bool raised>
-inline void add_dots(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R], int64_t b, int64_t part,
+[[gnu::always_inline]] inline void add_dots(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R], int64_t b, int64_t part,
                      I16 (&exact)[R][T]) {
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
