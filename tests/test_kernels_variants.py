@@ -194,7 +194,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], lis
         target = str(folder / "kernel_calls")
         # One for ARM as users get it; the others compile in a third of the time.
         flags = ["-O1" if flag == "-O3" and name != "neon_dot" else flag for flag in cpu.FLAGS]
-        others = [str(cpu.SOURCES / name) for name in cpu.COMPILED if name != "kernels.cpp"]  # which that includes
+        others = [str(cpu.SOURCES / file) for file in cpu.COMPILED if file != "kernels.cpp"]  # which that includes
         flags += [f"-I{cpu.SOURCES}", str(HERE / "kernel_calls.cpp"), *others, "-o", target]
         flags += ["-DGPT_FAST_BFLOAT16_DOTS"] * rounds
         flags += ["-DGPT_FAST_TILES"] * (name == "tiles")
@@ -285,13 +285,18 @@ def test_a_row_has_the_same_bits_in_tiles_of_any_number_of_rows(kind: str, comma
         assert torch.equal(run(first, last), whole[first:last])
 
 
+@pytest.fixture
+def unoptimized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seventh of the time to compile, and the same instructions."""
+    monkeypatch.setattr(cpu, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in cpu.FLAGS))
+
+
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("variant", ["amx", "avx512_bf16", "avx512_vnni", "avx_vnni"])
 def test_the_compiler_takes_the_flags_of_every_variant(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPT_FAST_CACHE", str(tmp_path))
-    # A seventh of the time, and the same instructions.
-    monkeypatch.setattr(cpu, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in cpu.FLAGS))
     try:
         library = cpu.build_variant(variant, cpu.compiler())
     except cpu.CompilerError as error:
@@ -304,10 +309,10 @@ def test_the_compiler_takes_the_flags_of_every_variant(
     assert not text or ("tdpbf16ps" in text) == ("tdpbssd" in text) == (variant == "amx")
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")
-def test_clang_builds_the_kernels_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clang_builds_the_kernels_too(tmp_path: Path) -> None:
     """All that macOS has."""
-    monkeypatch.setattr(cpu, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in cpu.FLAGS))
     for name in cpu.variants():
         library = cpu._load(cpu.build_variant(name, "clang++", tmp_path))
         assert library.gpt_fast_rounding(cpu.FORMATS["int8"]) == 1

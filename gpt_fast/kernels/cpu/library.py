@@ -198,12 +198,8 @@ def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> N
     """A shared library of ``sources``. ``command``: the compiler and its flags."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch, ThreadPoolExecutor(num_cores()) as pool:
         objects, built = [f"{scratch}/{source.stem}.o" for source in sources], Path(scratch) / target.name
-        made = [
-            pool.submit(_run_compiler, [*command, "-c", str(source), "-o", to])
-            for source, to in zip(sources, objects, strict=True)
-        ]
-        for each in made:
-            each.result()
+        commands = ([*command, "-c", str(source), "-o", to] for source, to in zip(sources, objects, strict=True))
+        list(pool.map(_run_compiler, commands))  # raises what the first of them raised
         _run_compiler([*command, "-shared", *objects, "-o", str(built)])
         built.chmod(0o700)  # whatever the umask: what others can write is not loaded
         os.replace(built, target)

@@ -1,5 +1,5 @@
-// Attention over the paged cache: any mixture of prefill, decode and verify in one call (attention.py has the layout):
-// attention.cpp has its kernels.
+// Attention over the paged cache: any mixture of prefill, decode and verify in one call. attention.py has the layout,
+// attention.cpp the kernels.
 //
 // Every query's keys are taken in blocks of kKeys at fixed absolute positions, and blocks in splits of kSplit. A split
 // is a softmax of its own (online, Milakov & Gimelshein 2018, arXiv 1805.02867); splits are merged in ascending order
