@@ -320,18 +320,24 @@ def sequences(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> l
 SHAPES_OF_HEADS = [(4, 2, 8), (3, 3, 40), (8, 1, 64), (6, 2, 20), (5, 1, 5)]
 
 
-@needs_cpp
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-@pytest.mark.parametrize("window", [0, 1, 70, 600])
-@pytest.mark.parametrize("shape", SHAPES_OF_HEADS, ids=str)
-def test_attention_equals_the_eager_seam(window: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def fast_and_eager(
+    window: int, shape: tuple[int, int, int], dtype: torch.dtype, spread: float = 1.0
+) -> list[tuple[Tensor, Tensor]]:
+    """Of three steps; ``spread``: of the scores."""
     qkv = sequences([1, 130, 700], *shape)
     steps = [[(0, 0, 1), (1, 0, 100), (2, 0, 650)], [(1, 100, 101), (2, 650, 695)], [(1, 101, 130), (2, 695, 700)]]
     outs = []
     for fast in (True, False):
         cache = Cache(3, 700, shape, dtype, 16, fast)
-        outs.append([cache.attend(step, qkv, Scoring(window, shape[2] ** -0.5)) for step in steps])
-    for got, expected in zip(*outs, strict=True):
+        outs.append([cache.attend(step, qkv, Scoring(window, spread * shape[2] ** -0.5)) for step in steps])
+    return list(zip(*outs, strict=True))
+
+
+@needs_cpp
+@pytest.mark.parametrize("window", [0, 1, 70, 600])
+@pytest.mark.parametrize("shape", SHAPES_OF_HEADS, ids=str)
+def test_attention_equals_the_eager_seam(window: int, shape: tuple[int, int, int]) -> None:
+    for got, expected in fast_and_eager(window, shape, torch.float32):
         torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-4)
 
 
@@ -340,15 +346,22 @@ def test_attention_equals_the_eager_seam(window: int, shape: tuple[int, int, int
 @pytest.mark.parametrize("shape", SHAPES_OF_HEADS, ids=str)
 def test_attention_in_bfloat16_is_near_the_eager_seam(window: int, shape: tuple[int, int, int]) -> None:
     """Where products take pairs of bfloat16, queries and weights are rounded to that, each by 0.4 % at most."""
-    qkv = sequences([1, 130, 700], *shape)
-    steps = [[(0, 0, 1), (1, 0, 100), (2, 0, 650)], [(1, 100, 101), (2, 650, 695)], [(1, 101, 130), (2, 695, 700)]]
-    outs = []
-    for fast in (True, False):
-        cache = Cache(3, 700, shape, torch.bfloat16, 16, fast)
-        outs.append([cache.attend(step, qkv, Scoring(window, shape[2] ** -0.5)) for step in steps])
-    for got, expected in zip(*outs, strict=True):
+    for got, expected in fast_and_eager(window, shape, torch.bfloat16):
         torch.testing.assert_close(got, expected, atol=0.03, rtol=0)
         assert (got - expected).square().mean() < 1e-5 * expected.square().mean()
+
+
+@needs_cpp
+@pytest.mark.parametrize("window", [0, 1, 70, 600])
+@pytest.mark.parametrize("shape", [*SHAPES_OF_HEADS, (4, 2, 96), (2, 1, 264)], ids=str)
+@pytest.mark.parametrize("spread", [1.0, 10.0])
+def test_attention_to_int8_is_near_the_eager_seam(spread: float, window: int, shape: tuple[int, int, int]) -> None:
+    """Queries and weights are rounded to 16 bits with a scale for each row, with tiles (AMX) to bfloat16."""
+    tiles = "amx" in cpu.variants()
+    for got, expected in fast_and_eager(window, shape, torch.int8, spread):
+        torch.testing.assert_close(got, expected, atol=spread * (0.03 if tiles else 2e-4), rtol=0)
+        error = (got - expected).square().mean() / expected.square().mean()
+        assert error < spread**2 * (1e-5 if tiles else 1e-9)
 
 
 @needs_cpp

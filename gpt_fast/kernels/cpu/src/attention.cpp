@@ -3,13 +3,17 @@
 
 #include "attention_floats.h"
 #include "attention_pairs.h"
+#include "attention_words.h"
 
 namespace gpt_fast {
 
 namespace {
 
+// Of bfloat16 and int8, where tiles multiply pairs of bfloat16: nothing is as fast. Else int8 takes the way that is exact.
 template <class Cached>
-using KeysOf = std::conditional_t<kBfloat16Dots && std::is_same_v<Cached, uint16_t>, PairKeys, FloatKeys<Cached>>;
+using KeysOf = std::conditional_t<
+    std::is_same_v<Cached, float> || (std::is_same_v<Cached, uint16_t> && !kBfloat16Dots), FloatKeys<Cached>,
+    std::conditional_t<std::is_same_v<Cached, int8_t> && !kTiles, WordKeys, PairKeys<Cached>>>;
 
 // Tokens [first, last) of a slot's queries, heads [kv_begin, kv_end) of the cache, against keys of [split, split + 1) *
 // kSplit; state[kv_head - kv_begin][token - first][query head of kv_head].

@@ -34,12 +34,12 @@ private:
 
 constexpr int kMostQueries = kTiles ? 16 : 8;  // whose products are made together
 
-template <int R, int V>
-inline void clear_sums(F16 (&sum)[R][V]) {
+template <class Sums, int R, int V>
+inline void clear_sums(Sums (&sum)[R][V]) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) sum[r][v] = splat16(0.0f);
+        for (int v = 0; v < V; ++v) sum[r][v] = Sums{};
 }
 
 // Columns [d, d + 16 W) of the values of R queries, times `kept`; and back.
@@ -62,10 +62,12 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
 // Keys keeps a block in the order that its products want (attention_floats.h, attention_pairs.h). It brings
 //   Keys(p, queries): `queries` is how many queries of one head will use each block
 //   Number: the type of queries
+//   store_query(q, to): a query [D] to what scores() takes, which is in units of what is returned, a factor of the score
 //   column(d, dim): where column d of the values stands in what add_values() adds to, for heads of `dim`
 //   load(places, kv_head, from, end, ahead): keys [from, end) of the block, of the heads of the cache at `places`
 //   load_work(): of one load()
-//   scores<R>(q, scores, ahead): scores[r][i] = scale * q[r] . keys[i], zero where no key was loaded; q [R, D]
+//   scores<R>(q, factors, scores, ahead): scores[r][i] = factors[r] * q[r] . keys[i], zero where no key was loaded; q
+//     [R, D]
 //   add_values<R>(into, kept, weights, ahead): into[r] = into[r] * kept[r] + the sum of weights[r][i] * values[i], in
 //     ascending order of i; the weights may be changed
 // They tell `ahead` of their work: of products, rows times columns. What a row gets is the same for every R. Keys that a token
@@ -79,13 +81,16 @@ public:
     AttentionBlock(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_begin, int64_t kv_end)
         : p_(p), kv_begin_(kv_begin), rows_((last - first) * p.group()), keys_(p, rows_) {
         static thread_local Scratch scratch;
-        q_ = scratch.get<Number>((kv_end - kv_begin) * rows_ * p.head_dim);
-        Number* to = q_;
+        const int64_t queries = (kv_end - kv_begin) * rows_;
+        q_ = reinterpret_cast<Number*>(scratch.get<float>(queries * (p.head_dim + 1)));
+        factors_ = reinterpret_cast<float*>(q_ + queries * p.head_dim);
+        int64_t row = 0;
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head)
-            for (int64_t token = first; token < last; ++token) {
-                const float* q = p.q + token * p.q_stride + kv_head * p.group() * p.head_dim;
-                for (int64_t i = 0; i < p.group() * p.head_dim; ++i) store_as(q[i], to++);
-            }
+            for (int64_t token = first; token < last; ++token)
+                for (int64_t head = kv_head * p.group(); head < (kv_head + 1) * p.group(); ++head, ++row) {
+                    const float* q = p.q + token * p.q_stride + head * p.head_dim;
+                    factors_[row] = p.scale * keys_.store_query(q, q_ + row * p.head_dim);
+                }
     }
 
     void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead& ahead) {
@@ -120,7 +125,8 @@ private:
         Partial partials[R];
         const int64_t group = p_.group(), state_dim = p_.state_dim();
         const Adjust adjust = p_.adjust(kv_head);
-        keys_.template scores<R>(q_ + ((kv_head - kv_begin_) * rows_ + row) * p_.head_dim, weights, ahead);
+        const int64_t query = (kv_head - kv_begin_) * rows_ + row;
+        keys_.template scores<R>(q_ + query * p_.head_dim, factors_ + query, weights, ahead);
         int64_t token = row / group, head = row % group;
         for (int r = 0; r < R; ++r) {
             const View& view = views[token];
@@ -140,6 +146,7 @@ private:
     const Paged<Cached>& p_;
     const int64_t kv_begin_, rows_;
     Keys keys_;
+    float* factors_;  // of scores
     Number* q_;
 };
 

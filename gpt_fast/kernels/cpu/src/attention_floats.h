@@ -10,7 +10,7 @@
 
 namespace gpt_fast {
 
-// Lanes of 32 bits to float32, a vector for each number in a lane: one float32, two bfloat16, four int8.
+// Lanes of 32 bits to float32, a vector for each number in a lane: one float32, or two bfloat16.
 inline void spread(I8 lanes, const float*, float* to) { store8(to, as_floats(lanes)); }
 
 inline void spread(I8 lanes, const uint16_t*, float* to) {
@@ -18,18 +18,7 @@ inline void spread(I8 lanes, const uint16_t*, float* to) {
     store8(to + kKeys, high_bfloat16(lanes));
 }
 
-inline void spread(I8 lanes, const int8_t*, float* to) {
-    store8(to, to_floats(shift_right_signed<24>(shift_left<24>(lanes))));
-    store8(to + kKeys, to_floats(shift_right_signed<24>(shift_left<16>(lanes))));
-    store8(to + 2 * kKeys, to_floats(shift_right_signed<24>(shift_left<8>(lanes))));
-    store8(to + 3 * kKeys, to_floats(shift_right_signed<24>(lanes)));
-}
-
-inline F8 widened8(const float* p) { return load8(p); }
-inline F8 widened8(const uint16_t* p) { return load8(p); }
-inline F8 widened8(const int8_t* p) { return load8_int8(p); }
-
-// Keys of attention_block.h. The scales of int8 are applied to scores and weights, which are fewer than keys and values.
+// Keys of attention_block.h.
 template <class Cached>
 class FloatKeys {
 public:
@@ -51,6 +40,11 @@ public:
         return in_pairs(dim) ? d / 16 * 16 + d % 2 * 8 + d % 16 / 2 : d;
     }
 
+    float store_query(const float* q, float* to) const {
+        std::memcpy(to, q, static_cast<size_t>(dim_) * sizeof *to);
+        return 1.0f;
+    }
+
     int64_t load_work() const { return kLoadRows * dim_; }
 
     void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead& ahead) {
@@ -61,10 +55,6 @@ public:
             const int64_t place = there ? places[i - from] + kv_head : 0;
             keys[i] = there ? p_.k_cache + place * dim_ : nullptr;
             cached_[i] = p_.v_cache + place * dim_;
-            if constexpr (std::is_same_v<Cached, int8_t>) {
-                k_scale_[i] = there ? p_.k_scale[place] : 0.0f;
-                v_scale_[i] = there ? p_.v_scale[place] : 0.0f;
-            }
         }
         for (int64_t i = 0; i < kKeys; i += 8) {
             ahead.fetch(kLoadRows * dim_ * 8 / kKeys);
@@ -89,24 +79,20 @@ public:
                     continue;
                 }
 #pragma GCC unroll 4
-            for (int64_t d = 0; d < dim_; d += 8) store8(to + d, widened8(value + d));
+            for (int64_t d = 0; d < dim_; d += 8) store8(to + d, load8(value + d));
             if (dim_ < columns_) store8(to + dim_, splat(0.0f));
         }
     }
 
     template <int R>
-    void scores(const float* q, float (*scores)[kKeys], Ahead& ahead) const {
+    void scores(const float* q, const float* factors, float (*scores)[kKeys], Ahead& ahead) const {
         if constexpr (kFewQueries > 0)
-            if (few_) return scores_of<R, true>(q, scores, ahead);
-        scores_of<R, false>(q, scores, ahead);
+            if (few_) return scores_of<R, true>(q, factors, scores, ahead);
+        scores_of<R, false>(q, factors, scores, ahead);
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, float (*weights)[kKeys], Ahead& ahead) const {
-        if constexpr (std::is_same_v<Cached, int8_t>)
-            for (int r = 0; r < R; ++r)
-                for (int64_t i = 0; i < kKeys; i += 16)
-                    store16(weights[r] + i, load16(weights[r] + i) * load16(v_scale_ + i));
+    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) const {
         if constexpr (kFewQueries > 0)
             if (few_) return values_of<R, true>(into, kept, weights, ahead);
         values_of<R, false>(into, kept, weights, ahead);
@@ -145,12 +131,12 @@ private:
     }
 
     template <int R, bool few>
-    void scores_of(const float* q, float (*scores)[kKeys], Ahead& ahead) const {
+    void scores_of(const float* q, const float* factors, float (*scores)[kKeys], Ahead& ahead) const {
         constexpr int some = kRegisters >= 32 || R < 2 ? R : few && R > 2 ? 4 : 2, V = few && some > 2 ? 1 : kKeys / 16;
         for (int r = 0; r < R; r += some)
             for (int64_t i = 0; i < kKeys; i += 16 * V) {
                 ahead.fetch(some * dim_ * 16 * V / kKeys);
-                some_scores<some, V, few>(q + r * dim_, i, scores + r);
+                some_scores<some, V, few>(q + r * dim_, factors + r, i, scores + r);
             }
     }
 
@@ -191,7 +177,7 @@ private:
 
     // Of R queries and keys [first, first + 16 V).
     template <int R, int V, bool few>
-    void some_scores(const float* q, int64_t first, float (*scores)[kKeys]) const {
+    void some_scores(const float* q, const float* factors, int64_t first, float (*scores)[kKeys]) const {
         F16 sum[R][V];
         clear_sums(sum);
         auto add_column = [&](int64_t d) {
@@ -215,11 +201,7 @@ private:
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) {
-                F16 score = sum[r][v] * splat16(p_.scale);
-                if constexpr (std::is_same_v<Cached, int8_t>) score = score * load16(k_scale_ + first + 16 * v);
-                store16(scores[r] + first + 16 * v, score);
-            }
+            for (int v = 0; v < V; ++v) store16(scores[r] + first + 16 * v, sum[r][v] * splat16(factors[r]));
     }
 
     template <int R, int W, bool few>
@@ -248,7 +230,6 @@ private:
     float *keys_, *widened_;  // [D, kKeys], [kKeys, columns]
     const Cached *none_, *cached_[kKeys];
     const float* values_[kKeys];
-    alignas(64) float k_scale_[kKeys], v_scale_[kKeys];
 };
 
 }  // namespace gpt_fast

@@ -56,20 +56,27 @@ inline void add_pair_values(float* const* value, const float* kept, const uint16
     store_values(sum, value, d);
 }
 
-// Keys of attention_block.h.
+// Keys of attention_block.h. Numbers of int8 are exact in bfloat16; their scales are applied to scores and weights, which
+// are fewer than keys and values.
+template <class Cached>
 class PairKeys {
 public:
     using Number = uint16_t;
 
-    PairKeys(const Paged<uint16_t>& p, int64_t) : p_(p), columns_(p.state_dim()) {
+    PairKeys(const Paged<Cached>& p, int64_t) : p_(p), columns_(p.state_dim()) {
         static thread_local Scratch scratch;
         const int64_t block = kKeys * columns_;
-        keys_ = scratch.get<uint16_t>(2 * block + columns_);
-        values_ = keys_ + block, zeros_ = values_ + block;
+        keys_ = scratch.get<uint16_t>((kScaled ? 4 : 2) * block + columns_);
+        values_ = keys_ + block, zeros_ = values_ + block, widened_ = zeros_ + columns_;
         std::memset(zeros_, 0, static_cast<size_t>(columns_) * sizeof *zeros_);
     }
 
     static int64_t column(int64_t d, int64_t) { return d; }
+
+    float store_query(const float* q, uint16_t* to) const {
+        for (int64_t d = 0; d < p_.head_dim; ++d) store_as(q[d], to + d);
+        return 1.0f;
+    }
 
     int64_t load_work() const { return 2 * kLoadRows * p_.head_dim; }
 
@@ -77,9 +84,16 @@ public:
         const uint16_t *keys[kKeys], *values[kKeys];
         for (int64_t i = 0; i < kKeys; ++i) {
             const bool there = i >= from && i < end;
-            const int64_t at = there ? (places[i - from] + kv_head) * p_.head_dim : 0;
-            keys[i] = there ? p_.k_cache + at : zeros_;
-            values[i] = there ? p_.v_cache + at : zeros_;
+            const int64_t place = there ? places[i - from] + kv_head : 0, at = place * p_.head_dim;
+            if constexpr (kScaled) {
+                k_scale_[i] = there ? p_.k_scale[place] : 0.0f;
+                v_scale_[i] = there ? p_.v_scale[place] : 0.0f;
+                keys[i] = there ? widen(p_.k_cache + at, widened_ + 2 * i * columns_) : zeros_;
+                values[i] = there ? widen(p_.v_cache + at, widened_ + (2 * i + 1) * columns_) : zeros_;
+            } else {
+                keys[i] = there ? p_.k_cache + at : zeros_;
+                values[i] = there ? p_.v_cache + at : zeros_;
+            }
         }
         for (int64_t d = 0; d < p_.head_dim; d += 8)
             for (int64_t i = 0; i < kKeys; i += 16) {
@@ -94,15 +108,19 @@ public:
     }
 
     template <int R>
-    void scores(const uint16_t* q, float (*scores)[kKeys], Ahead& ahead) {
+    void scores(const uint16_t* q, const float* factors, float (*scores)[kKeys], Ahead& ahead) {
         ahead.fetch(R * p_.head_dim);
-        if (tiled_) return tiles_.template scores<R>(q, keys_, p_.head_dim, p_.scale, scores);
-        pair_scores<R>(q, keys_, p_.head_dim, p_.scale, scores);
+        if (tiled_)
+            tiles_.template scores<R>(q, keys_, p_.head_dim, factors[0], scores);  // they are all the same
+        else
+            pair_scores<R>(q, keys_, p_.head_dim, factors[0], scores);
+        if constexpr (kScaled) multiply<R>(scores, k_scale_);
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) {
+    void add_values(float* const* into, const float* kept, float (*weights)[kKeys], Ahead& ahead) {
         alignas(64) uint16_t rounded[R][kKeys];
+        if constexpr (kScaled) multiply<R>(weights, v_scale_);
         for (int r = 0; r < R; ++r)
             for (int64_t i = 0; i < kKeys; i += 16) store16_bfloat16(rounded[r] + i, load16(weights[r] + i));
         if (tiled_) {
@@ -122,12 +140,29 @@ public:
 
 private:
     static constexpr int64_t kLoadRows = 4;  // whose products take as long as to turn keys, or to join values
+    static constexpr bool kScaled = std::is_same_v<Cached, int8_t>;
 
-    const Paged<uint16_t>& p_;
+    // A head in bfloat16.
+    const uint16_t* widen(const int8_t* from, uint16_t* to) const {
+        int64_t d = 0;
+        for (; d + 16 <= p_.head_dim; d += 16)
+            store16_bfloat16(to + d, join(load8_int8(from + d), load8_int8(from + d + 8)));
+        for (; d < p_.head_dim; ++d) store_as(static_cast<float>(from[d]), to + d);
+        return to;
+    }
+
+    template <int R>
+    static void multiply(float (*rows)[kKeys], const float* scales) {
+        for (int r = 0; r < R; ++r)
+            for (int64_t i = 0; i < kKeys; i += 16) store16(rows[r] + i, load16(rows[r] + i) * load16(scales + i));
+    }
+
+    const Paged<Cached>& p_;
     const int64_t columns_;
     const bool tiled_ = kTiles && p_.head_dim % 32 == 0;
     AttentionTiles<> tiles_;
-    uint16_t *keys_, *values_, *zeros_;
+    uint16_t *keys_, *values_, *zeros_, *widened_;  // widened_ [kKeys, 2, columns]: keys and values
+    alignas(64) float k_scale_[kKeys], v_scale_[kKeys];
 };
 
 }  // namespace gpt_fast

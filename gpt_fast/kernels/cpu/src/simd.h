@@ -170,7 +170,7 @@ inline V each_lane(float x) {
 // exponent. -infinity gives 0; NaN stays NaN, as larger() and smaller() return the second where one is. Each step for
 // all vectors: a CPU that waits for one result has others at hand.
 template <int N, class V>
-inline void exp_each(V (&x)[N]) {
+[[gnu::always_inline]] inline void exp_each(V (&x)[N]) {
     constexpr auto all = each_lane<V>;
     // Between 2^23 and 2^24 the unit is 1: the sum is rounded to a whole number, whose lowest bits are n + 127.
     const V low = all(-87.33f), high = all(88.37f), shift = all(12582912.0f + 127.0f);
@@ -202,12 +202,12 @@ inline F8 exp8(F8 x) {
 
 #ifdef __AVX512VNNI__
 template <int N>
-inline void exp16_each(F16 (&x)[N]) {
+[[gnu::always_inline]] inline void exp16_each(F16 (&x)[N]) {
     exp_each(x);
 }
 #else
 template <int N>
-inline void exp16_each(F16 (&x)[N]) {
+[[gnu::always_inline]] inline void exp16_each(F16 (&x)[N]) {
     F8 halves[2 * N];
     for (int i = 0; i < N; ++i) halves[2 * i] = x[i].a, halves[2 * i + 1] = x[i].b;
     exp_each(halves);

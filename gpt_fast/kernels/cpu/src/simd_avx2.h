@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace gpt_fast {
 
@@ -93,7 +94,7 @@ inline I8 multiply(I8 a, I8 b) { return _mm256_mullo_epi32(a, b); }  // the lowe
 inline bool any(I8 v) { return !_mm256_testz_si256(v, v); }
 
 // Lane j of vector i becomes lane i of vector j.
-inline void turn8(I8* v) {
+[[gnu::always_inline]] inline void turn8(I8* v) {
     I8 t[8];
     for (int i = 0; i < 8; i += 4) {
         const I8 a = _mm256_unpacklo_epi32(v[i], v[i + 1]), b = _mm256_unpacklo_epi32(v[i + 2], v[i + 3]);
@@ -122,6 +123,48 @@ inline int32_t lane_max(I8 v) {
 // Keeps a running sum where it is. gcc otherwise reorders an unrolled chain of integer additions so that all the
 // products are alive at once, and spills most of them.
 inline void pin(I8& sum) { asm("" : "+x"(sum)); }
+
+// ---- products of pairs of 16 bits ----
+
+// The same pair in every lane.
+inline I8 splat_words8(const int16_t* pair) {
+    int32_t both;
+    std::memcpy(&both, pair, sizeof both);
+    return splat(both);
+}
+
+// sum + the products of pairs. As pin(): with intrinsics alone gcc copies the sums from register to register, and some to
+// memory.
+inline I8 dot_words(I8 sum, I8 w, I8 x) {
+#ifdef __AVXVNNI__
+    sum = _mm256_dpwssd_avx_epi32(sum, w, x);
+#elif defined(__AVX512VNNI__)
+    sum = _mm256_dpwssd_epi32(sum, w, x);
+#else
+    const I8 products = _mm256_madd_epi16(w, x);
+    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));
+#endif
+    return sum;
+}
+
+// Of each four bytes b the pairs b0, b2 and b1, b3.
+inline I8 even_words(I8 bytes) { return _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8); }
+inline I8 odd_words(I8 bytes) { return _mm256_srai_epi16(bytes, 8); }
+
+// Pairs of a[i] and b[i], of sixteen each.
+inline void join_words(const int8_t* a, const int8_t* b, int16_t* to) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a));
+    const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b));
+    auto* at = reinterpret_cast<__m256i*>(to);
+    _mm256_storeu_si256(at, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y)));
+    _mm256_storeu_si256(at + 1, _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x, y)));
+}
+
+// The nearest whole numbers, at most 32,767 in magnitude.
+inline void store16_words(int16_t* to, F8 a, F8 b) {
+    const __m256i packed = _mm256_packs_epi32(nearest(a), nearest(b));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
+}
 
 // ---- products of bytes ----
 

@@ -85,6 +85,19 @@ inline void join_pairs(const uint16_t* a, const uint16_t* b, int64_t count, uint
 #endif
 
 inline void pin(I16& sum) { asm("" : "+v"(sum)); }
+inline I16 splat_words(const int16_t* pair) {
+    int32_t both;
+    std::memcpy(&both, pair, sizeof both);
+    return splat16(both);
+}
+inline I16 dot_words(I16 sum, I16 w, I16 x) {
+    sum = _mm512_dpwssd_epi32(sum, w, x);
+    pin(sum);
+    return sum;
+}
+inline void store16_words(int16_t* to, F16 v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v)));
+}
 inline I16 begin_dots16(int32_t offset) { return splat16(offset); }
 inline I16 dot(I16 sum, I16 w, I16 x) {
     sum = _mm512_dpbusd_epi32(sum, w ^ _mm512_set1_epi8(-128), x);

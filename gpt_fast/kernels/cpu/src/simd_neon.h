@@ -127,6 +127,48 @@ inline void turn8(I8* v) {
 inline int32_t lane_sum(I8 v) { return vaddvq_s32(vaddq_s32(v.a, v.b)); }
 inline int32_t lane_max(I8 v) { return vmaxvq_s32(vmaxq_s32(v.a, v.b)); }
 
+// ---- products of pairs of 16 bits ----
+
+// Eight pairs: a has the first of each, b the second.
+inline I8 of_words(int16x8_t a, int16x8_t b) { return {vreinterpretq_s32_s16(a), vreinterpretq_s32_s16(b)}; }
+
+// The same pair in every lane.
+inline I8 splat_words8(const int16_t* pair) { return of_words(vdupq_n_s16(pair[0]), vdupq_n_s16(pair[1])); }
+
+// sum + the products of pairs.
+inline I8 dot_words(I8 sum, I8 w, I8 x) {
+    const int16x8_t w0 = vreinterpretq_s16_s32(w.a), w1 = vreinterpretq_s16_s32(w.b);
+    const int16x8_t x0 = vreinterpretq_s16_s32(x.a), x1 = vreinterpretq_s16_s32(x.b);
+    sum.a = vmlal_s16(vmlal_s16(sum.a, vget_low_s16(w0), vget_low_s16(x0)), vget_low_s16(w1), vget_low_s16(x1));
+    sum.b = vmlal_high_s16(vmlal_high_s16(sum.b, w0, x0), w1, x1);
+    return sum;
+}
+
+// Of each four bytes b the pairs b0, b2 and b1, b3.
+inline I8 even_words(I8 bytes) {
+    const int8x16_t even = vuzp1q_s8(vreinterpretq_s8_s32(bytes.a), vreinterpretq_s8_s32(bytes.b));
+    return of_words(vmovl_s8(vget_low_s8(vuzp1q_s8(even, even))), vmovl_s8(vget_low_s8(vuzp2q_s8(even, even))));
+}
+inline I8 odd_words(I8 bytes) {
+    const int8x16_t odd = vuzp2q_s8(vreinterpretq_s8_s32(bytes.a), vreinterpretq_s8_s32(bytes.b));
+    return of_words(vmovl_s8(vget_low_s8(vuzp1q_s8(odd, odd))), vmovl_s8(vget_low_s8(vuzp2q_s8(odd, odd))));
+}
+
+// Pairs of a[i] and b[i], of sixteen each.
+inline void join_words(const int8_t* a, const int8_t* b, int16_t* to) {
+    for (int i = 0; i < 16; i += 8) {
+        vst1q_s16(to + 2 * i, vmovl_s8(vld1_s8(a + i)));
+        vst1q_s16(to + 2 * i + 8, vmovl_s8(vld1_s8(b + i)));
+    }
+}
+
+// The nearest whole numbers, at most 32,767 in magnitude.
+inline void store16_words(int16_t* to, F8 x, F8 y) {
+    const I8 first = nearest(x), second = nearest(y);
+    vst1q_s16(to, vcombine_s16(vqmovn_s32(first.a), vqmovn_s32(first.b)));
+    vst1q_s16(to + 8, vcombine_s16(vqmovn_s32(second.a), vqmovn_s32(second.b)));
+}
+
 // ---- products of bytes ----
 
 inline int32x4_t dot(int32x4_t sum, int8x16_t w, int8x16_t x) {

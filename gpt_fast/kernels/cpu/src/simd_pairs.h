@@ -38,6 +38,12 @@ inline F16 load16_uint8(const uint8_t* p) { return {load8_uint8(p), load8_uint8(
 inline I16 splat16(int32_t x) { return {splat(x), splat(x)}; }
 inline I16 load64(const uint8_t* p) { return {load32(p), load32(p + 32)}; }
 inline void store64(uint8_t* p, I16 v) { store32(p, v.a), store32(p + 32, v.b); }
+inline I16 splat_words(const int16_t* pair) {
+    const I8 both = splat_words8(pair);
+    return {both, both};
+}
+inline I16 dot_words(I16 sum, I16 w, I16 x) { return {dot_words(sum.a, w.a, x.a), dot_words(sum.b, w.b, x.b)}; }
+inline void store16_words(int16_t* to, F16 v) { store16_words(to, v.a, v.b); }
 inline I16 begin_dots16(int32_t offset) { return {begin_dots(offset), begin_dots(offset)}; }
 inline I16 dot(I16 sum, I16 w, I16 x) { return {dot(sum.a, w.a, x.a), dot(sum.b, w.b, x.b)}; }
 inline I16 low_nibbles(I16 v) { return {low_nibbles(v.a), low_nibbles(v.b)}; }
