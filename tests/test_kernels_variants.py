@@ -264,7 +264,7 @@ def test_results_equal_the_native_kernels(command: list[str], request: pytest.Fi
             program, x = twin.program(), twin.input(13)
             if name.startswith(("norm", "activation", "cap")):
                 x[1, 0], x[2], x[3] = torch.nan, -200.0, 200.0
-            # Queries and weights of attention are rounded in another way; with tiles, int8 caches are taken as bfloat16.
+            # Queries and weights of attention are rounded otherwise; with tiles int8 caches are taken as bfloat16.
             inputs_rounded = (cache is torch.bfloat16 and not pairs) or (cache is torch.int8 and tiles and not amx)
             reordered = cache is torch.bfloat16 and tiles and not amx  # tiles add scores and values in another order
             tolerance = 0.02 if inputs_rounded else 0 if exact and not reordered else 1e-5

@@ -148,7 +148,7 @@ inline I8 dot_words(I8 sum, I8 w, I8 x) {
 }
 
 // Of each four bytes b the pairs b0, b2 and b1, b3.
-inline I8 even_words(I8 bytes) { return _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8); }
+inline I8 even_words(I8 bytes) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), bytes); }
 inline I8 odd_words(I8 bytes) { return _mm256_srai_epi16(bytes, 8); }
 
 // Pairs of a[i] and b[i], of sixteen each.
