@@ -43,7 +43,7 @@ ONLY_PARSED = {
     "serve": "stays until it is stopped; tests/e2e/test_wheel_served.py",
     "bench --url": "asks a server",
     "bench --shape": "takes minutes and gigabytes",
-    "kernels": "compiles for a minute; tests/test_kernels_cpu.py",
+    "kernels": "compiles for a minute; tests/test_kernels_build.py",
 }
 # The first words of other commands: nothing of them is checked.
 NOT_CHECKED = {

@@ -1,0 +1,248 @@
+"""Attention in C++ against its plain-torch twin, and each query's result against itself in other company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from programs import run_ops
+from torch import Tensor
+
+from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
+from gpt_fast.kernels.cpu import library as cpu
+from gpt_fast.kernels.cpu.program import Weights
+from gpt_fast.model import description as d
+from gpt_fast.model.attention import Scoring, alibi_slopes, paged_attention_eager
+
+needs_cpp = pytest.mark.skipif(not cpu.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
+
+
+@pytest.fixture(autouse=True)
+def threads_restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Cache:
+    """Sequences in pages of a cache whose other contents are not numbers. ``fast``: as the C++ kernels keep heads."""
+
+    def __init__(
+        self, slots: int, longest: int, shape: tuple[int, int, int], dtype: torch.dtype, page: int, fast: bool
+    ) -> None:
+        self.heads, self.kv_heads, self.head_dim = shape
+        each = -(-longest // page)
+        g = torch.Generator().manual_seed(1)
+        self.table = (torch.randperm(slots * each, generator=g) + 1).view(slots, each).int()
+        self.page, self.fast = page, fast
+        sizes = (slots * each + 1, page, self.kv_heads, padded(self.head_dim) if fast else self.head_dim)
+        if dtype == torch.int8:
+            k, v = torch.full(sizes, 127, dtype=dtype), torch.full(sizes, -128, dtype=dtype)
+            self.layer = LayerCache(k, v, torch.full(sizes[:3], torch.nan), torch.full(sizes[:3], torch.inf))
+        else:
+            self.layer = LayerCache(*(torch.full(sizes, value, dtype=dtype) for value in (torch.nan, torch.inf)))
+
+    def places(self, slot: int, begin: int, end: int) -> list[int]:
+        return [int(self.table[slot, p // self.page]) * self.page + p % self.page for p in range(begin, end)]
+
+    def attend(self, parts: list[tuple[int, int, int]], qkv: list[tuple[Tensor, ...]], scoring: Scoring) -> Tensor:
+        """One step with tokens [begin, end) of each (slot, begin, end); qkv[slot] holds whole sequences."""
+        start, context, places = [0], [0] * len(self.table), []
+        picked: list[list[Tensor]] = [[], [], []]
+        by_slot = {slot: (begin, end) for slot, begin, end in parts}
+        for slot in range(len(self.table)):
+            begin, end = by_slot.get(slot, (0, 0))
+            for i in range(3):
+                picked[i].append(qkv[slot][i][begin:end])
+            places += self.places(slot, begin, end)
+            context[slot] = end
+            start.append(start[-1] + end - begin)
+        layout = StepLayout(torch.tensor(start).int(), torch.tensor(context).int(), self.table, torch.tensor(places))
+        q, k, v = (torch.cat(p) for p in picked)
+        return self.run(q, k, v, layout, scoring)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layout: StepLayout, scoring: Scoring) -> Tensor:
+        """[N, H, D] of each head."""
+        if not self.fast:
+            return paged_attention_eager(q, k, v, self.layer, layout, scoring)
+        ops = (
+            d.Heads("in", "q", "k", "v", self.heads, self.kv_heads, self.head_dim),
+            d.Attention("q", "k", "v", "out", scoring.scale, scoring.window, scoring.cap, scoring.slopes is not None,
+                        "s" if scoring.sinks is not None else ""),
+        )  # fmt: skip
+        vectors = {} if scoring.sinks is None else {"s": (scoring.sinks, None)}
+        x = torch.cat((q, k, v), dim=1).flatten(1)
+        out = run_ops(ops, Weights({}, vectors, cache=self.layer), x, layout=layout)
+        return out.unflatten(1, (self.heads, self.head_dim))
+
+
+def sequences(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> list[tuple[Tensor, ...]]:
+    g = torch.Generator().manual_seed(0)
+    return [tuple(torch.randn(n, h, head_dim, generator=g) for h in (heads, kv_heads, kv_heads)) for n in lengths]
+
+
+SHAPES_OF_HEADS = [(4, 2, 8), (3, 3, 40), (8, 1, 64), (6, 2, 20), (5, 1, 5)]
+
+
+def fast_and_eager(
+    window: int, shape: tuple[int, int, int], dtype: torch.dtype, spread: float = 1.0
+) -> list[tuple[Tensor, Tensor]]:
+    """Of three steps; ``spread``: of the scores."""
+    qkv = sequences([1, 130, 700], *shape)
+    steps = [[(0, 0, 1), (1, 0, 100), (2, 0, 650)], [(1, 100, 101), (2, 650, 695)], [(1, 101, 130), (2, 695, 700)]]
+    outs = []
+    for fast in (True, False):
+        cache = Cache(3, 700, shape, dtype, 16, fast)
+        outs.append([cache.attend(step, qkv, Scoring(window, spread * shape[2] ** -0.5)) for step in steps])
+    return list(zip(*outs, strict=True))
+
+
+@needs_cpp
+@pytest.mark.parametrize("window", [0, 1, 70, 600])
+@pytest.mark.parametrize("shape", SHAPES_OF_HEADS, ids=str)
+def test_attention_equals_the_eager_seam(window: int, shape: tuple[int, int, int]) -> None:
+    for got, expected in fast_and_eager(window, shape, torch.float32):
+        torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-4)
+
+
+@needs_cpp
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("shape", SHAPES_OF_HEADS, ids=str)
+def test_attention_in_bfloat16_is_near_the_eager_seam(window: int, shape: tuple[int, int, int]) -> None:
+    """Where products take pairs of bfloat16, queries and weights are rounded to that, each by 0.4 % at most."""
+    for got, expected in fast_and_eager(window, shape, torch.bfloat16):
+        torch.testing.assert_close(got, expected, atol=0.03, rtol=0)
+        assert (got - expected).square().mean() < 1e-5 * expected.square().mean()
+
+
+@needs_cpp
+@pytest.mark.parametrize("window", [0, 1, 70, 600])
+@pytest.mark.parametrize("shape", [*SHAPES_OF_HEADS, (4, 2, 96), (2, 1, 264)], ids=str)
+@pytest.mark.parametrize("spread", [1.0, 10.0])
+def test_attention_to_int8_is_near_the_eager_seam(spread: float, window: int, shape: tuple[int, int, int]) -> None:
+    """Queries and weights are rounded to 16 bits with a scale for each row, with tiles (AMX) to bfloat16."""
+    tiles = "amx" in cpu.variants()
+    if tiles and spread > 1:
+        pytest.skip("rounded to bfloat16, large scores are off by more than a weight")
+    for got, expected in fast_and_eager(window, shape, torch.int8, spread):
+        torch.testing.assert_close(got, expected, atol=0.03 if tiles else spread * 2e-4, rtol=0)
+        error = (got - expected).square().mean() / expected.square().mean()
+        assert error < (1e-5 if tiles else spread * 4e-9)
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.01, 0.1, 0.5, 4.0])
+def test_attention_where_later_keys_score_more(scale: float, dtype: torch.dtype) -> None:
+    """So that earlier sums are given another scale: never, sometimes and with each block of keys."""
+    q, k, v = sequences([700], 8, 2, 32)[0]
+    grows = (1 + torch.arange(700) / 50).floor().view(-1, 1, 1)
+    qkv = [(q.sign(), k.sign() * grows, v)]  # whole numbers, exact in bfloat16
+    outs = []
+    for fast in (True, False):
+        cache = Cache(1, 700, (8, 2, 32), dtype, 16, fast)
+        outs.append([cache.attend(step, qkv, Scoring(0, scale)) for step in ([(0, 0, 650)], [(0, 650, 651)])])
+    for got, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5 if dtype == torch.float32 else 0.03, rtol=1e-4)
+
+
+@needs_cpp
+@pytest.mark.parametrize(("dtype", "atol", "rtol"), [(torch.float32, 5e-6, 1e-4), (torch.bfloat16, 0.03, 0.0)])
+@pytest.mark.parametrize("window", [0, 70])
+def test_attention_with_caps_slopes_and_sinks_equals_the_eager_seam(
+    window: int, dtype: torch.dtype, atol: float, rtol: float
+) -> None:
+    """Over several splits of the keys, in prompts and where one token decodes."""
+    shape = (6, 2, 24)
+    qkv = sequences([1, 130, 700], *shape)
+    steps = [[(0, 0, 1), (1, 0, 100), (2, 0, 650)], [(1, 100, 101), (2, 650, 651)], [(1, 101, 130), (2, 651, 700)]]
+    scoring = Scoring(window, 0.5, 3.0, alibi_slopes(6), torch.randn(6))
+    outs = []
+    for fast in (True, False):
+        cache = Cache(3, 700, shape, dtype, 16, fast)
+        outs.append([cache.attend(step, qkv, scoring) for step in steps])
+    for got, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(got, expected, atol=atol, rtol=rtol)
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize("adjusted", [False, True])
+def test_a_query_does_not_depend_on_chunks_company_or_threads(dtype: torch.dtype, window: int, adjusted: bool) -> None:
+    lengths, shape = [1200, 77, 530], (8, 2, 32)
+    qkv = sequences(lengths, *shape)
+    more = (3.0, alibi_slopes(8), torch.randn(8)) if adjusted else ()
+    scoring = Scoring(window, 32**-0.5, *more)
+
+    def every_step(steps: list[list[tuple[int, int, int]]], threads: int) -> list[Tensor]:
+        torch.set_num_threads(threads)
+        cache = Cache(3, 1200, shape, dtype, 16, fast=True)
+        results: list[list[Tensor]] = [[], [], []]
+        for step in steps:
+            out = cache.attend(step, qkv, scoring)
+            for slot, begin, end in sorted(step):
+                results[slot].append(out[: end - begin])
+                out = out[end - begin :]
+        return [torch.cat(r) for r in results]
+
+    alone = every_step([[(s, 0, n)] for s, n in enumerate(lengths)], 1)
+    pieces = [[(0, a, min(a + 37, 1190))] for a in range(0, 1190, 37)] + [[(0, a, a + 1)] for a in range(1190, 1200)]
+    pieces += [[(1, 0, 70), (2, 0, 529)], [(1, 70, 77), (2, 529, 530)]]
+    for threads in (1, 2):
+        for got, expected in zip(every_step(pieces, threads), alone, strict=True):
+            assert torch.equal(got, expected)
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dim", [16, 24, 64])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
+def test_a_query_has_the_same_bits_beside_any_number_of_others(group: int, dim: int, dtype: torch.dtype) -> None:
+    """``group`` queries of a token share a head's keys; few and many of them take different ways."""
+    shape = (2 * group, 2, dim)
+    qkv = sequences([70], *shape)  # two whole blocks of keys and a part of one
+
+    def in_pieces(size: int) -> Tensor:
+        cache = Cache(1, 70, shape, dtype, 16, fast=True)
+        steps = [[(0, begin, min(begin + size, 70))] for begin in range(0, 70, size)]
+        return torch.cat([cache.attend(step, qkv, Scoring(0, dim**-0.5)) for step in steps])
+
+    whole = in_pieces(70)
+    for size in (1, 2, 3, 5, 8, 16):
+        assert torch.equal(in_pieces(size), whole), size
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("steps", [[(0, 0, 70)], [(0, 0, 69), (0, 69, 70)]], ids=["prompt", "one"])
+def test_a_query_that_is_not_finite_spoils_itself_alone(steps: list[tuple[int, int, int]], dtype: torch.dtype) -> None:
+    q, k, v = sequences([70], 4, 2, 24)[0]
+    outs = []
+    for _ in range(2):
+        cache = Cache(1, 70, (4, 2, 24), dtype, 16, fast=True)
+        outs.append(torch.cat([cache.attend([step], [(q, k, v)], Scoring(0, 24**-0.5)) for step in steps]))
+        q = q.clone()
+        q[69, 1, 3] = torch.nan
+    sound, spoiled = outs
+    assert spoiled[69, 1].isnan().all()
+    sound[69, 1] = spoiled[69, 1] = 0
+    assert torch.equal(sound, spoiled)
+
+
+@needs_cpp
+def test_attention_leaves_padding_zero_and_fills_page_zero_only() -> None:
+    qkv = sequences([3], 4, 2, 8)
+    cache = Cache(1, 16, (4, 2, 8), torch.float32, 16, fast=True)
+    before = cache.layer.k.clone()
+    q, k, v = (torch.cat((t, torch.ones(2, *t.shape[1:]))) for t in qkv[0])
+    places = torch.tensor([*cache.places(0, 0, 3), 0, 0])
+    layout = StepLayout(torch.tensor([0, 3]).int(), torch.tensor([3]).int(), cache.table, places)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        out = cache.run(q, k, v, layout, Scoring(0, 1.0))
+        assert torch.equal(out[3:], torch.zeros(2, 4, 8))
+    after = cache.layer.k
+    changed = (after != before).flatten(1).any(1) & ~(after.isnan() & before.isnan()).flatten(1).all(1)
+    assert changed.nonzero().flatten().tolist() == sorted({0, int(cache.table[0, 0])})
