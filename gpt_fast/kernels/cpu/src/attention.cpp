@@ -9,7 +9,7 @@ namespace gpt_fast {
 
 namespace {
 
-// Of bfloat16 and int8, where tiles multiply pairs of bfloat16: nothing is as fast. Else int8 takes the way that is exact.
+// int8 takes pairs of bfloat16 where tiles multiply them, because nothing is as fast.
 template <class Cached>
 using KeysOf = std::conditional_t<
     std::is_same_v<Cached, float> || (std::is_same_v<Cached, uint16_t> && !kBfloat16Dots), FloatKeys<Cached>,

@@ -59,10 +59,11 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
         for (int w = 0; w < W; ++w) store16(to[r] + d + 16 * w, sum[r][w]);
 }
 
-// Keys keeps a block in the order that its products want (attention_floats.h, attention_pairs.h). It brings
+// Keys keeps a block in the order that its products want: attention_floats.h, attention_pairs.h, attention_words.h. It
+// brings
 //   Keys(p, queries): `queries` is how many queries of one head will use each block
 //   Number: the type of queries
-//   store_query(q, to): a query [D] to what scores() takes, which is in units of what is returned, a factor of the score
+//   store_query(q, to): a query [D] to what scores() takes, in units of what is returned, a factor of the score
 //   column(d, dim): where column d of the values stands in what add_values() adds to, for heads of `dim`
 //   load(places, kv_head, from, end, ahead): keys [from, end) of the block, of the heads of the cache at `places`
 //   load_work(): of one load()
@@ -70,8 +71,9 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
 //     [R, D]
 //   add_values<R>(into, kept, weights, ahead): into[r] = into[r] * kept[r] + the sum of weights[r][i] * values[i], in
 //     ascending order of i; the weights may be changed
-// They tell `ahead` of their work: of products, rows times columns. What a row gets is the same for every R. Keys that a token
-// may not see have the weight 0, so a value that is not finite makes earlier tokens of the same step not finite too.
+// They tell `ahead` of their work: of products, rows times columns. What a row gets is the same for every R. Keys that
+// a token may not see have the weight 0, so a value that is not finite makes earlier tokens of the same step not finite
+// too.
 template <class Cached, class Keys>
 class AttentionBlock {
 public:

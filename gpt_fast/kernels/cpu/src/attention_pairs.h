@@ -56,8 +56,8 @@ inline void add_pair_values(float* const* value, const float* kept, const uint16
     store_values(sum, value, d);
 }
 
-// Keys of attention_block.h. Numbers of int8 are exact in bfloat16; their scales are applied to scores and weights, which
-// are fewer than keys and values.
+// Keys of attention_block.h. Numbers of int8 are exact in bfloat16; their scales are applied to scores and weights,
+// which are fewer than keys and values.
 template <class Cached>
 class PairKeys {
 public:

@@ -133,8 +133,8 @@ inline I8 splat_words8(const int16_t* pair) {
     return splat(both);
 }
 
-// sum + the products of pairs. As pin(): with intrinsics alone gcc copies the sums from register to register, and some to
-// memory.
+// sum + the products of pairs. As pin(): with intrinsics alone gcc copies the sums from register to register, and some
+// to memory.
 inline I8 dot_words(I8 sum, I8 w, I8 x) {
 #ifdef __AVXVNNI__
     sum = _mm256_dpwssd_avx_epi32(sum, w, x);
