@@ -9,11 +9,20 @@ namespace gpt_fast {
 
 namespace {
 
-// int8 takes pairs of bfloat16 where tiles multiply them, because nothing is as fast.
 template <class Cached>
-using KeysOf = std::conditional_t<
-    std::is_same_v<Cached, float> || (std::is_same_v<Cached, uint16_t> && !kBfloat16Dots), FloatKeys<Cached>,
-    std::conditional_t<std::is_same_v<Cached, int8_t> && !kTiles, WordKeys, PairKeys<Cached>>>;
+struct KeysOfCache {
+    using Type = FloatKeys<Cached>;
+};
+template <>
+struct KeysOfCache<uint16_t> {
+    using Type = std::conditional_t<kBfloat16Dots, PairKeys<uint16_t>, FloatKeys<uint16_t>>;
+};
+template <>
+struct KeysOfCache<int8_t> {
+    using Type = std::conditional_t<kTiles, PairKeys<int8_t>, WordKeys>;  // nothing is as fast as tiles
+};
+template <class Cached>
+using KeysOf = typename KeysOfCache<Cached>::Type;
 
 // Tokens [first, last) of a slot's queries, heads [kv_begin, kv_end) of the cache, against keys of [split, split + 1) *
 // kSplit; state[kv_head - kv_begin][token - first][query head of kv_head].
