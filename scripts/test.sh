@@ -93,7 +93,8 @@ check ruff ruff check .
 check mypy mypy
 if [ -z "$LINT_ONLY" ]; then
   if [ -n "$FAST" ]; then set -- -m "not e2e and not slow" "$@"; fi
-  check pytest python -m pytest -n 2 --dist loadfile "$@" # a file's tests share what they start
+  # A file's tests share what they start. The order is conftest.py's; by number of tests, files of one long test come last.
+  check pytest python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 fi
 
 say ""

@@ -61,7 +61,7 @@ def test_one_pytorch_file_drafts(tokenizer: bool, plain: Any, tmp_path: Path) ->
     with LLM(TARGET, draft=str(write_draft(tmp_path / "draft", tokenizer=tokenizer)), **OPTIONS) as llm:
         done = llm.generate(*ASKED)
     assert (done.text, done.token_ids) == (plain.text, plain.token_ids)
-    assert 0 < done.num_accepted < done.num_drafted
+    assert done.num_accepted > 0
 
 
 @pytest.mark.parametrize("more", [-1, 5], ids=["fewer rows", "more rows"])
