@@ -49,14 +49,21 @@ def extra_data_dir() -> Path:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from threads, and on a busy machine threads that wait for each other lose a lot."""
+def threads_restored() -> Iterator[None]:
+    """A test may set torch's number of threads."""
     import torch  # not at the top: many tests do without it
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(threads_restored: None) -> None:
+    """Tiny models gain nothing from threads, and on a busy machine threads that wait for each other lose a lot."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
+from gpt_fast.kernels.cpu.library import available
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
 from gpt_fast.model import description as d
 from gpt_fast.model.cpu_model import pack_block
 from gpt_fast.model.rope import Rope
 from gpt_fast.model.transformer import Block, Context
 
+needs_cpp = pytest.mark.skipif(not available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
 PAGE = 16
 _LONGEST = 64  # tokens of the one sequence of a Twin
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from programs import random_weights
+from programs import needs_cpp, random_weights
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -23,7 +22,6 @@ from gpt_fast.config import ExpertsConfig, ModelConfig, RopeScaling
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cpu.library import available
 from gpt_fast.model.building import random_model
 from gpt_fast.model.cpu_model import CpuModel, pack_model
 from gpt_fast.model.description import describe
@@ -35,7 +33,7 @@ from gpt_fast.quantize.apply import quantize_model
 from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.scheme import quant_config
 
-pytestmark = pytest.mark.skipif(not available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
+pytestmark = [needs_cpp, pytest.mark.usefixtures("one_thread")]
 
 TINY = dataclasses.replace(
     shape("tinyllama-1.1b"),
@@ -106,12 +104,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def threads_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def every_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, EVERY_NAME.name, EVERY_NAME)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def config_of(name: str) -> ModelConfig:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from programs import run_ops
+from programs import needs_cpp, run_ops
 from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
@@ -15,14 +13,7 @@ from gpt_fast.kernels.cpu.program import Weights
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import Scoring, alibi_slopes, paged_attention_eager
 
-needs_cpp = pytest.mark.skipif(not cpu.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
-
-
-@pytest.fixture(autouse=True)
-def threads_restored() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads_restored")
 
 
 class Cache:
@@ -86,23 +77,34 @@ SHAPES_OF_HEADS = [(4, 2, 8), (3, 3, 40), (8, 1, 64), (6, 2, 20), (5, 1, 5)]
 
 
 def fast_and_eager(
-    window: int, shape: tuple[int, int, int], dtype: torch.dtype, spread: float = 1.0
+    qkv: list[tuple[Tensor, ...]],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    steps: list[list[tuple[int, int, int]]],
+    scoring: Scoring,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of three steps; ``spread``: of the scores."""
-    qkv = sequences([1, 130, 700], *shape)
-    steps = [[(0, 0, 1), (1, 0, 100), (2, 0, 650)], [(1, 100, 101), (2, 650, 695)], [(1, 101, 130), (2, 695, 700)]]
+    """What both give for each step over sequences of at most 700 tokens."""
     outs = []
     for fast in (True, False):
-        cache = Cache(3, 700, shape, dtype, 16, fast)
-        outs.append([cache.attend(step, qkv, Scoring(window, spread * shape[2] ** -0.5)) for step in steps])
+        cache = Cache(len(qkv), 700, shape, dtype, 16, fast)
+        outs.append([cache.attend(step, qkv, scoring) for step in steps])
     return list(zip(*outs, strict=True))
+
+
+def three_steps(
+    window: int, shape: tuple[int, int, int], dtype: torch.dtype, spread: float = 1.0
+) -> list[tuple[Tensor, Tensor]]:
+    """``fast_and_eager`` of prompts, pieces of prompts and single tokens; ``spread``: of the scores."""
+    qkv = sequences([1, 130, 700], *shape)
+    steps = [[(0, 0, 1), (1, 0, 100), (2, 0, 650)], [(1, 100, 101), (2, 650, 695)], [(1, 101, 130), (2, 695, 700)]]
+    return fast_and_eager(qkv, shape, dtype, steps, Scoring(window, spread * shape[2] ** -0.5))
 
 
 @needs_cpp
 @pytest.mark.parametrize("window", [0, 1, 70, 600])
 @pytest.mark.parametrize("shape", SHAPES_OF_HEADS, ids=str)
 def test_attention_equals_the_eager_seam(window: int, shape: tuple[int, int, int]) -> None:
-    for got, expected in fast_and_eager(window, shape, torch.float32):
+    for got, expected in three_steps(window, shape, torch.float32):
         torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-4)
 
 
@@ -111,7 +113,7 @@ def test_attention_equals_the_eager_seam(window: int, shape: tuple[int, int, int
 @pytest.mark.parametrize("shape", SHAPES_OF_HEADS, ids=str)
 def test_attention_in_bfloat16_is_near_the_eager_seam(window: int, shape: tuple[int, int, int]) -> None:
     """Where products take pairs of bfloat16, queries and weights are rounded to that, each by 0.4 % at most."""
-    for got, expected in fast_and_eager(window, shape, torch.bfloat16):
+    for got, expected in three_steps(window, shape, torch.bfloat16):
         torch.testing.assert_close(got, expected, atol=0.03, rtol=0)
         assert (got - expected).square().mean() < 1e-5 * expected.square().mean()
 
@@ -125,7 +127,7 @@ def test_attention_to_int8_is_near_the_eager_seam(spread: float, window: int, sh
     tiles = "amx" in cpu.variants()
     if tiles and spread > 1:
         pytest.skip("rounded to bfloat16, large scores are off by more than a weight")
-    for got, expected in fast_and_eager(window, shape, torch.int8, spread):
+    for got, expected in three_steps(window, shape, torch.int8, spread):
         torch.testing.assert_close(got, expected, atol=0.03 if tiles else spread * 2e-4, rtol=0)
         error = (got - expected).square().mean() / expected.square().mean()
         assert error < (1e-5 if tiles else spread * 4e-9)
@@ -139,11 +141,8 @@ def test_attention_where_later_keys_score_more(scale: float, dtype: torch.dtype)
     q, k, v = sequences([700], 8, 2, 32)[0]
     grows = (1 + torch.arange(700) / 50).floor().view(-1, 1, 1)
     qkv = [(q.sign(), k.sign() * grows, v)]  # whole numbers, exact in bfloat16
-    outs = []
-    for fast in (True, False):
-        cache = Cache(1, 700, (8, 2, 32), dtype, 16, fast)
-        outs.append([cache.attend(step, qkv, Scoring(0, scale)) for step in ([(0, 0, 650)], [(0, 650, 651)])])
-    for got, expected in zip(*outs, strict=True):
+    steps = [[(0, 0, 650)], [(0, 650, 651)]]
+    for got, expected in fast_and_eager(qkv, (8, 2, 32), dtype, steps, Scoring(0, scale)):
         torch.testing.assert_close(got, expected, atol=1e-5 if dtype == torch.float32 else 0.03, rtol=1e-4)
 
 
@@ -158,11 +157,7 @@ def test_attention_with_caps_slopes_and_sinks_equals_the_eager_seam(
     qkv = sequences([1, 130, 700], *shape)
     steps = [[(0, 0, 1), (1, 0, 100), (2, 0, 650)], [(1, 100, 101), (2, 650, 651)], [(1, 101, 130), (2, 651, 700)]]
     scoring = Scoring(window, 0.5, 3.0, alibi_slopes(6), torch.randn(6))
-    outs = []
-    for fast in (True, False):
-        cache = Cache(3, 700, shape, dtype, 16, fast)
-        outs.append([cache.attend(step, qkv, scoring) for step in steps])
-    for got, expected in zip(*outs, strict=True):
+    for got, expected in fast_and_eager(qkv, shape, dtype, steps, scoring):
         torch.testing.assert_close(got, expected, atol=atol, rtol=rtol)
 
 

@@ -10,12 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from programs import needs_cpp
 
 from gpt_fast import user_cache
 from gpt_fast.kernels.cpu import library as cpu
-
-needs_cpp = pytest.mark.skipif(not cpu.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
-
 
 _PROBE = "import logging; logging.basicConfig(); import torch; from gpt_fast.kernels.cpu import library as k; "
 # A model's step by the kernels where they are, by plain torch where not.
@@ -229,7 +227,7 @@ def test_kernels_are_built_for_other_machines(
 
 @needs_cpp
 def test_a_folder_of_kernels_runs_without_a_compiler(cache: Path, tmp_path: Path) -> None:
-    """The real thing in a process of its own; the variant for this CPU is the one that the tests built."""
+    """A new process loads the kernels for this CPU from the folder."""
     cpu.build_all(tmp_path / "kernels")
     given = {"GPT_FAST_KERNEL_DIR": str(tmp_path / "kernels"), "GPT_FAST_CACHE": str(tmp_path / "empty")}
     done = probe(_STEP, CXX="no-such-compiler", GPT_FAST_KERNELS="", **given)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import run_ops, run_product
+from programs import needs_cpp, run_ops, run_product
 from torch import Tensor
 
 from gpt_fast.config import ModelConfig
@@ -19,17 +19,10 @@ from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.program import PackedWeights, Weights
 from gpt_fast.model import description as d
 
-needs_cpp = pytest.mark.skipif(not cpu.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
+pytestmark = pytest.mark.usefixtures("threads_restored")
 KINDS = ("float32", "bfloat16", "int8", "int4-32", "int4-64", "int4-128")
 # (N, K): tiles not full, K in several passes, more tiles than a thread takes at once
 SHAPES = ((5, 128), (100, 640), (16 * 37 + 3, 256))
-
-
-@pytest.fixture(autouse=True)
-def threads_restored() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def weights(kind: str, n: int, k: int, seed: int = 0) -> tuple[PackedWeights, Callable[[Tensor], Tensor]]:

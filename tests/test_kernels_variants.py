@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from programs import Twin
+from programs import Twin, needs_cpp
 from quantized import noisy_rows
 from test_program import CASES as OPERATIONS
 from torch import Tensor
@@ -32,7 +32,7 @@ from gpt_fast.kernels.reference import dequantize_int4, quantize_activations
 from gpt_fast.model import description as d
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
+pytestmark = needs_cpp
 
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 # What the instruction computes: even and odd bytes apart, because 16 bits do not hold the sum of two products.

@@ -7,29 +7,20 @@ compared with each other.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from programs import Twin
+from programs import Twin, needs_cpp
 
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache
-from gpt_fast.kernels.cpu.library import available
 from gpt_fast.kernels.cpu.program import Program, Weights
 from gpt_fast.model import description as d
 
-pytestmark = pytest.mark.skipif(not available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
+pytestmark = [needs_cpp, pytest.mark.usefixtures("threads_restored")]
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
-
-
-@pytest.fixture(autouse=True)
-def threads_restored() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def matrix(name: str, inputs: int, outputs: int, bias: bool = False, experts: int = 0) -> d.Matrix:

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from programs import needs_cpp
 from quantized import dequantized, noisy_rows
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -38,7 +39,6 @@ from gpt_fast.quantize.scheme import Kind, Scheme, Split, parse_quant_config, qu
 from gpt_fast.quantize.writer import CheckpointWriter, quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-needs_cpp = pytest.mark.skipif(not library.available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
 
 TINY = ModelConfig("llama", 64, 32, 2, 4, 2, 8, 48, 128)  # 48 inputs are a group and a half
 SHAPES = {

@@ -9,6 +9,7 @@ from typing import Any
 import families_table
 import pytest
 import torch
+from programs import needs_cpp
 from test_drafts import Knowing, seen
 from torch import Tensor
 
@@ -17,12 +18,11 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.speculate.speculation import Speculation
-from gpt_fast.kernels.cpu.library import available
 from gpt_fast.model.steps import serve
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON"),
+    needs_cpp,
 ]
 
 MODES = (None, "int8", "int4")

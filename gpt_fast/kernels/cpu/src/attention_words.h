@@ -93,7 +93,7 @@ public:
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, float (*weights)[kKeys], Ahead& ahead) const {
+    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) const {
         alignas(64) int16_t rounded[R][kKeys];
         float factors[R];
         for (int r = 0; r < R; ++r) factors[r] = round_weights(weights[r], rounded[r]);
@@ -144,7 +144,7 @@ private:
     }
 
     // A row of weights times the scales of the values, in multiples of what is returned.
-    float round_weights(float* weights, int16_t* to) const {
+    float round_weights(const float* weights, int16_t* to) const {
         F16 largest = splat16(0.0f), w[kKeys / 16];
         for (int64_t i = 0; i < kKeys / 16; ++i) {
             w[i] = load16(weights + 16 * i) * load16(v_scale_ + 16 * i);

@@ -85,8 +85,8 @@ struct Int4 {
 
     // exact = the sums over one block of codes, as integers; the weights of each value serve all rows. As add_dots().
     template <int R, int T>
-    [[gnu::always_inline]] static void add_block(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R], int64_t b,
-                          I16 (*exact)[T]) {
+    [[gnu::always_inline]] static void add_block(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R],
+                                                 int64_t b, I16 (*exact)[T]) {
         clear_codes<R, T>(exact);
 #pragma GCC unroll 4
         for (int g = 0; g < 4; ++g) {

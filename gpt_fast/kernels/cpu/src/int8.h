@@ -13,8 +13,8 @@ namespace gpt_fast {
 // weights of each tile, `tile_bytes` apart. Raised weights have had 128 added. Were it called, the sums would go through
 // memory: clang has to be told.
 template <int R, int T, bool raised>
-[[gnu::always_inline]] inline void add_dots(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R], int64_t b, int64_t part,
-                     I16 (&exact)[R][T]) {
+[[gnu::always_inline]] inline void add_dots(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R], int64_t b,
+                                            int64_t part, I16 (&exact)[R][T]) {
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
         I16 wv[T];

@@ -11,6 +11,16 @@
 #include <cstring>
 #include <initializer_list>
 
+namespace gpt_fast {
+
+inline int32_t load_four(const void* bytes) {
+    int32_t four;
+    std::memcpy(&four, bytes, sizeof four);
+    return four;
+}
+
+}  // namespace gpt_fast
+
 #if defined(__AVX2__) && defined(__FMA__)
 #include "simd_avx2.h"
 #ifdef __AVX512VNNI__
@@ -49,11 +59,7 @@ inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
 inline void prefetch_to_level2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // 32 bits everywhere: one weight's neighbours along k.
-inline I16 splat_four(const void* bytes) {
-    int32_t four;
-    std::memcpy(&four, bytes, sizeof four);
-    return splat16(four);
-}
+inline I16 splat_four(const void* bytes) { return splat16(load_four(bytes)); }
 
 // Whether dot() wants sums of two neighbours of x to be 128 in magnitude at most.
 #ifdef GPT_FAST_PAIRED_DOTS

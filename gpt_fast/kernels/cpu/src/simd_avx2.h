@@ -4,7 +4,6 @@
 #include <immintrin.h>
 
 #include <cstdint>
-#include <cstring>
 
 namespace gpt_fast {
 
@@ -85,10 +84,6 @@ template <int N>
 inline I8 shift_right(I8 v) {  // zeros come in
     return _mm256_srli_epi32(v, N);
 }
-template <int N>
-inline I8 shift_right_signed(I8 v) {
-    return _mm256_srai_epi32(v, N);
-}
 inline I8 exclusive_or(I8 a, I8 b) { return _mm256_xor_si256(a, b); }
 inline I8 multiply(I8 a, I8 b) { return _mm256_mullo_epi32(a, b); }  // the lower 32 bits
 inline bool any(I8 v) { return !_mm256_testz_si256(v, v); }
@@ -127,11 +122,7 @@ inline void pin(I8& sum) { asm("" : "+x"(sum)); }
 // ---- products of pairs of 16 bits ----
 
 // The same pair in every lane.
-inline I8 splat_words8(const int16_t* pair) {
-    int32_t both;
-    std::memcpy(&both, pair, sizeof both);
-    return splat(both);
-}
+inline I8 splat_words8(const int16_t* pair) { return splat(load_four(pair)); }
 
 // sum + the products of pairs. As pin(): with intrinsics alone gcc copies the sums from register to register, and some
 // to memory.

@@ -85,11 +85,7 @@ inline void join_pairs(const uint16_t* a, const uint16_t* b, int64_t count, uint
 #endif
 
 inline void pin(I16& sum) { asm("" : "+v"(sum)); }
-inline I16 splat_words(const int16_t* pair) {
-    int32_t both;
-    std::memcpy(&both, pair, sizeof both);
-    return splat16(both);
-}
+inline I16 splat_words(const int16_t* pair) { return splat16(load_four(pair)); }
 inline I16 dot_words(I16 sum, I16 w, I16 x) {
     sum = _mm512_dpwssd_epi32(sum, w, x);
     pin(sum);

@@ -105,10 +105,6 @@ inline I8 shift_right(I8 v) {  // zeros come in
     return {vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v.a), N)),
             vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v.b), N))};
 }
-template <int N>
-inline I8 shift_right_signed(I8 v) {
-    return {vshrq_n_s32(v.a, N), vshrq_n_s32(v.b, N)};
-}
 inline I8 exclusive_or(I8 x, I8 y) { return {veorq_s32(x.a, y.a), veorq_s32(x.b, y.b)}; }
 inline I8 multiply(I8 x, I8 y) { return {vmulq_s32(x.a, y.a), vmulq_s32(x.b, y.b)}; }  // the lower 32 bits
 inline bool any(I8 v) { return vmaxvq_u32(vreinterpretq_u32_s32(vorrq_s32(v.a, v.b))) != 0; }
