@@ -171,7 +171,9 @@ class Steps:
             cache = LayerCache.zeros(pages, cache_dtype, torch.device("cpu")) if heads else None
             blocks.append((block.ops, Weights(found, vectors, tables, cache)))
         self.program = Program(blocks, "logits", rows_before=len(blocks) - 1)
-        self.ropes = [Rope(table) for table in description.ropes]
+        # As in the engine: torch's cosine in a step would wake its threads, which then wait on the kernels' cores.
+        every = torch.arange(longest)
+        self.angles = [Rope(table)(every, every) for table in description.ropes]
 
     def run(self, sequences: int, new_tokens: int, context: int) -> Tensor:
         """One step of ``new_tokens`` each, the last of which is token ``context`` of its sequence."""
@@ -180,12 +182,12 @@ class Steps:
         pages = torch.arange(sequences * self.pages_each, dtype=torch.int32).view(sequences, -1) + 1
         slot = torch.arange(sequences).repeat_interleave(new_tokens)
         places = pages[slot, positions // _PAGE].long() * _PAGE + positions % _PAGE
-        angles = [rope(positions, torch.full_like(positions, context)) for rope in self.ropes]
         tokens = (positions * 7919 + slot) % self.config.vocab_size
         starts = torch.arange(sequences + 1, dtype=torch.int32) * new_tokens
         lengths = torch.full((sequences,), context, dtype=torch.int32)
         rows = torch.tensor([(s + 1) * new_tokens - 1 for s in slots])
-        return self.program.run(tokens, positions, angles, StepLayout(starts, lengths, pages, places), rows)
+        layout = StepLayout(starts, lengths, pages, places)
+        return self.program.run(tokens, positions, self.angles, layout, rows, by_position=True)
 
 
 def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
