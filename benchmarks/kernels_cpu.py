@@ -17,7 +17,7 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -154,12 +154,13 @@ def product_program(w: PackedWeights) -> Program:
 
 
 class Steps:
-    """A model of random weights and the steps to time on it."""
+    """A model of random weights and the steps to time on it. ``most``: (sequences, context) that its caches hold."""
 
-    def __init__(self, c: ModelConfig, kind: str, longest: int, sequences: int, cache_dtype: torch.dtype) -> None:
+    def __init__(self, c: ModelConfig, kind: str, most: Iterable[tuple[int, int]], cache_dtype: torch.dtype) -> None:
         self.config = c
-        self.pages_each = -(-longest // _PAGE)
-        pages = (sequences * self.pages_each + 1, _PAGE, c.num_kv_heads, padded(c.head_dim))
+        most = list(most)
+        num_pages = max(sequences * -(-context // _PAGE) for sequences, context in most)
+        pages = (num_pages + 1, _PAGE, c.num_kv_heads, padded(c.head_dim))
         description = d.describe(c)
         blocks, self.weight_bytes = [], 0
         for block in description.blocks:
@@ -172,14 +173,14 @@ class Steps:
             blocks.append((block.ops, Weights(found, vectors, tables, cache)))
         self.program = Program(blocks, "logits", rows_before=len(blocks) - 1)
         # As in the engine: torch's cosine in a step would wake its threads, which then wait on the kernels' cores.
-        every = torch.arange(longest)
+        every = torch.arange(max(context for _, context in most))
         self.angles = [Rope(table)(every, every) for table in description.ropes]
 
     def run(self, sequences: int, new_tokens: int, context: int) -> Tensor:
         """One step of ``new_tokens`` each, the last of which is token ``context`` of its sequence."""
         slots = range(sequences)
         positions = torch.arange(context - new_tokens, context).repeat(sequences)
-        pages = torch.arange(sequences * self.pages_each, dtype=torch.int32).view(sequences, -1) + 1
+        pages = torch.arange(sequences * -(-context // _PAGE), dtype=torch.int32).view(sequences, -1) + 1
         slot = torch.arange(sequences).repeat_interleave(new_tokens)
         places = pages[slot, positions // _PAGE].long() * _PAGE + positions % _PAGE
         tokens = (positions * 7919 + slot) % self.config.vocab_size
@@ -198,7 +199,7 @@ def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[di
     work += [(1, n, context) for context in args.contexts[1:] for n in (1, *prompts) if n <= context]
     for kind in args.kinds:
         dtype = getattr(torch, args.cache or ("float32" if kind == "float32" else "bfloat16"))
-        model = Steps(c, kind, max(n for _, _, n in work), max(s for s, _, _ in work), dtype)
+        model = Steps(c, kind, [(sequences, context) for sequences, _, context in work], dtype)
         times: list[list[float]] = [[] for _ in work]
         for i in tqdm(range(args.repeats + 1), desc=kind, leave=False, disable=None):
             for step, each in zip(work, times, strict=True):

@@ -244,6 +244,6 @@ def test_what_is_not_finite_spoils_a_norms_row_alone(kind: str) -> None:
 def test_the_benchmarks_steps_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
     config = ModelConfig("llama", 96, 64, 2, 4, 2, 16, 96, 128)
-    steps = importlib.import_module("kernels_cpu").Steps(config, kind, 64, 2, torch.bfloat16)
+    steps = importlib.import_module("kernels_cpu").Steps(config, kind, [(2, 64)], torch.bfloat16)
     assert torch.isfinite(steps.run(2, 1, 40)).all()
     assert steps.weight_bytes > 0
