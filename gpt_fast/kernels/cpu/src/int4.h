@@ -15,9 +15,11 @@ struct Int4 {
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 96 : 32;  // fewer are as fast without
     static constexpr int64_t kManyRowsTiles = 16, kManyRowsDepth = 512;
-    // Without registers of tiles, two tiles and fetches are faster than four streams, even for one row: headers and halves
-    // take more work than int8, which hides what the fetches cost.
-    static constexpr int tiles_at_once(int rows) { return kRegisters < 32 || kTiles ? tiles_of_integers(rows) : 2; }
+    // Without registers of tiles, one tile or two and fetches are faster than four streams: headers and halves take more
+    // work than int8, which hides what the fetches cost.
+    static constexpr int tiles_at_once(int rows) {
+        return kRegisters < 32 || kTiles ? tiles_of_integers(rows) : rows == 1 ? 1 : 2;
+    }
     static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2,
                              kRoundedBytes = kTile * kRounded;
 

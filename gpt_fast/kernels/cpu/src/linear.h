@@ -53,7 +53,7 @@ constexpr int64_t kFewRows = kRegisters < 32 && !kTiles ? 47 : 16;
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 2;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
 
-constexpr int64_t kRunBytes = 1 << 18;  // of weights that a thread takes at a time
+constexpr int64_t kRunBytes = 1 << 18;  // of weights that a thread computes at a time with few rows
 constexpr int kStreams = 4;       // tiles at once for which the hardware fetches ahead by itself, and better
 constexpr int64_t kAhead = 4096;  // bytes
 
@@ -288,8 +288,8 @@ void linear_tiles(const typename Format::Rows& x, int64_t row, int64_t count, in
     }
 }
 
-// How many tiles a thread takes at a time: few enough that threads end together. Few rows wait for memory, so each thread
-// reads long runs of it: what a run begins with was not asked for before.
+// How many tiles a thread computes at a time: few enough that threads end together, and for few rows, which wait for
+// memory, a long run of it.
 template <class Format>
 int64_t tiles_at_a_time(const Format& w, int64_t rows, int64_t tiles, int threads) {
     const int64_t even = tiles / (4 * threads);
@@ -299,16 +299,23 @@ int64_t tiles_at_a_time(const Format& w, int64_t rows, int64_t tiles, int thread
 }
 
 // out [rows, n], by the whole team. Ends without a barrier.
+//
+// Of few rows each thread takes half of its share at once, since a run of memory is slow at its beginning, and the rest in
+// short runs, so that nobody waits long for a thread that was held up.
 template <class Format>
 void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                    float* out, const float* residual) {
     const int64_t tiles = ceil_div(layer.n, kTile), step = tiles_at_a_time(w, rows, tiles, team.size);
-    const int64_t pieces = ceil_div(tiles, step);
+    const int64_t half = rows > kFewRows ? 0 : tiles / (2 * team.size) / kStreams * kStreams;
+    const int64_t halves = half > step ? team.size : 0, rest = halves * half;
+    const int64_t pieces = halves + ceil_div(tiles - rest, step);
     team.share(ceil_div(rows, kRowsAtOnce) * pieces, 1, [&](int64_t index, int64_t) {
-        const int64_t row = index / pieces * kRowsAtOnce, tile = index % pieces * step;
+        const int64_t row = index / pieces * kRowsAtOnce, piece = index % pieces;
+        const int64_t begin = piece < halves ? piece * half : rest + (piece - halves) * step;
+        const int64_t end = std::min(begin + (piece < halves ? half : step), tiles);
         const int64_t count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
-        linear_tiles<Format>(x, row, count, rows, w, layer, out, residual, tile,
-                             tile + step < tiles ? tile + step : tiles);
+        for (int64_t tile = begin; tile < end; tile += step)
+            linear_tiles<Format>(x, row, count, rows, w, layer, out, residual, tile, std::min(tile + step, end));
     });
 }
 
