@@ -85,6 +85,20 @@ def test_batches_do_not_change_a_score() -> None:
         assert found.is_greedy == (greedy == piece.tokens[-piece.num_scored :])
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+def test_keys_and_values_through_a_cache(kernels: bool) -> None:
+    model = random_model(ModelConfig("llama", 64, 32, 2, 4, 2, 8, 48, 64), torch.float32)
+    served = serve(model, kernels=kernels, compile=False)
+    generator = torch.Generator().manual_seed(0)
+    pieces = [Window(torch.randint(0, 64, (n,), generator=generator).tolist(), 1) for n in (2, 30, 17, 33)]
+    exact = [found.log_prob for found in score(served, pieces)]
+    cached = [found.log_prob for found in score(served, pieces, torch.float32)]
+    assert cached == pytest.approx(exact, abs=1e-5)
+    rounded = [found.log_prob for found in score(served, pieces, torch.int8)]
+    assert rounded == pytest.approx(exact, abs=0.02)
+    assert max(abs(a - b) for a, b in zip(rounded, exact, strict=True)) > 1e-4, "nothing was rounded"
+
+
 def test_settings_are_checked_and_kept(loaded: tuple[Served, Tokenizer]) -> None:
     text = "Once upon a time there was a little girl. She liked to play.\n<|endoftext|>\nTom ran home."
     assert perplexity(*loaded, text).num_documents == 2

@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory or GGUF file, as it is"
     )
-    options.add_options(parser, options.MODEL)
+    options.add_options(parser, options.MODEL | options.CACHE)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--perplexity", metavar="FILE", help="a text file; documents end with the separator")
     examples = "accuracy on lines of choices, or of contexts and continuations"
@@ -66,18 +66,20 @@ def run(arguments: argparse.Namespace) -> int:
     model = serve(loaded, kernels=where.kernels, compile=False, ranks=Ranks.of(group))
     if group is not None:
         group.wait()  # until all can compute
+    cache_dtype = None if o.kv_cache_dtype == "auto" else getattr(torch, o.kv_cache_dtype)
     facts: dict[str, Any] = {
         "checkpoint": arguments.checkpoint,
         "kernels": where.kernels,
         "dtype": str(where.dtype).removeprefix("torch."),
         "quantize": o.quantize,
+        "kv_cache_dtype": o.kv_cache_dtype,
         "bytes_per_token": model.bytes_per_token(0, where.dtype.itemsize),
     }
     say = print if leads else _say_nothing
     if arguments.perplexity:
         text = Path(arguments.perplexity).read_text(encoding="utf-8")
         chosen = options.given(arguments, ("context", "stride", "max_tokens", "separator"))
-        found = perplexity(model, tokenizer, text, **chosen)
+        found = perplexity(model, tokenizer, text, cache_dtype=cache_dtype, **chosen)
         facts |= {"perplexity_of": arguments.perplexity, **found._asdict()}
         say(
             f"perplexity {found.perplexity:.4f} over {found.num_tokens} tokens of {found.num_documents} documents, "
@@ -85,10 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     elif arguments.examples:
         examples = read_examples(arguments.examples, arguments.limit)
-        facts |= {"examples_of": arguments.examples, **Scorer(model, tokenizer, arguments.context).accuracy(examples)}
+        scorer = Scorer(model, tokenizer, arguments.context, cache_dtype)
+        facts |= {"examples_of": arguments.examples, **scorer.accuracy(examples)}
         say(f"accuracy {facts['accuracy']:.4f} on {facts['num_examples']} examples")
     else:
-        scorer = Scorer(model, tokenizer, arguments.context)
+        scorer = Scorer(model, tokenizer, arguments.context, cache_dtype)
         facts["tasks"] = results = evaluate_tasks(scorer, arguments.tasks.split(","), arguments.limit)
         for name, metrics in results.items():
             say(f"{name}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float)))

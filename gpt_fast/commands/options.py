@@ -33,6 +33,9 @@ LORA: Table = {
         "help": "add a LoRA adapter of PEFT to the weights; DIR=0.5 adds half of it (may be repeated)",
     }
 }
+CACHE: Table = {
+    "--kv-cache-dtype": {"metavar": "DTYPE", "help": "of keys and values; int8 halves them (default: as the weights)"},
+}
 MODEL: Table = {  # where and how a model's weights are held: fields of EngineConfig
     "--device": {"metavar": "DEVICE", "help": "auto, cpu, cuda, cuda:N (default: auto)"},
     "--dtype": {"metavar": "DTYPE", "help": "auto, float32, bfloat16, float16 (default: auto)"},
@@ -54,7 +57,7 @@ _HOW: Table = {
         "metavar": "DEVICES",
         "help": "share the layers between cuda:0,cuda:1,cpu or what there is (auto), by what memory is free",
     },
-    "--kv-cache-dtype": {"metavar": "DTYPE", "help": "int8 halves it again (default: as the weights)"},
+    **CACHE,
     "--draft": {"metavar": "DRAFT", "help": "guess tokens by a checkpoint DIR, by lookup, or by int8, int4 (itself)"},
     "--speculate": {
         "metavar": "WHEN",

@@ -1,6 +1,6 @@
 """Perplexity of a text, and the log-likelihoods of the windows of tokens that it is made of, by the model's plain
-``forward``, not the engine. Every token of a text is scored once, given at least ``context - stride`` tokens before it
-or all there are; BOS is context and never scored."""
+``forward``, or by one step over a cache of some dtype, not the engine. Every token of a text is scored once, given at
+least ``context - stride`` tokens before it or all there are; BOS is context and never scored."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gpt_fast.errors import ConfigError
-from gpt_fast.model.steps import Served
+from gpt_fast.kernels.cache import StepLayout
+from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.tokenizer import Tokenizer
 
 SEPARATOR = "<|endoftext|>"  # between documents of a text file
 _LOGITS_BYTES = 128 * 2**20  # of a batch of windows
 _BATCH = 16  # windows
+_PAGE = 16  # tokens
 
 
 class Window(NamedTuple):
@@ -73,10 +76,11 @@ def perplexity(
     stride: int | None = None,
     max_tokens: int | None = None,
     separator: str = SEPARATOR,
+    cache_dtype: torch.dtype | None = None,
 ) -> Perplexity:
     """Perplexity of ``text``, document by document, each after BOS where the tokenizer has one. ``context``: tokens of
     a window, at most and by default the model's own. ``stride``: tokens by which windows move on; by default half the
-    context. ``max_tokens``: scored tokens, at most. Raises ConfigError."""
+    context. ``max_tokens``: scored tokens, at most. ``cache_dtype``: see ``score``. Raises ConfigError."""
     context = checked_context(model, context)
     stride = stride or max(1, context // 2)
     if not 1 <= stride < context:
@@ -96,7 +100,7 @@ def perplexity(
     num_tokens = sum(window.num_scored for window in pieces)
     if not num_tokens:
         raise ConfigError("perplexity: the text has no token to score")
-    total = -sum(found.log_prob for found in score(model, pieces))
+    total = -sum(found.log_prob for found in score(model, pieces, cache_dtype))
     bits_per_byte = total / math.log(2) / max(1, num_bytes)
     nll = total / num_tokens
     return Perplexity(math.exp(nll), nll, bits_per_byte, num_tokens, num_bytes, num_documents)
@@ -111,8 +115,11 @@ def checked_context(model: Transformer | Served, context: int | None) -> int:
 
 
 @torch.inference_mode()
-def score(model: Transformer | Served, pieces: Sequence[Window]) -> list[LogLikelihood]:
-    """The log-likelihood of each window. Windows of similar length are run in one batch."""
+def score(
+    model: Transformer | Served, pieces: Sequence[Window], cache_dtype: torch.dtype | None = None
+) -> list[LogLikelihood]:
+    """The log-likelihood of each window. Windows of similar length are run in one batch. ``cache_dtype``: keys and
+    values are read back from a cache that holds them so; None: as ``model.forward`` has them."""
     order = sorted(range(len(pieces)), key=lambda i: -len(pieces[i].tokens))
     # A shorter sequence in a batch would be computed with the longest one's frequencies.
     scaling = model.config.rope_scaling
@@ -123,7 +130,7 @@ def score(model: Transformer | Served, pieces: Sequence[Window]) -> list[LogLike
         size = max(1, min(most, _LOGITS_BYTES // (4 * longest * model.config.vocab_size)))
         batch = order[len(found) : len(found) + size]
         tokens = [torch.tensor(pieces[index].tokens) for index in batch]
-        logits = model.forward(pad_sequence(tokens, batch_first=True).to(model.device))
+        logits = _logits(model, pad_sequence(tokens, batch_first=True), cache_dtype)
         for index, row, sequence in zip(batch, logits, tokens, strict=True):
             start = len(sequence) - pieces[index].num_scored
             predictions, targets = row[start - 1 : len(sequence) - 1].float(), sequence[start:].to(model.device)
@@ -131,3 +138,24 @@ def score(model: Transformer | Served, pieces: Sequence[Window]) -> list[LogLike
             is_greedy = bool((predictions.argmax(-1) == targets).all())
             found[index] = LogLikelihood(log_probs.double().sum().item(), is_greedy)
     return [found[index] for index in range(len(pieces))]
+
+
+def _logits(model: Transformer | Served, tokens: Tensor, cache_dtype: torch.dtype | None) -> Tensor:
+    """Of whole sequences [B, T] -> [B, T, vocab_size], as ``score`` wants them."""
+    if cache_dtype is None:
+        return model.forward(tokens.to(model.device))
+    served = serve(model, compile=False)
+    batch, length = tokens.shape
+    each = -(-length // _PAGE)  # pages
+    page_table = torch.arange(batch * each, dtype=torch.int32).view(batch, each)
+    cache = [layer.allocate(batch, batch * each, _PAGE, cache_dtype, served.device) for layer in served.cache_layers]
+    step = served.make_step(cache, page_table.to(served.device))
+    device = torch.device("cpu") if step.reads_host(tokens.numel()) else served.device
+    positions = torch.arange(length, device=device).repeat(batch)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+    write_slots = torch.arange(batch * each * _PAGE, device=device).view(batch, -1)[:, :length].flatten()
+    lengths = torch.full_like(starts[1:], length)
+    layout = StepLayout(starts, lengths, page_table.to(served.device), write_slots)
+    rows = torch.arange(tokens.numel(), device=served.device)
+    everything = torch.full_like(positions, length)
+    return step(tokens.flatten().to(device), positions, everything, layout, rows).view(batch, length, -1)

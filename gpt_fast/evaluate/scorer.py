@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from gpt_fast.errors import ConfigError
 from gpt_fast.evaluate.perplexity import LogLikelihood, Window, checked_context, score, windows
 from gpt_fast.llm import LLM
@@ -30,16 +32,23 @@ class Example(NamedTuple):
 
 
 class Scorer:
-    """Answers about ``model``. ``context``: tokens that a question may have; longer ones lose their beginning."""
+    """Answers about ``model``. ``context``: tokens that a question may have; longer ones lose their beginning.
+    ``cache_dtype``: of the keys and values; None: as the model has them."""
 
-    def __init__(self, model: Transformer | Served, tokenizer: Tokenizer, context: int | None = None) -> None:
-        self.model, self.tokenizer = serve(model, compile=False), tokenizer
+    def __init__(
+        self,
+        model: Transformer | Served,
+        tokenizer: Tokenizer,
+        context: int | None = None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.cache_dtype = serve(model, compile=False), tokenizer, cache_dtype
         self.context = checked_context(model, context)
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[LogLikelihood]:
         """Of each pair's second text after its first. White space between them belongs to the continuation, where
         tokenizers expect it."""
-        return score(self.model, [self._window(*pair) for pair in pairs])
+        return score(self.model, [self._window(*pair) for pair in pairs], self.cache_dtype)
 
     def _window(self, before: str, continuation: str) -> Window:
         tokens = self._encode(before + continuation)
@@ -56,7 +65,7 @@ class Scorer:
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Log-probability of each whole text, in windows that share one token, as the harness cuts them."""
         pieces = [list(windows(self._encode(text), self.context, self.context - 1)) for text in texts]
-        found = iter(score(self.model, list(itertools.chain.from_iterable(pieces))))
+        found = iter(score(self.model, list(itertools.chain.from_iterable(pieces)), self.cache_dtype))
         return [math.fsum(next(found).log_prob for _ in of_text) for of_text in pieces]
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -64,11 +73,14 @@ class Scorer:
         engine runs them together; a prompt that leaves no room loses its beginning."""
         # A context that nobody chose may become shorter where memory is short.
         chosen = self.context if self.context < self.model.config.max_seq_len else None
-        with LLM.from_model(self.model, tokenizer=self.tokenizer, compile=False, max_seq_len=chosen) as llm:
+        settings: dict[str, Any] = {"tokenizer": self.tokenizer, "compile": False, "max_seq_len": chosen}
+        if self.cache_dtype is not None:
+            settings["kv_cache_dtype"] = str(self.cache_dtype).removeprefix("torch.")
+        with LLM.from_model(self.model, **settings) as llm:
             handles = []
-            for prompt, settings in requests:
-                max_tokens = min(int(settings.get("max_gen_toks", _MAX_NEW_TOKENS)), llm.max_seq_len - 1)
-                temperature, stop = float(settings.get("temperature", 0.0)), settings.get("until") or ()
+            for prompt, wanted in requests:
+                max_tokens = min(int(wanted.get("max_gen_toks", _MAX_NEW_TOKENS)), llm.max_seq_len - 1)
+                temperature, stop = float(wanted.get("temperature", 0.0)), wanted.get("until") or ()
                 params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop)
                 handles.append(llm.submit(self._encode(prompt)[-(llm.max_seq_len - max_tokens) :], params))
             return ["".join(delta.text for delta in handle) for handle in handles]
