@@ -248,6 +248,25 @@ def test_penalties_bias_and_min_tokens_act_on_their_tokens_alone() -> None:
     assert adjusted(tokens, 1, repetition_penalty=2.0, logit_bias={2: 1.0})[2] == 0.75
 
 
+def test_penalties_equal_their_definition_to_the_last_bit() -> None:
+    generator, rows, expected = torch.Generator().manual_seed(0), [], []
+    logits = torch.randn(6, 50, generator=generator) * 3
+    logits[0, 7] = -torch.inf  # what a grammar forbids
+    for i, (repetition, frequency, presence) in enumerate(
+        [(1.3, 0.0, 0.0), (1.0, 0.7, 0.0), (1.0, 0.0, -0.4), (0.8, -1.3, 1.1), (1.0, 0.3, 0.9), (2.0, 0.1, 0.1)]
+    ):
+        tokens = torch.randint(0, 50, (40 * i,), generator=generator).tolist()
+        fields = {"repetition_penalty": repetition, "frequency_penalty": frequency, "presence_penalty": presence}
+        rows.append(SamplingRow(SamplingParams(**fields).resolved(), 0, len(tokens), tokens, len(tokens) // 3))
+        generated = torch.tensor([tokens[len(tokens) // 3 :].count(token) for token in range(50)], dtype=torch.float32)
+        seen = torch.tensor([token in tokens for token in range(50)])
+        repeated = torch.where(logits[i] > 0, logits[i] / repetition, logits[i] * repetition)
+        penalised = torch.where(seen, repeated, logits[i])
+        expected.append(penalised - generated * frequency - (generated > 0) * presence)
+    assert torch.equal(adjust(logits, rows), torch.stack(expected))
+    assert torch.equal(adjust(logits[:1], rows[:1]), logits[:1]), "nothing was said yet"
+
+
 def test_adjusting_one_row_leaves_the_others() -> None:
     logits = torch.randn(3, 40)
     penalised = SamplingRow(SamplingParams(repetition_penalty=2.0).resolved(), 0, 3, [1, 2, 3], 1)

@@ -8,6 +8,7 @@ the parameters which rows need which operation, so on CUDA it waits for the devi
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -109,22 +110,30 @@ def _additions(row: SamplingRow) -> list[tuple[int, float]]:
 
 
 def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Penalties of every row, at the tokens of its sequence alone: [R, V] float32 -> the same."""
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    tokens, counted = array("q"), []  # what is looked at, and of each row how many tokens of prompt and completion
+    for row in rows:
+        begin = 0 if row.params.repetition_penalty != 1.0 else row.num_prompt  # the other two are of the completion
+        tokens.fromlist(list(row.token_ids[begin:]))
+        counted.append((row.num_prompt - begin, len(row.token_ids) - row.num_prompt))
+    if not tokens:
+        return logits
+    # Of each token its row, and whether it was generated. On the host: only places go to the device.
+    parts = torch.tensor(counted)
+    row_of = torch.arange(num_rows).repeat_interleave(parts.sum(dim=1))
+    was_generated = torch.tensor([False, True]).repeat(num_rows).repeat_interleave(parts.flatten())
+    places = torch.frombuffer(tokens, dtype=torch.int64) + row_of * vocab_size
+    generated = send(places[was_generated], device)
+    places, row_of = send(places, device), send(row_of, device)
+    one = torch.ones(1, device=device)
+    counts = torch.zeros(logits.numel(), device=device).scatter_add_(0, generated, one.expand(generated.shape))[places]
     penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in (row.params for row in rows)]
-    repetition, frequency, presence = tensor_of(penalties, torch.float32, logits.device)[:, :, None].unbind(1)
-    generated = _counts(logits, [row.token_ids[row.num_prompt :] for row in rows])
-    seen = generated + _counts(logits, [row.token_ids[: row.num_prompt] for row in rows]) > 0
-    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    return logits - generated * frequency - (generated > 0) * presence
-
-
-def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
-    """[R, V] float32: how often each row's tokens occur."""
-    rows, vocab_size = logits.shape
-    flat = [i * vocab_size + token for i, ids in enumerate(tokens) for token in ids]
-    counts = torch.zeros(rows * vocab_size, device=logits.device)
-    where = tensor_of(flat, torch.int64, logits.device)
-    counts.scatter_add_(0, where, torch.ones(1, device=logits.device).expand(len(flat)))
-    return counts.view(rows, vocab_size)
+    repetition, frequency, presence = tensor_of(penalties, torch.float32, device)[row_of].unbind(1)
+    values = logits.flatten()[places]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values = values - counts * frequency - (counts > 0) * presence
+    return logits.flatten().scatter(0, places, values).view(num_rows, vocab_size)  # a token's values are all the same
 
 
 def narrowed(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
