@@ -226,6 +226,11 @@ class Server:
         body = request if isinstance(request, bytes) else json.dumps(request).encode()
         return self.request("PUT", f"/predictions/{model}", body, headers, begun=begun)
 
+    def streams(self, request: object, model: str = "gpt-fast") -> bool:
+        """Whether the answer comes in pieces. One that is complete before its first piece is sent comes whole, which a
+        busy machine makes of a short one: it gets ten chances."""
+        return any(self.predict(request, model).chunks for _ in range(10))
+
 
 def has_ended(process: psutil.Process) -> bool:
     """A zombie has: whoever inherited it may take its time to notice."""

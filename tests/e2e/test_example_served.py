@@ -69,7 +69,7 @@ def test_the_base_configuration_streams_the_models_text(server: Server) -> None:
     reply = server.predict({"prompt": PROMPT}, "gpt_fast")
     with LLM(DEMO / "target") as llm:
         assert reply.text == llm.generate(PROMPT, SamplingParams(max_tokens=50)).text
-    assert reply.chunks, "it was not streamed"
+    assert server.streams({"prompt": PROMPT}, "gpt_fast"), "it was not streamed"
     assert "deviceType is gpu, but there is no GPU" in server.log or torch.cuda.is_available()
 
 

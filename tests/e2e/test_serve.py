@@ -405,6 +405,6 @@ def test_plain_torch_model_archiver_and_the_shipped_configuration(
         reply = server.predict(good(200))
         assert reply.text == expected(llm, 200).text
         assert set(compiled.rglob("*")) == before, "something was compiled in service"
-        assert reply.chunks, "it was not streamed"
+        assert server.streams(good(200)), "it was not streamed"
         assert server.predict({"prompt": None}).status == 400
         assert "Backend received" not in server.log, "a line for each exchange"
