@@ -99,6 +99,13 @@ def test_keys_and_values_through_a_cache(kernels: bool) -> None:
     assert max(abs(a - b) for a, b in zip(rounded, exact, strict=True)) > 1e-4, "nothing was rounded"
 
 
+def test_a_model_that_is_not_served_keeps_its_weights() -> None:
+    model = random_model(ModelConfig("llama", 64, 32, 2, 4, 2, 8, 48, 64), torch.float32)
+    pieces = [Window([first, 2, 3, 4], 2) for first in range(20)]  # more than one batch
+    found = score(model, pieces, torch.float32)
+    assert [a.log_prob for a in found] == pytest.approx([a.log_prob for a in score(model, pieces)], abs=1e-5)
+
+
 def test_settings_are_checked_and_kept(loaded: tuple[Served, Tokenizer]) -> None:
     text = "Once upon a time there was a little girl. She liked to play.\n<|endoftext|>\nTom ran home."
     assert perplexity(*loaded, text).num_documents == 2

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gpt_fast.errors import ConfigError
-from gpt_fast.kernels.cache import StepLayout
+from gpt_fast.kernels.cache import whole_sequences
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.tokenizer import Tokenizer
@@ -144,18 +144,15 @@ def _logits(model: Transformer | Served, tokens: Tensor, cache_dtype: torch.dtyp
     """Of whole sequences [B, T] -> [B, T, vocab_size], as ``score`` wants them."""
     if cache_dtype is None:
         return model.forward(tokens.to(model.device))
-    served = serve(model, compile=False)
+    served = serve(model, kernels=False, compile=False)  # a model that is not served yet keeps its weights
     batch, length = tokens.shape
-    each = -(-length // _PAGE)  # pages
-    page_table = torch.arange(batch * each, dtype=torch.int32).view(batch, each)
-    cache = [layer.allocate(batch, batch * each, _PAGE, cache_dtype, served.device) for layer in served.cache_layers]
-    step = served.make_step(cache, page_table.to(served.device))
-    device = torch.device("cpu") if step.reads_host(tokens.numel()) else served.device
-    positions = torch.arange(length, device=device).repeat(batch)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-    write_slots = torch.arange(batch * each * _PAGE, device=device).view(batch, -1)[:, :length].flatten()
-    lengths = torch.full_like(starts[1:], length)
-    layout = StepLayout(starts, lengths, page_table.to(served.device), write_slots)
+    positions, layout = whole_sequences(batch, length, _PAGE, served.device)
+    pages = layout.page_table.numel()
+    cache = [layer.allocate(batch, pages, _PAGE, cache_dtype, served.device) for layer in served.cache_layers]
+    step = served.make_step(cache, layout.page_table)
+    if step.reads_host(tokens.numel()):
+        positions, layout = whole_sequences(batch, length, _PAGE, torch.device("cpu"))
+        layout = layout._replace(page_table=layout.page_table.to(served.device))
     rows = torch.arange(tokens.numel(), device=served.device)
-    everything = torch.full_like(positions, length)
-    return step(tokens.flatten().to(device), positions, everything, layout, rows).view(batch, length, -1)
+    lengths = torch.full_like(positions, length)
+    return step(tokens.flatten().to(positions.device), positions, lengths, layout, rows).view(batch, length, -1)

@@ -76,6 +76,17 @@ class StepLayout(NamedTuple):
     write_slots: Tensor
 
 
+def whole_sequences(batch: int, length: int, page_size: int, device: torch.device) -> tuple[Tensor, StepLayout]:
+    """A step of ``batch`` sequences from their beginnings to ``length``: positions [batch * length] int64, and a layout
+    in which each sequence has pages that follow each other, from page 0 on."""
+    each = -(-length // page_size)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+    page_table = torch.arange(batch * each, dtype=torch.int32, device=device).view(batch, each)
+    write_slots = torch.arange(batch * each * page_size, device=device).view(batch, -1)[:, :length].flatten()
+    layout = StepLayout(starts, torch.full_like(starts[1:], length), page_table, write_slots)
+    return torch.arange(length, device=device).repeat(batch), layout
+
+
 class PagedLayer(NamedTuple):
     """A layer that caches the keys and values of every token, in pages."""
 

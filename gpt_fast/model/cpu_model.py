@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, padded
+from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, padded, whole_sequences
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available, rounded_together
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Ranks, Weights, check
@@ -72,13 +72,11 @@ class CpuModel:
         c = self.config
         shape = (batch, length, c.num_kv_heads, padded(c.head_dim))  # a page for each sequence
         program = self.program([LayerCache.zeros(shape, self.dtype, self.device) for _ in range(c.num_layers)])
-        starts = torch.arange(batch + 1, dtype=torch.int32) * length
-        pages = torch.arange(batch, dtype=torch.int32)[:, None]
-        every = torch.arange(batch * length)
-        layout = StepLayout(starts, torch.full((batch,), length, dtype=torch.int32), pages, every)
-        positions = every % length
+        positions, layout = whole_sequences(batch, length, length, self.device)
         angles = [rope(positions, torch.full_like(positions, length)) for rope in self.ropes]
-        return program.run(tokens.flatten(), positions, angles, layout, every).view(batch, length, -1)
+        return program.run(tokens.flatten(), positions, angles, layout, torch.arange(batch * length)).view(
+            batch, length, -1
+        )
 
     def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
         """As ``Transformer.bytes_per_token``."""
