@@ -74,9 +74,8 @@ class CpuModel:
         program = self.program([LayerCache.zeros(shape, self.dtype, self.device) for _ in range(c.num_layers)])
         positions, layout = whole_sequences(batch, length, length, self.device)
         angles = [rope(positions, torch.full_like(positions, length)) for rope in self.ropes]
-        return program.run(tokens.flatten(), positions, angles, layout, torch.arange(batch * length)).view(
-            batch, length, -1
-        )
+        rows = torch.arange(batch * length)
+        return program.run(tokens.flatten(), positions, angles, layout, rows).view(batch, length, -1)
 
     def bytes_per_token(self, context_len: int, cache_itemsize: float) -> int:
         """As ``Transformer.bytes_per_token``."""
