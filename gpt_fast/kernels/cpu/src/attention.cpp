@@ -24,43 +24,47 @@ struct KeysOfCache<int8_t> {
 template <class Cached>
 using KeysOf = typename KeysOfCache<Cached>::Type;
 
-// Tokens [first, last) of a slot's queries, heads [kv_begin, kv_end) of the cache, against keys of [split, split + 1) *
-// kSplit; state[kv_head - kv_begin][token - first][query head of kv_head].
+// What the threads share out: pieces of queries, found by walking the slots.
+struct Piece {
+    int64_t slot, first, last, split_begin, split_end;
+};
+
+// Tokens [first, last) of a piece, heads [kv_begin, kv_end) of the cache, which `block` was made for, against keys of
+// [split, split + 1) * kSplit; state[kv_head - kv_begin][token - first][query head of kv_head].
 template <class Cached>
-void attend_split(const Paged<Cached>& p, int64_t slot, int64_t first, int64_t last, int64_t kv_begin, int64_t kv_end,
-                  int64_t split, float* state) {
-    AttentionBlock<Cached, KeysOf<Cached>> block(p, first, last, kv_begin, kv_end);
+void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, int64_t kv_end, int64_t split,
+                  AttentionBlock<Cached, KeysOf<Cached>>& block, float* state) {
+    const int64_t first = piece.first, last = piece.last, kv_heads = kv_end - kv_begin;
     const int64_t states = (last - first) * p.group(), record = state_floats(p.state_dim());
-    const int64_t end = p.query_start[slot + 1], length = p.context_len[slot];
-    for (int64_t i = 0; i < (kv_end - kv_begin) * states; ++i)
+    const int64_t end = p.query_start[piece.slot + 1], length = p.context_len[piece.slot];
+    for (int64_t i = 0; i < kv_heads * states; ++i)
         clear(partial(state + i * record, p.state_dim()), p.state_dim());
     const int64_t top = length - end + last;  // positions that the last of the queries may see
     const int64_t lowest = p.window ? length - end + first + 1 - p.window : 0;
-    const int64_t key_end = (split + 1) * kSplit < top ? (split + 1) * kSplit : top;
-    for (int64_t base = split * kSplit; base < key_end; base += kKeys) {
-        if (base + kKeys <= lowest) continue;
-        const int64_t from = lowest > base ? lowest - base : 0;
-        const int64_t count = key_end - base < kKeys ? key_end - base : kKeys;
-        const int64_t next = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
-        int64_t places[kKeys], next_places[kKeys];
-        p.locate(slot, base + from, base + count, places);
-        p.locate(slot, base + kKeys, base + kKeys + next, next_places);
+    const int64_t key_end = std::min((split + 1) * kSplit, top), begin = std::max(split * kSplit, lowest);
+    int64_t places[kSplit];
+    p.locate(piece.slot, begin, key_end, places);
+    for (int64_t base = begin / kKeys * kKeys; base < key_end; base += kKeys) {
+        Rows<Cached> rows{std::max<int64_t>(begin - base, 0), std::min(key_end - base, kKeys), {}, {}, {}};
+        for (int64_t i = 0; i < kKeys; ++i) {
+            rows.place[i] = places[base - begin + (i >= rows.from && i < rows.end ? i : rows.from)];
+            rows.keys[i] = p.k_cache + rows.place[i] * p.head_dim;
+            rows.values[i] = p.v_cache + rows.place[i] * p.head_dim;
+        }
         View views[kQueryPiece];
         for (int64_t token = first; token < last; ++token) {
             const int64_t position = length - end + token, oldest = p.window ? position + 1 - p.window : 0;
-            views[token - first] = {std::max<int64_t>(oldest - base, 0), std::min(position + 1 - base, count),
+            views[token - first] = {std::max<int64_t>(oldest - base, 0), std::min(position + 1 - base, rows.end),
                                     base - position};
         }
-        const char* runs[2 * kKeys];
-        for (int64_t i = 0; i < next; ++i) {
-            const int64_t at = (next_places[i] + kv_begin) * p.head_dim;
-            runs[i] = reinterpret_cast<const char*>(p.k_cache + at);
-            runs[next + i] = reinterpret_cast<const char*>(p.v_cache + at);
-        }
-        const int64_t kv_heads = kv_end - kv_begin, bytes = kv_heads * p.head_dim * static_cast<int64_t>(sizeof(Cached));
-        Ahead ahead(runs, 2 * next, bytes, kv_heads * block.work());
+        Ahead ahead;
+        const int64_t bytes = kv_heads * p.head_dim * static_cast<int64_t>(sizeof(Cached));
+        for (const Cached* cache : {p.k_cache, p.v_cache})
+            for (int64_t i = base + kKeys; i < std::min(base + 2 * kKeys, key_end); ++i)
+                ahead.add(cache + (places[i - begin] + kv_begin) * p.head_dim, bytes);
+        ahead.begin(kv_heads * block.work());
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
-            block.load(places, kv_head, from, count, ahead);
+            block.load(rows, kv_head, ahead);
             block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record, ahead);
         }
     }
@@ -77,11 +81,6 @@ void finish(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_head
             for (int64_t d = 0; d < p.out_dim; ++d) to[d] = s.value[KeysOf<Cached>::column(d, p.head_dim)] / sum;
         }
 }
-
-// What the threads share out: pieces of queries, found by walking the slots.
-struct Piece {
-    int64_t slot, first, last, split_begin, split_end;
-};
 
 template <class Cached>
 int64_t count_pieces(const Paged<Cached>& p) {
@@ -118,9 +117,10 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
         team.share(items, 1, [&](int64_t index, int64_t) {
             const Piece piece = find_piece(p, index / p.kv_heads);
             const int64_t kv_head = index % p.kv_heads, states = (piece.last - piece.first) * p.group();
+            AttentionBlock<Cached, KeysOf<Cached>> block(p, piece.first, piece.last, kv_head, kv_head + 1);
             for (int64_t split = piece.split_begin; split < piece.split_end; ++split) {
                 float* part = own + (split > piece.split_begin ? size : 0);
-                attend_split(p, piece.slot, piece.first, piece.last, kv_head, kv_head + 1, split, part);
+                attend_split(p, piece, kv_head, kv_head + 1, split, block, part);
                 if (part != own) merge_states(own, part, states, p.state_dim());
             }
             finish(p, piece.first, piece.last, kv_head, own);
@@ -139,9 +139,10 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
     team.share(pieces * most * parts, 1, [&](int64_t index, int64_t) {
         const int64_t which = index / parts / most, split = index / parts % most, kv_head = index % parts * together;
         const Piece piece = find_piece(p, which);
-        if (piece.split_begin + split < piece.split_end)
-            attend_split(p, piece.slot, piece.first, piece.last, kv_head, kv_head + together, piece.split_begin + split,
-                         part_of(which, split, kv_head));
+        if (piece.split_begin + split >= piece.split_end) return;
+        AttentionBlock<Cached, KeysOf<Cached>> block(p, piece.first, piece.last, kv_head, kv_head + together);
+        attend_split(p, piece, kv_head, kv_head + together, piece.split_begin + split, block,
+                     part_of(which, split, kv_head));
     });
     team.barrier();
     team.share(items, 1, [&](int64_t index, int64_t) {

@@ -7,29 +7,58 @@
 
 namespace gpt_fast {
 
+// A block of one sequence as the cache has it: keys and values of all heads of each token. Of the block only [from, end)
+// is to be loaded; the rest stands for itself by the token at `from`, and nobody gives it a weight.
+template <class Cached>
+struct Rows {
+    int64_t from, end;
+    int64_t place[kKeys];  // of a token's first head, in heads of the cache
+    const Cached *keys[kKeys], *values[kKeys];
+};
+
 // Brings the next keys and values into the second level of the CPU's cache, a few lines at a time between the parts of
 // the work for a block. Many at once would fill the queue of lines that a core waits for, and then also what comes from
 // the second level to the first would wait.
 class Ahead {
 public:
-    // `count` runs of `bytes`, evenly over so much `work`.
-    Ahead(const char* const* runs, int64_t count, int64_t bytes, int64_t work)
-        : run_(runs), each_(ceil_div(bytes, 64)), lines_(count * each_), rate_((lines_ << kBits) / work + 1) {}
+    // Memory that begins where the last did ends is one run with it.
+    void add(const void* memory, int64_t bytes) {
+        const char* begin = static_cast<const char*>(memory);
+        if (count_ == 0 || begin != run_[count_ - 1].end) run_[count_++] = {begin, begin};
+        run_[count_ - 1].end = begin + bytes;
+    }
+
+    // From here on: all of it, evenly over so much work.
+    void begin(int64_t work) {
+        int64_t lines = 0;
+        for (int i = 0; i < count_; ++i) lines += ceil_div(run_[i].end - run_[i].begin, kLine);
+        rate_ = (lines << kBits) / work + 1;
+        run_[count_] = {}, at_ = run_[0].begin, end_ = run_[0].end;
+    }
 
     void fetch(int64_t work) {
-        work_ += work;
-        const int64_t by_now = work_ * rate_ >> kBits, due = by_now < lines_ ? by_now : lines_;
-        for (; line_ < due; ++line_) {
-            if (of_run_ == each_) ++run_, of_run_ = 0;
-            prefetch_to_level2(*run_ + 64 * of_run_++);
+        due_ += work * rate_;
+        int64_t lines = due_ >> kBits;
+        due_ -= lines << kBits;
+        while (lines > 0 && at_ != end_) {
+            const int64_t left = ceil_div(end_ - at_, kLine), now = std::min(lines, left);
+            for (const char* const stop = at_ + now * kLine; at_ < stop; at_ += kLine) prefetch_to_level2(at_);
+            lines -= now;
+            if (now == left) ++next_, at_ = run_[next_].begin, end_ = run_[next_].end;
         }
     }
 
 private:
     static constexpr int kBits = 24;  // of lines for a unit of work behind the point: divisions are slow
+    static constexpr int64_t kLine = 64;
 
-    const char* const* run_;
-    int64_t each_, lines_, rate_, work_ = 0, line_ = 0, of_run_ = 0;
+    struct Run {
+        const char *begin, *end;
+    };
+    Run run_[2 * kKeys + 1];
+    int count_ = 0, next_ = 0;
+    const char *at_ = nullptr, *end_ = nullptr;
+    int64_t rate_ = 0, due_ = 0;
 };
 
 constexpr int kMostQueries = kTiles ? 16 : 8;  // whose products are made together
@@ -65,7 +94,7 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
 //   Number: the type of queries
 //   store_query(q, to): a query [D] to what scores() takes, in units of what is returned, a factor of the score
 //   column(d, dim): where column d of the values stands in what add_values() adds to, for heads of `dim`
-//   load(places, kv_head, from, end, ahead): keys [from, end) of the block, of the heads of the cache at `places`
+//   load(rows, kv_head, ahead): a block of that head
 //   load_work(): of one load()
 //   scores<R>(q, factors, scores, ahead): scores[r][i] = factors[r] * q[r] . keys[i], zero where no key was loaded; q
 //     [R, D]
@@ -95,9 +124,7 @@ public:
                 }
     }
 
-    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead& ahead) {
-        keys_.load(places, kv_head, from, end, ahead);
-    }
+    void load(const Rows<Cached>& rows, int64_t kv_head, Ahead& ahead) { keys_.load(rows, kv_head, ahead); }
 
     // All rows: tokens with what each sees, heads of kv_head; states [tokens, heads of kv_head].
     void attend(const View* views, int64_t kv_head, float* states, Ahead& ahead) {

@@ -11,11 +11,12 @@
 namespace gpt_fast {
 
 // Lanes of 32 bits to float32, a vector for each number in a lane: one float32, or two bfloat16.
-inline void spread(I8 lanes, const float*, float* to) { store8(to, as_floats(lanes)); }
-
-inline void spread(I8 lanes, const uint16_t*, float* to) {
-    store8(to, low_bfloat16(lanes));
-    store8(to + kKeys, high_bfloat16(lanes));
+template <class Cached>
+inline void spread(I8 lanes, float* to) {
+    if constexpr (std::is_same_v<Cached, float>)
+        store8(to, as_floats(lanes));
+    else
+        store8(to, low_bfloat16(lanes)), store8(to + kKeys, high_bfloat16(lanes));
 }
 
 // Keys of attention_block.h.
@@ -28,11 +29,8 @@ public:
         : p_(p), dim_(p.head_dim), columns_(p.state_dim()), few_(queries <= kFewQueries && in_pairs(dim_)) {
         static thread_local Scratch scratch;
         const int64_t turned = kKeys * ceil_div(dim_, kChunk) * kChunk;
-        keys_ = scratch.get<float>(turned + kKeys * columns_ + kChunk);
+        keys_ = scratch.get<float>(turned + kKeys * columns_);
         widened_ = keys_ + turned;
-        auto* none = reinterpret_cast<Cached*>(widened_ + kKeys * columns_);
-        std::memset(none, 0, kChunk * sizeof *none);
-        none_ = none;
     }
 
     // Where column d of the values stands in the sums.
@@ -47,22 +45,15 @@ public:
 
     int64_t load_work() const { return kLoadRows * dim_; }
 
-    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead& ahead) {
-        from_ = from, end_ = end;
-        const Cached* keys[kKeys];
-        for (int64_t i = 0; i < kKeys; ++i) {
-            const bool there = i >= from && i < end;
-            const int64_t place = there ? places[i - from] + kv_head : 0;
-            keys[i] = there ? p_.k_cache + place * dim_ : nullptr;
-            cached_[i] = p_.v_cache + place * dim_;
-        }
+    void load(const Rows<Cached>& rows, int64_t kv_head, Ahead& ahead) {
+        from_ = rows.from, end_ = rows.end, cached_ = rows.values, at_ = kv_head * dim_;
         for (int64_t i = 0; i < kKeys; i += 8) {
             ahead.fetch(kLoadRows * dim_ * 8 / kKeys);
-            for (int64_t d = 0; d < dim_; d += kChunk) turn(keys + i, d, i);
+            for (int64_t d = 0; d < dim_; d += kChunk) turn(rows.keys + i, d, i);
         }
         if (few_) return;
-        for (int64_t i = from; i < end; ++i) {
-            const Cached* value = cached_[i];
+        for (int64_t i = from_; i < end_; ++i) {
+            const Cached* value = cached_[i] + at_;
             if constexpr (std::is_same_v<Cached, float>) {
                 values_[i] = value;
                 if (dim_ == columns_) continue;
@@ -105,18 +96,17 @@ private:
 
     static bool in_pairs(int64_t dim) { return std::is_same_v<Cached, uint16_t> && dim % 16 == 0; }
 
-    // Columns [d, d + kChunk) of keys [first, first + 8); null: zero.
+    // Columns [d, d + kChunk) of keys [first, first + 8).
     void turn(const Cached* const* keys, int64_t d, int64_t first) const {
         I8 rows[8];
         const int64_t count = dim_ - d;
         if (count >= kChunk) {
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i)
-                rows[i] = load32(reinterpret_cast<const uint8_t*>(keys[i] ? keys[i] + d : none_));
+            for (int i = 0; i < 8; ++i) rows[i] = load32(reinterpret_cast<const uint8_t*>(keys[i] + at_ + d));
         } else {
             for (int i = 0; i < 8; ++i) {
                 alignas(32) Cached part[kChunk] = {};
-                if (keys[i]) std::memcpy(part, keys[i] + d, static_cast<size_t>(count) * sizeof(Cached));
+                std::memcpy(part, keys[i] + at_ + d, static_cast<size_t>(count) * sizeof(Cached));
                 rows[i] = load32(reinterpret_cast<const uint8_t*>(part));
             }
         }
@@ -127,7 +117,7 @@ private:
             return;
         }
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) spread(rows[j], none_, keys_ + (d + j * (kChunk / 8)) * kKeys + first);
+        for (int j = 0; j < 8; ++j) spread<Cached>(rows[j], keys_ + (d + j * (kChunk / 8)) * kKeys + first);
     }
 
     template <int R, bool few>
@@ -171,7 +161,7 @@ private:
     template <bool few>
     F16 values_at(int64_t i, int64_t d) const {
         if constexpr (!few) return load16(values_[i] + d);
-        const I8 pairs = load32(reinterpret_cast<const uint8_t*>(cached_[i] + d));
+        const I8 pairs = load32(reinterpret_cast<const uint8_t*>(cached_[i] + at_ + d));
         return join(low_bfloat16(pairs), high_bfloat16(pairs));
     }
 
@@ -226,9 +216,9 @@ private:
     const Paged<Cached>& p_;
     const int64_t dim_, columns_;
     const bool few_;
-    int64_t from_ = 0, end_ = 0;
-    float *keys_, *widened_;  // [D, kKeys], [kKeys, columns]
-    const Cached *none_, *cached_[kKeys];
+    int64_t from_ = 0, end_ = 0, at_ = 0;  // at_: of the head in a row
+    float *keys_, *widened_;               // [D, kKeys], [kKeys, columns]
+    const Cached* const* cached_ = nullptr;
     const float* values_[kKeys];
 };
 

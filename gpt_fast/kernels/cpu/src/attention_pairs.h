@@ -66,9 +66,8 @@ public:
     PairKeys(const Paged<Cached>& p, int64_t) : p_(p), columns_(p.state_dim()) {
         static thread_local Scratch scratch;
         const int64_t block = kKeys * columns_;
-        keys_ = scratch.get<uint16_t>((kScaled ? 4 : 2) * block + columns_);
-        values_ = keys_ + block, zeros_ = values_ + block, widened_ = zeros_ + columns_;
-        std::memset(zeros_, 0, static_cast<size_t>(columns_) * sizeof *zeros_);
+        keys_ = scratch.get<uint16_t>((kScaled ? 4 : 2) * block);
+        values_ = keys_ + block, widened_ = values_ + block;
     }
 
     static int64_t column(int64_t d, int64_t) { return d; }
@@ -80,30 +79,19 @@ public:
 
     int64_t load_work() const { return 2 * kLoadRows * p_.head_dim; }
 
-    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead& ahead) {
-        const uint16_t *keys[kKeys], *values[kKeys];
-        for (int64_t i = 0; i < kKeys; ++i) {
-            const bool there = i >= from && i < end;
-            const int64_t place = there ? places[i - from] + kv_head : 0, at = place * p_.head_dim;
-            if constexpr (kScaled) {
-                k_scale_[i] = there ? p_.k_scale[place] : 0.0f;
-                v_scale_[i] = there ? p_.v_scale[place] : 0.0f;
-                keys[i] = there ? widen(p_.k_cache + at, widened_ + 2 * i * columns_) : zeros_;
-                values[i] = there ? widen(p_.v_cache + at, widened_ + (2 * i + 1) * columns_) : zeros_;
-            } else {
-                keys[i] = there ? p_.k_cache + at : zeros_;
-                values[i] = there ? p_.v_cache + at : zeros_;
+    void load(const Rows<Cached>& rows, int64_t kv_head, Ahead& ahead) {
+        const int64_t dim = p_.head_dim;
+        if constexpr (kScaled) {
+            const uint16_t *keys[kKeys], *values[kKeys];
+            for (int64_t i = 0; i < kKeys; ++i) {
+                k_scale_[i] = p_.k_scale[rows.place[i] + kv_head];
+                v_scale_[i] = p_.v_scale[rows.place[i] + kv_head];
+                keys[i] = widen(rows.keys[i] + kv_head * dim, widened_ + 2 * i * columns_);
+                values[i] = widen(rows.values[i] + kv_head * dim, widened_ + (2 * i + 1) * columns_);
             }
-        }
-        for (int64_t d = 0; d < p_.head_dim; d += 8)
-            for (int64_t i = 0; i < kKeys; i += 16) {
-                ahead.fetch(kLoadRows * 8 * 16 / kKeys);
-                turn_pairs(keys + i, d, keys_ + d * kKeys + 2 * i, 2 * kKeys);
-            }
-        for (int64_t i = 0; i < kKeys; i += 2) {
-            ahead.fetch(kLoadRows * p_.head_dim * 2 / kKeys);
-            join_pairs(values[i], values[i + 1], p_.head_dim, values_ + i * columns_);
-            if (p_.head_dim < columns_) std::memset(values_ + i * columns_ + 2 * p_.head_dim, 0, 32);
+            rearrange(keys, values, 0, ahead);
+        } else {
+            rearrange(rows.keys, rows.values, kv_head * dim, ahead);
         }
     }
 
@@ -142,6 +130,20 @@ private:
     static constexpr int64_t kLoadRows = 4;  // whose products take as long as to turn keys, or to join values
     static constexpr bool kScaled = std::is_same_v<Cached, int8_t>;
 
+    // A head of each row, from column `at` on.
+    void rearrange(const uint16_t* const* keys, const uint16_t* const* values, int64_t at, Ahead& ahead) {
+        for (int64_t d = 0; d < p_.head_dim; d += 8)
+            for (int64_t i = 0; i < kKeys; i += 16) {
+                ahead.fetch(kLoadRows * 8 * 16 / kKeys);
+                turn_pairs(keys + i, at + d, keys_ + d * kKeys + 2 * i, 2 * kKeys);
+            }
+        for (int64_t i = 0; i < kKeys; i += 2) {
+            ahead.fetch(kLoadRows * p_.head_dim * 2 / kKeys);
+            join_pairs(values[i] + at, values[i + 1] + at, p_.head_dim, values_ + i * columns_);
+            if (p_.head_dim < columns_) std::memset(values_ + i * columns_ + 2 * p_.head_dim, 0, 32);
+        }
+    }
+
     // A head in bfloat16.
     const uint16_t* widen(const int8_t* from, uint16_t* to) const {
         int64_t d = 0;
@@ -161,7 +163,7 @@ private:
     const int64_t columns_;
     const bool tiled_ = kTiles && p_.head_dim % 32 == 0;
     AttentionTiles<> tiles_;
-    uint16_t *keys_, *values_, *zeros_, *widened_;  // widened_ [kKeys, 2, columns]: keys and values
+    uint16_t *keys_, *values_, *widened_;  // widened_ [kKeys, 2, columns]: keys and values
     alignas(64) float k_scale_[kKeys], v_scale_[kKeys];
 };
 

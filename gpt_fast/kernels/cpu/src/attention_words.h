@@ -20,11 +20,8 @@ public:
 
     WordKeys(const Paged<int8_t>& p, int64_t) : p_(p), columns_(p.state_dim()), turned_(ceil_div(p.head_dim, 32) * 32) {
         static thread_local Scratch scratch;
-        keys_ = scratch.get<int16_t>(kKeys * (turned_ + columns_) + turned_ / 2);
+        keys_ = scratch.get<int16_t>(kKeys * (turned_ + columns_));
         values_ = keys_ + kKeys * turned_;
-        auto* none = reinterpret_cast<int8_t*>(values_ + kKeys * columns_);
-        std::memset(none, 0, static_cast<size_t>(turned_));
-        none_ = none;
     }
 
     static int64_t column(int64_t d, int64_t) { return d; }
@@ -54,27 +51,22 @@ public:
 
     int64_t load_work() const { return kLoadRows * p_.head_dim; }
 
-    void load(const int64_t* places, int64_t kv_head, int64_t from, int64_t end, Ahead& ahead) {
-        const int64_t dim = p_.head_dim;
-        first_ = from / 2, last_ = ceil_div(end, 2);
-        const int8_t *keys[kKeys], *values[kKeys];
+    void load(const Rows<int8_t>& rows, int64_t kv_head, Ahead& ahead) {
+        const int64_t dim = p_.head_dim, at = kv_head * dim;
+        first_ = rows.from / 2, last_ = ceil_div(rows.end, 2);
         for (int64_t i = 0; i < kKeys; ++i) {
-            const bool there = i >= from && i < end;
-            const int64_t place = there ? places[i - from] + kv_head : 0;
-            keys[i] = there ? p_.k_cache + place * dim : none_;
-            values[i] = there ? p_.v_cache + place * dim : none_;
-            k_scale_[i] = there ? p_.k_scale[place] : 0.0f;
-            v_scale_[i] = there ? p_.v_scale[place] : 0.0f;
+            k_scale_[i] = p_.k_scale[rows.place[i] + kv_head];
+            v_scale_[i] = p_.v_scale[rows.place[i] + kv_head];
         }
         F16 finite = splat16(0.0f);
         for (int64_t i = 0; i < kKeys; i += 16) finite = plus_product(finite, finite, load16(v_scale_ + i));
         finite_ = lane_sum(finite);
         for (int64_t i = 0; i < kKeys; i += 8) {
             ahead.fetch(kLoadRows * dim * 8 / kKeys);
-            for (int64_t d = 0; d < dim; d += 32) turn(keys + i, d, i);
+            for (int64_t d = 0; d < dim; d += 32) turn(rows.keys + i, at, d, i);
         }
         for (int64_t i = first_; i < last_; ++i) {
-            const int8_t *a = values[2 * i], *b = values[2 * i + 1];
+            const int8_t *a = rows.values[2 * i] + at, *b = rows.values[2 * i + 1] + at;
             int16_t* to = values_ + 2 * i * columns_;
             int64_t d = 0;
             for (; d + 16 <= dim; d += 16) join_words(a + d, b + d, to + 2 * d);
@@ -125,15 +117,15 @@ private:
         int8_t bytes[count] = {};
     };
 
-    // Columns [d, d + 32) of keys [first, first + 8).
-    void turn(const int8_t* const* keys, int64_t d, int64_t first) {
+    // Columns [d, d + 32) of the head at `at`, of keys [first, first + 8).
+    void turn(const int8_t* const* keys, int64_t at, int64_t d, int64_t first) {
         auto load = [](const int8_t* from) { return load32(reinterpret_cast<const uint8_t*>(from)); };
         I8 rows[8];
         if (d + 32 <= p_.head_dim)
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) rows[i] = load(keys[i] + d);
+            for (int i = 0; i < 8; ++i) rows[i] = load(keys[i] + at + d);
         else
-            for (int i = 0; i < 8; ++i) rows[i] = load(Piece<32>(keys[i], d, p_.head_dim).bytes);
+            for (int i = 0; i < 8; ++i) rows[i] = load(Piece<32>(keys[i] + at, d, p_.head_dim).bytes);
         turn8(rows);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
@@ -214,7 +206,6 @@ private:
     int64_t first_ = 0, last_ = 0;  // pairs of values
     float finite_ = 0.0f;           // else NaN: a scale is not
     int16_t *keys_, *values_;       // [D / 2, kKeys, 2], [kKeys / 2, columns, 2]
-    const int8_t* none_;            // a head of zeros
     alignas(64) float k_scale_[kKeys], v_scale_[kKeys];
 };
 
