@@ -47,7 +47,7 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
     for (int64_t base = begin / kKeys * kKeys; base < key_end; base += kKeys) {
         Rows<Cached> rows{std::max<int64_t>(begin - base, 0), std::min(key_end - base, kKeys), {}, {}, {}};
         for (int64_t i = 0; i < kKeys; ++i) {
-            rows.place[i] = places[base - begin + (i >= rows.from && i < rows.end ? i : rows.from)];
+            rows.place[i] = places[base - begin + std::clamp(i, rows.from, rows.end - 1)];
             rows.keys[i] = p.k_cache + rows.place[i] * p.head_dim;
             rows.values[i] = p.v_cache + rows.place[i] * p.head_dim;
         }
@@ -57,12 +57,10 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
             views[token - first] = {std::max<int64_t>(oldest - base, 0), std::min(position + 1 - base, rows.end),
                                     base - position};
         }
-        Ahead ahead;
-        const int64_t bytes = kv_heads * p.head_dim * static_cast<int64_t>(sizeof(Cached));
-        for (const Cached* cache : {p.k_cache, p.v_cache})
-            for (int64_t i = base + kKeys; i < std::min(base + 2 * kKeys, key_end); ++i)
-                ahead.add(cache + (places[i - begin] + kv_begin) * p.head_dim, bytes);
-        ahead.begin(kv_heads * block.work());
+        constexpr int64_t size = sizeof(Cached);
+        const int64_t head = kv_begin * p.head_dim, next = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
+        Ahead ahead(p.k_cache + head, p.v_cache + head, places + (base + kKeys - begin), next, p.head_dim * size,
+                    kv_heads * p.head_dim * size, kv_heads * block.work(), last - first == 1);
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
             block.load(rows, kv_head, ahead);
             block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record, ahead);

@@ -8,7 +8,7 @@
 namespace gpt_fast {
 
 // A block of one sequence as the cache has it: keys and values of all heads of each token. Of the block only [from, end)
-// is to be loaded; the rest stands for itself by the token at `from`, and nobody gives it a weight.
+// is to be loaded; nobody gives the rest a weight, and the nearest of the others stands there.
 template <class Cached>
 struct Rows {
     int64_t from, end;
@@ -16,49 +16,54 @@ struct Rows {
     const Cached *keys[kKeys], *values[kKeys];
 };
 
-// Brings the next keys and values into the second level of the CPU's cache, a few lines at a time between the parts of
-// the work for a block. Many at once would fill the queue of lines that a core waits for, and then also what comes from
-// the second level to the first would wait.
+// Brings the next keys and values into the CPU's cache, a few lines at a time between the parts of the work for a block:
+// many at once would fill the queue of lines that a core waits for. For one token, whose products take little time, into
+// its first level; prompts need that for their sums.
 class Ahead {
 public:
-    // Memory that begins where the last did ends is one run with it.
-    void add(const void* memory, int64_t bytes) {
-        const char* begin = static_cast<const char*>(memory);
-        if (count_ == 0 || begin != run_[count_ - 1].end) run_[count_++] = {begin, begin};
-        run_[count_ - 1].end = begin + bytes;
-    }
-
-    // From here on: all of it, evenly over so much work.
-    void begin(int64_t work) {
-        int64_t lines = 0;
-        for (int i = 0; i < count_; ++i) lines += ceil_div(run_[i].end - run_[i].begin, kLine);
-        rate_ = (lines << kBits) / work + 1;
-        run_[count_] = {}, at_ = run_[0].begin, end_ = run_[0].end;
+    // `bytes` of the keys and of the values at each of `count` places, evenly over so much work. `each`: bytes from one
+    // place to the next.
+    Ahead(const void* keys, const void* values, const int64_t* places, int64_t count, int64_t each, int64_t bytes,
+          int64_t work, bool near)
+        : near_(near), each_(each), bytes_(bytes), places_(places), places_end_(places + count),
+          memory_(static_cast<const char*>(keys)), values_(static_cast<const char*>(values)) {
+        left_ = 2 * count * ceil_div(bytes, kLine), rate_ = (left_ << kBits) / work + 1;
+        if (count > 0) go_to(places);
     }
 
     void fetch(int64_t work) {
         due_ += work * rate_;
-        int64_t lines = due_ >> kBits;
-        due_ -= lines << kBits;
-        while (lines > 0 && at_ != end_) {
-            const int64_t left = ceil_div(end_ - at_, kLine), now = std::min(lines, left);
-            for (const char* const stop = at_ + now * kLine; at_ < stop; at_ += kLine) prefetch_to_level2(at_);
-            lines -= now;
-            if (now == left) ++next_, at_ = run_[next_].begin, end_ = run_[next_].end;
-        }
+        const int64_t lines = std::min(due_ >> kBits, left_);
+        due_ -= lines << kBits, left_ -= lines;
+        if (near_)
+            walk(lines, [](const char* at) { prefetch(at); });
+        else
+            walk(lines, [](const char* at) { prefetch_to_level2(at); });
     }
 
 private:
     static constexpr int kBits = 24;  // of lines for a unit of work behind the point: divisions are slow
     static constexpr int64_t kLine = 64;
 
-    struct Run {
-        const char *begin, *end;
-    };
-    Run run_[2 * kKeys + 1];
-    int count_ = 0, next_ = 0;
-    const char *at_ = nullptr, *end_ = nullptr;
-    int64_t rate_ = 0, due_ = 0;
+    template <class Body>
+    void walk(int64_t lines, Body body) {
+        for (; lines > 0; --lines) {
+            body(at_);
+            at_ += kLine;
+            if (at_ < end_) continue;
+            const bool last = now_ + 1 == places_end_;
+            if (last) memory_ = values_;
+            go_to(last ? places_ : now_ + 1);
+        }
+    }
+
+    void go_to(const int64_t* place) { now_ = place, at_ = memory_ + *place * each_, end_ = at_ + bytes_; }
+
+    const bool near_;
+    const int64_t each_, bytes_;
+    const int64_t *const places_, *const places_end_, *now_ = nullptr;
+    const char *memory_, *const values_, *at_ = nullptr, *end_ = nullptr;
+    int64_t left_, rate_, due_ = 0;
 };
 
 constexpr int kMostQueries = kTiles ? 16 : 8;  // whose products are made together
@@ -148,7 +153,7 @@ public:
 
 private:
     template <int R>
-    void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states, Ahead& ahead) {
+    [[gnu::noinline]] void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states, Ahead& ahead) {
         alignas(64) float weights[R][kKeys];
         float *into[R], kept[R];
         Partial partials[R];
