@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import platform
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
-from gpt_fast.kernels.cpu.library import available
+from gpt_fast.kernels.cpu.library import available, rounded_in_pairs
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
 from gpt_fast.model import description as d
 from gpt_fast.model.cpu_model import pack_block
@@ -20,6 +21,11 @@ from gpt_fast.model.transformer import Block, Context
 needs_cpp = pytest.mark.skipif(not available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
 PAGE = 16
 _LONGEST = 64  # tokens of the one sequence of a Twin
+
+
+def bytes_of_attention() -> bool:
+    """Whether the kernels without tiles multiply int8 caches by bytes and not by pairs of 16 bits: CPUs with VNNI."""
+    return platform.machine() in ("x86_64", "AMD64") and not rounded_in_pairs()
 
 
 def run_ops(

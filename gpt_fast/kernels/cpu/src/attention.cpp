@@ -2,8 +2,8 @@
 #include "attention.h"
 
 #include "attention_floats.h"
+#include "attention_integers.h"
 #include "attention_pairs.h"
-#include "attention_words.h"
 
 namespace gpt_fast {
 
@@ -17,9 +17,14 @@ template <>
 struct KeysOfCache<uint16_t> {
     using Type = std::conditional_t<kBfloat16Dots, PairKeys<uint16_t>, FloatKeys<uint16_t>>;
 };
+#ifdef GPT_FAST_DPBUSD
+using IntegersOfCache = IntegerKeys<Bytes>;
+#else
+using IntegersOfCache = IntegerKeys<Words>;
+#endif
 template <>
 struct KeysOfCache<int8_t> {
-    using Type = std::conditional_t<kTiles, PairKeys<int8_t>, WordKeys>;  // nothing is as fast as tiles
+    using Type = std::conditional_t<kTiles, PairKeys<int8_t>, IntegersOfCache>;  // nothing is as fast as tiles
 };
 template <class Cached>
 using KeysOf = typename KeysOfCache<Cached>::Type;
@@ -37,8 +42,7 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
     const int64_t first = piece.first, last = piece.last, kv_heads = kv_end - kv_begin;
     const int64_t states = (last - first) * p.group(), record = state_floats(p.state_dim());
     const int64_t end = p.query_start[piece.slot + 1], length = p.context_len[piece.slot];
-    for (int64_t i = 0; i < kv_heads * states; ++i)
-        clear(partial(state + i * record, p.state_dim()), p.state_dim());
+    for (int64_t i = 0; i < kv_heads * states; ++i) clear(partial(state + i * record, p.state_dim()), p.state_dim());
     const int64_t top = length - end + last;  // positions that the last of the queries may see
     const int64_t lowest = p.window ? length - end + first + 1 - p.window : 0;
     const int64_t key_end = std::min((split + 1) * kSplit, top), begin = std::max(split * kSplit, lowest);

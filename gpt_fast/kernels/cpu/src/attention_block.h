@@ -7,8 +7,8 @@
 
 namespace gpt_fast {
 
-// A block of one sequence as the cache has it: keys and values of all heads of each token. Of the block only [from, end)
-// is to be loaded; nobody gives the rest a weight, and the nearest of the others stands there.
+// A block of one sequence as the cache has it: keys and values of all heads of each token. Of the block only [from,
+// end) is to be loaded; nobody gives the rest a weight, and the nearest of the others stands there.
 template <class Cached>
 struct Rows {
     int64_t from, end;
@@ -16,17 +16,22 @@ struct Rows {
     const Cached *keys[kKeys], *values[kKeys];
 };
 
-// Brings the next keys and values into the CPU's cache, a few lines at a time between the parts of the work for a block:
-// many at once would fill the queue of lines that a core waits for. For one token, whose products take little time, into
-// its first level; prompts need that for their sums.
+// Brings the next keys and values into the CPU's cache, a few lines at a time between the parts of the work for a
+// block: many at once would fill the queue of lines that a core waits for. For one token, whose products take little
+// time, into its first level; prompts need that for their sums.
 class Ahead {
 public:
     // `bytes` of the keys and of the values at each of `count` places, evenly over so much work. `each`: bytes from one
     // place to the next.
     Ahead(const void* keys, const void* values, const int64_t* places, int64_t count, int64_t each, int64_t bytes,
           int64_t work, bool near)
-        : near_(near), each_(each), bytes_(bytes), places_(places), places_end_(places + count),
-          memory_(static_cast<const char*>(keys)), values_(static_cast<const char*>(values)) {
+        : near_(near),
+          each_(each),
+          bytes_(bytes),
+          places_(places),
+          places_end_(places + count),
+          memory_(static_cast<const char*>(keys)),
+          values_(static_cast<const char*>(values)) {
         left_ = 2 * count * ceil_div(bytes, kLine), rate_ = (left_ << kBits) / work + 1;
         if (count > 0) go_to(places);
     }
@@ -93,16 +98,17 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
         for (int w = 0; w < W; ++w) store16(to[r] + d + 16 * w, sum[r][w]);
 }
 
-// Keys keeps a block in the order that its products want: attention_floats.h, attention_pairs.h, attention_words.h. It
-// brings
+// Keys keeps a block in the order that its products want: attention_floats.h, attention_pairs.h, attention_integers.h.
+// It brings
 //   Keys(p, queries): `queries` is how many queries of one head will use each block
 //   Number: the type of queries
+//   query_numbers(dim): how many of them a query takes, for heads of `dim`
 //   store_query(q, to): a query [D] to what scores() takes, in units of what is returned, a factor of the score
 //   column(d, dim): where column d of the values stands in what add_values() adds to, for heads of `dim`
 //   load(rows, kv_head, ahead): a block of that head
 //   load_work(): of one load()
 //   scores<R>(q, factors, scores, ahead): scores[r][i] = factors[r] * q[r] . keys[i], zero where no key was loaded; q
-//     [R, D]
+//     [R, query_numbers]
 //   add_values<R>(into, kept, weights, ahead): into[r] = into[r] * kept[r] + the sum of weights[r][i] * values[i], in
 //     ascending order of i; the weights may be changed
 // They tell `ahead` of their work: of products, rows times columns. What a row gets is the same for every R. Keys that
@@ -119,13 +125,13 @@ public:
         static thread_local Scratch scratch;
         const int64_t queries = (kv_end - kv_begin) * rows_;
         q_ = reinterpret_cast<Number*>(scratch.get<float>(queries * (p.head_dim + 1)));
-        factors_ = reinterpret_cast<float*>(q_ + queries * p.head_dim);
+        factors_ = reinterpret_cast<float*>(q_ + queries * each_);
         int64_t row = 0;
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head)
             for (int64_t token = first; token < last; ++token)
                 for (int64_t head = kv_head * p.group(); head < (kv_head + 1) * p.group(); ++head, ++row) {
                     const float* q = p.q + token * p.q_stride + head * p.head_dim;
-                    factors_[row] = p.scale * keys_.store_query(q, q_ + row * p.head_dim);
+                    factors_[row] = p.scale * keys_.store_query(q, q_ + row * each_);
                 }
     }
 
@@ -160,7 +166,7 @@ private:
         const int64_t group = p_.group(), state_dim = p_.state_dim();
         const Adjust adjust = p_.adjust(kv_head);
         const int64_t query = (kv_head - kv_begin_) * rows_ + row;
-        keys_.template scores<R>(q_ + query * p_.head_dim, factors_ + query, weights, ahead);
+        keys_.template scores<R>(q_ + query * each_, factors_ + query, weights, ahead);
         int64_t token = row / group, head = row % group;
         for (int r = 0; r < R; ++r) {
             const View& view = views[token];
@@ -178,7 +184,7 @@ private:
     }
 
     const Paged<Cached>& p_;
-    const int64_t kv_begin_, rows_;
+    const int64_t kv_begin_, rows_, each_ = Keys::query_numbers(p_.head_dim);
     Keys keys_;
     float* factors_;  // of scores
     Number* q_;

@@ -1,9 +1,9 @@
-// Attention to one block of keys in float32. Keys stand in the lanes of a vector for the scores, columns for the values;
-// the cache has its keys the other way round, so they are turned once for all queries of their head.
+// Attention to one block of keys in float32. Keys stand in the lanes of a vector for the scores, columns for the
+// values; the cache has its keys the other way round, so they are turned once for all queries of their head.
 //
-// Numbers of bfloat16 lie in pairs, of which the first and the second become float32 by one instruction each. So columns of
-// values stand with even ones first, then odd ones, of each sixteen. A few queries widen where they multiply: to store
-// all that before would take longer than their products.
+// Numbers of bfloat16 lie in pairs, of which the first and the second become float32 by one instruction each. So
+// columns of values stand with even ones first, then odd ones, of each sixteen. A few queries widen where they
+// multiply: to store all that before would take longer than their products.
 #pragma once
 
 #include "attention_block.h"
@@ -34,9 +34,9 @@ public:
     }
 
     // Where column d of the values stands in the sums.
-    static int64_t column(int64_t d, int64_t dim) {
-        return in_pairs(dim) ? d / 16 * 16 + d % 2 * 8 + d % 16 / 2 : d;
-    }
+    static int64_t column(int64_t d, int64_t dim) { return in_pairs(dim) ? d / 16 * 16 + d % 2 * 8 + d % 16 / 2 : d; }
+
+    static int64_t query_numbers(int64_t dim) { return dim; }
 
     float store_query(const float* q, float* to) const {
         std::memcpy(to, q, static_cast<size_t>(dim_) * sizeof *to);

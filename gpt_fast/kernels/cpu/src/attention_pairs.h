@@ -72,6 +72,8 @@ public:
 
     static int64_t column(int64_t d, int64_t) { return d; }
 
+    static int64_t query_numbers(int64_t dim) { return dim; }
+
     float store_query(const float* q, uint16_t* to) const {
         for (int64_t d = 0; d < p_.head_dim; ++d) store_as(q[d], to + d);
         return 1.0f;

@@ -82,13 +82,13 @@ inline NibbleScales nibble_scales(const uint8_t* p) { return load16_uint8(p); }
 inline F16 scaled_nibbles(I16 sums, NibbleScales scales) { return to_floats(nibble_sums(sums)) * scales; }
 #endif
 
-// Whether add_nibbles() takes any bytes: then dot() with weights that have had 128 added before is one instruction.
+// Whether dot_raised(), dot() with weights that have had 128 added before, is one instruction, which takes any bytes.
 #ifdef GPT_FAST_DPBUSD
 constexpr bool kRaisedDots = true;
 #else
 constexpr bool kRaisedDots = false;
+inline I16 dot_raised(I16 sum, I16, I16) { return sum; }  // nobody calls it
 #endif
-inline I16 dot_raised(I16 sum, I16 w, I16 x) { return add_nibbles(sum, w, x); }
 
 #ifndef __AVX512VNNI__
 // What only CPUs with tiles use, as formulas.

@@ -142,13 +142,17 @@ inline I8 dot_words(I8 sum, I8 w, I8 x) {
 inline I8 even_words(I8 bytes) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), bytes); }
 inline I8 odd_words(I8 bytes) { return _mm256_srai_epi16(bytes, 8); }
 
-// Pairs of a[i] and b[i], of sixteen each.
-inline void join_words(const int8_t* a, const int8_t* b, int16_t* to) {
-    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a));
-    const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b));
-    auto* at = reinterpret_cast<__m256i*>(to);
-    _mm256_storeu_si256(at, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y)));
-    _mm256_storeu_si256(at + 1, _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x, y)));
+// a[i] and b[i] side by side.
+inline void join_words(const int8_t* a, const int8_t* b, int64_t count, int16_t* to) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a + i));
+        const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b + i));
+        auto* at = reinterpret_cast<__m256i*>(to + 2 * i);
+        _mm256_storeu_si256(at, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y)));
+        _mm256_storeu_si256(at + 1, _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x, y)));
+    }
+    for (; i < count; ++i) to[2 * i] = a[i], to[2 * i + 1] = b[i];
 }
 
 // The nearest whole numbers, at most 32,767 in magnitude.
@@ -156,6 +160,33 @@ inline void store16_words(int16_t* to, F8 a, F8 b) {
     const __m256i packed = _mm256_packs_epi32(nearest(a), nearest(b));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
 }
+
+// Whole numbers of 0 to 255, the nearest; NaN and what is too large: any.
+inline void store16_bytes(uint8_t* to, F8 a, F8 b) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(nearest(a), nearest(b)), 0xd8);
+    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+}
+
+// The bytes of four rows side by side, columns [i, count).
+inline void join_rows_from(int64_t i, const int8_t* const* rows, int64_t count, uint8_t* to) {
+    for (; i + 16 <= count; i += 16) {
+        auto load = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + i)); };
+        const __m128i a = load(0), b = load(1), c = load(2), d = load(3);
+        const __m128i low_ab = _mm_unpacklo_epi8(a, b), low_cd = _mm_unpacklo_epi8(c, d);
+        const __m128i high_ab = _mm_unpackhi_epi8(a, b), high_cd = _mm_unpackhi_epi8(c, d);
+        auto* fours = reinterpret_cast<__m128i*>(to + 4 * i);
+        _mm_storeu_si128(fours, _mm_unpacklo_epi16(low_ab, low_cd));
+        _mm_storeu_si128(fours + 1, _mm_unpackhi_epi16(low_ab, low_cd));
+        _mm_storeu_si128(fours + 2, _mm_unpacklo_epi16(high_ab, high_cd));
+        _mm_storeu_si128(fours + 3, _mm_unpackhi_epi16(high_ab, high_cd));
+    }
+    for (; i < count; ++i)
+        for (int row = 0; row < 4; ++row) to[4 * i + row] = static_cast<uint8_t>(rows[row][i]);
+}
+#ifndef __AVX512VNNI__
+inline void join_rows(const int8_t* const* rows, int64_t count, uint8_t* to) { join_rows_from(0, rows, count, to); }
+#endif
 
 // ---- products of bytes ----
 
@@ -173,8 +204,8 @@ inline void store16_words(int16_t* to, F8 a, F8 b) {
 // x[2 i] + x[2 i + 1] may be 128 in magnitude at most. (Any x would do with signs that are moved from the weights to x
 // first; but that instruction, too, runs on the two units that multiply, which then take half as long again.)
 inline I8 begin_dots(int32_t offset) { return splat(offset); }
-inline I8 dot(I8 sum, I8 w, I8 x) {
-    const I8 raised = w ^ _mm256_set1_epi8(-128);
+inline I8 raise(I8 w) { return w ^ _mm256_set1_epi8(-128); }
+inline I8 dot_raised(I8 sum, I8 raised, I8 x) {
 #ifdef GPT_FAST_DPBUSD
     sum = GPT_FAST_DPBUSD(sum, raised, x);
 #else
@@ -183,6 +214,7 @@ inline I8 dot(I8 sum, I8 w, I8 x) {
     pin(sum);
     return sum;
 }
+inline I8 dot(I8 sum, I8 w, I8 x) { return dot_raised(sum, raise(w), x); }
 
 #ifdef GPT_FAST_PAIRED_DOTS
 // x[2 i] + x[2 i + 1] in both their places.

@@ -94,20 +94,40 @@ inline I16 dot_words(I16 sum, I16 w, I16 x) {
 inline void store16_words(int16_t* to, F16 v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v)));
 }
+inline void store16_bytes(uint8_t* to, F16 v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+inline void join_rows(const int8_t* const* rows, int64_t count, uint8_t* to) {
+    int64_t i = 0;
+    for (; i + 64 <= count; i += 64) {
+        auto load = [&](int row) { return _mm512_loadu_si512(rows[row] + i); };
+        const I16 a = load(0), b = load(1), c = load(2), d = load(3);
+        const I16 low_ab = _mm512_unpacklo_epi8(a, b), low_cd = _mm512_unpacklo_epi8(c, d);
+        const I16 high_ab = _mm512_unpackhi_epi8(a, b), high_cd = _mm512_unpackhi_epi8(c, d);
+        // Each has four columns of each sixteen.
+        const I16 x = _mm512_unpacklo_epi16(low_ab, low_cd), y = _mm512_unpackhi_epi16(low_ab, low_cd);
+        const I16 z = _mm512_unpacklo_epi16(high_ab, high_cd), w = _mm512_unpackhi_epi16(high_ab, high_cd);
+        const I16 even_xy = _mm512_shuffle_i32x4(x, y, 0x88), odd_xy = _mm512_shuffle_i32x4(x, y, 0xdd);
+        const I16 even_zw = _mm512_shuffle_i32x4(z, w, 0x88), odd_zw = _mm512_shuffle_i32x4(z, w, 0xdd);
+        store64(to + 4 * i, _mm512_shuffle_i32x4(even_xy, even_zw, 0x88));
+        store64(to + 4 * i + 64, _mm512_shuffle_i32x4(odd_xy, odd_zw, 0x88));
+        store64(to + 4 * i + 128, _mm512_shuffle_i32x4(even_xy, even_zw, 0xdd));
+        store64(to + 4 * i + 192, _mm512_shuffle_i32x4(odd_xy, odd_zw, 0xdd));
+    }
+    join_rows_from(i, rows, count, to);
+}
 inline I16 begin_dots16(int32_t offset) { return splat16(offset); }
-inline I16 dot(I16 sum, I16 w, I16 x) {
-    sum = _mm512_dpbusd_epi32(sum, w ^ _mm512_set1_epi8(-128), x);
+inline I16 raise(I16 w) { return w ^ _mm512_set1_epi8(-128); }
+inline I16 dot_raised(I16 sum, I16 raised, I16 x) {
+    sum = _mm512_dpbusd_epi32(sum, raised, x);
     pin(sum);
     return sum;
 }
+inline I16 dot(I16 sum, I16 w, I16 x) { return dot_raised(sum, raise(w), x); }
 
 inline I16 low_nibbles(I16 v) { return v & _mm512_set1_epi8(15); }
 inline I16 high_nibbles(I16 v) { return _mm512_srli_epi16(v, 4) & _mm512_set1_epi8(15); }
-inline I16 add_nibbles(I16 sums, I16 nibbles, I16 x) {
-    sums = _mm512_dpbusd_epi32(sums, nibbles, x);
-    pin(sums);
-    return sums;
-}
+inline I16 add_nibbles(I16 sums, I16 nibbles, I16 x) { return dot_raised(sums, nibbles, x); }
 inline I16 nibble_sums(I16 sums) { return sums; }
 
 inline I16 plus(I16 x, I16 y) { return _mm512_add_epi32(x, y); }

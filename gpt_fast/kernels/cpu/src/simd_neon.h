@@ -150,9 +150,9 @@ inline I8 odd_words(I8 bytes) {
     return of_words(vmovl_s8(vget_low_s8(vuzp1q_s8(odd, odd))), vmovl_s8(vget_low_s8(vuzp2q_s8(odd, odd))));
 }
 
-// Pairs of a[i] and b[i], of sixteen each.
-inline void join_words(const int8_t* a, const int8_t* b, int16_t* to) {
-    for (int i = 0; i < 16; i += 8) {
+// a[i] and b[i] side by side, as dot_words() wants them: eight of a, then eight of b.
+inline void join_words(const int8_t* a, const int8_t* b, int64_t count, int16_t* to) {
+    for (int64_t i = 0; i < count; i += 8) {  // heads are multiples of 8
         vst1q_s16(to + 2 * i, vmovl_s8(vld1_s8(a + i)));
         vst1q_s16(to + 2 * i + 8, vmovl_s8(vld1_s8(b + i)));
     }

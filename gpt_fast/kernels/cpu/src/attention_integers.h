@@ -1,0 +1,291 @@
+// Attention to one block of a cache of int8 by products of integers, whose sums are exact: nothing is rounded but a
+// query, to multiples of a scale, and the weights of a block, each times the scale of its value, to multiples of
+// another one. The order of what is added does not matter.
+//
+// Sixteen keys lie in the lanes of a vector, two or four neighbours of the head in each lane; for the values sixteen
+// columns, two or four keys. The cache has neither, so a block is rearranged once for all queries of its head.
+#pragma once
+
+#include "activations.h"
+#include "attention_block.h"
+
+namespace gpt_fast {
+
+// How integers are multiplied: Words or Bytes. They bring
+//   Query, Weight: the types of rounded queries and weights
+//   kEach: how many neighbours a lane has
+//   kMostWeight: to which the largest weight is rounded
+//   most_of_query(dim): to which the largest number of a query is rounded, for heads of `dim`
+//   query_numbers(dim): how many Query a query takes
+//   store_query(q, scale, dim, to): a query [dim] times `scale`, rounded
+//   store_keys(turned, to): eight fours of bytes of a key each, turned; `to` [32 / kEach, kKeys, kEach]
+//   join(rows, count, to): `count` columns of kEach rows, those of a column side by side
+//   begin(q, dim): what sums of scores begin with
+//   add_score(sum, keys, q), add_value(sum, values, weights): sum + products; splat(): the neighbours of a query, or
+//     weights, in every lane
+//   store_weights(to, v): sixteen, rounded
+
+// Pairs of 16 bits (simd.h, dot_words): two instructions for 16 products, where float32 takes two for 8 after bytes
+// have been widened to it.
+struct Words {
+    using Query = int16_t;
+    using Weight = int16_t;
+    static constexpr int64_t kEach = 2;
+    static constexpr float kMostWeight = 32767.0f;
+
+    static float most_of_query(int64_t dim) {
+        constexpr int64_t most_sum = 1 << 30;
+        return static_cast<float>(std::min<int64_t>(32767, most_sum / (127 * dim)));
+    }
+    static int64_t query_numbers(int64_t dim) { return dim; }
+
+    // Of each four neighbours the second and the third change places: bytes of four columns are widened to the first
+    // and the third, and to the second and the fourth.
+    static void store_query(const float* q, float scale, int64_t dim, int16_t* to) {
+        for (int64_t d = 0; d < dim; d += 8) {
+            int16_t rounded[16];
+            const F8 x = load8(q + d) * gpt_fast::splat(scale);
+            store16_words(rounded, x, x);
+            for (int i = 0; i < 8; i += 4) {
+                uint64_t four;
+                std::memcpy(&four, rounded + i, sizeof four);
+                four = (four & 0xffff00000000ffff) | (four >> 16 & 0xffff0000) | (four << 16 & 0xffff00000000);
+                std::memcpy(to + d + i, &four, sizeof four);
+            }
+        }
+    }
+
+    static void store_keys(I8 turned, uint8_t* to) {
+        store32(to, even_words(turned));
+        store32(to + 4 * kKeys, odd_words(turned));
+    }
+    static void join(const int8_t* const* rows, int64_t count, uint8_t* to) {
+        join_words(rows[0], rows[1], count, reinterpret_cast<int16_t*>(to));
+    }
+
+    static I16 begin(const int16_t*, int64_t) { return I16{}; }
+    static I16 splat(const int16_t* two) { return splat_words(two); }
+    static I16 add_score(I16 sum, I16 keys, I16 q) { return dot_words(sum, keys, q); }
+    static I16 add_value(I16 sum, I16 values, I16 weights) { return dot_words(sum, values, weights); }
+    static void store_weights(int16_t* to, F16 v) { store16_words(to, v); }
+};
+
+#ifdef GPT_FAST_DPBUSD
+// Fours of bytes, half as many products as Words where one instruction multiplies and adds four. One side of it is
+// unsigned: 128 is added to each key, and what sums begin with, behind the query, takes that off; weights are never
+// negative. Coarser steps than those of Words, as fine as the cache's own.
+struct Bytes {
+    using Query = int8_t;
+    using Weight = uint8_t;
+    static constexpr int64_t kEach = 4;
+    static constexpr float kMostWeight = 255.0f;
+
+    static float most_of_query(int64_t) { return 127.0f; }
+    static int64_t query_numbers(int64_t dim) { return dim + 4; }
+
+    static void store_query(const float* q, float scale, int64_t dim, int8_t* to) {
+        I8 total = gpt_fast::splat(0);
+        for (int64_t d = 0; d < dim; d += 8) {
+            int32_t rounded[8];
+            const I8 x = nearest(load8(q + d) * gpt_fast::splat(scale));
+            store32(reinterpret_cast<uint8_t*>(rounded), x);
+            total = add(total, x);
+            for (int i = 0; i < 8; ++i) to[d + i] = static_cast<int8_t>(rounded[i]);
+        }
+        const int32_t begin = -128 * lane_sum(total);
+        std::memcpy(to + dim, &begin, sizeof begin);
+    }
+
+    static void store_keys(I8 turned, uint8_t* to) { store32(to, raise(turned)); }
+    static void join(const int8_t* const* rows, int64_t count, uint8_t* to) { join_rows(rows, count, to); }
+
+    static I16 begin(const int8_t* q, int64_t dim) { return begin_dots16(load_four(q + dim)); }
+    static I16 splat(const void* four) { return splat_four(four); }
+    static I16 add_score(I16 sum, I16 keys, I16 q) { return dot_raised(sum, keys, q); }
+    static I16 add_value(I16 sum, I16 values, I16 weights) { return dot_raised(sum, weights, values); }
+    static void store_weights(uint8_t* to, F16 v) { store16_bytes(to, v); }
+};
+#endif
+
+// Keys of attention_block.h.
+template <class Numbers>
+class IntegerKeys {
+public:
+    using Number = typename Numbers::Query;
+
+    IntegerKeys(const Paged<int8_t>& p, int64_t)
+        : p_(p),
+          columns_(p.state_dim()),
+          stride_(query_numbers(p.head_dim)),
+          most_(Numbers::most_of_query(p.head_dim)) {
+        static thread_local Scratch scratch;
+        const int64_t turned = ceil_div(p.head_dim, 32) * 32;
+        keys_ = scratch.get<uint8_t>(kKeys * (turned + columns_) * kBytes);
+        values_ = keys_ + kKeys * turned * kBytes;
+    }
+
+    static int64_t column(int64_t d, int64_t) { return d; }
+    static int64_t query_numbers(int64_t dim) { return Numbers::query_numbers(dim); }
+
+    float store_query(const float* q, Number* to) const {
+        I8 largest = splat(0);
+        for (int64_t d = 0; d < p_.head_dim; d += 8) largest = larger_magnitude(largest, load8(q + d));
+        const float most = largest_lane(largest);
+        Numbers::store_query(q, most == 0.0f ? 0.0f : most_ / most, p_.head_dim, to);
+        return most / most_ + (most - most);  // NaN if a number is not finite
+    }
+
+    int64_t load_work() const { return kLoadRows * p_.head_dim; }
+
+    void load(const Rows<int8_t>& rows, int64_t kv_head, Ahead& ahead) {
+        const int64_t dim = p_.head_dim, at = kv_head * dim;
+        first_ = rows.from / kEach, last_ = ceil_div(rows.end, kEach);
+        F16 finite = splat16(0.0f);
+        for (int64_t i = 0; i < kKeys; ++i) {
+            k_scale_[i] = p_.k_scale[rows.place[i] + kv_head];
+            v_scale_[i] = p_.v_scale[rows.place[i] + kv_head];
+        }
+        for (int64_t i = 0; i < kKeys; i += 16) finite = plus_product(finite, finite, load16(v_scale_ + i));
+        finite_ = lane_sum(finite);
+        for (int64_t i = 0; i < kKeys; i += 8) {
+            ahead.fetch(kLoadRows * dim * 8 / kKeys);
+            for (int64_t d = 0; d < dim; d += 32) turn(rows.keys + i, at, d, i);
+        }
+        for (int64_t i = first_; i < last_; ++i) {
+            const int8_t* some[kEach];
+            for (int64_t j = 0; j < kEach; ++j) some[j] = rows.values[kEach * i + j] + at;
+            uint8_t* to = values_ + i * columns_ * kLane;
+            Numbers::join(some, dim, to);
+            if (dim < columns_) std::memset(to + dim * kLane, 0, static_cast<size_t>((columns_ - dim) * kLane));
+        }
+    }
+
+    template <int R>
+    void scores(const Number* q, const float* factors, float (*scores)[kKeys], Ahead& ahead) const {
+        constexpr int some = kRegisters >= 32 || R < 4 ? R : 4, V = kRegisters >= 32 || R < 3 ? kKeys / 16 : 1;
+        for (int r = 0; r < R; r += some)
+            for (int64_t i = 0; i < kKeys; i += 16 * V) {
+                ahead.fetch(some * p_.head_dim * 16 * V / kKeys);
+                some_scores<some, V>(q + r * stride_, factors + r, i, scores + r);
+            }
+    }
+
+    template <int R>
+    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) const {
+        alignas(64) Weight rounded[R][kKeys];
+        float factors[R];
+        for (int r = 0; r < R; ++r) factors[r] = round_weights(weights[r], rounded[r]);
+        constexpr int some = R < 4 ? R : 4, W = kRegisters >= 32 ? 4 : R < 3 ? 2 : 1;
+        for (int r = 0; r < R; r += some) {
+            int64_t d = 0;
+            for (; d + 16 * W <= columns_; d += 16 * W) {
+                ahead.fetch(some * 16 * W);
+                some_values<some, W>(into + r, kept + r, rounded + r, factors + r, d);
+            }
+            if constexpr (W > 1)
+                for (; d < columns_; d += 16) {
+                    ahead.fetch(some * 16);
+                    some_values<some, 1>(into + r, kept + r, rounded + r, factors + r, d);
+                }
+        }
+    }
+
+private:
+    using Weight = typename Numbers::Weight;
+    static constexpr int64_t kEach = Numbers::kEach, kBytes = sizeof(Number), kLane = kEach * kBytes;
+    static constexpr int64_t kLoadRows = 2;  // whose scores take as long as to turn keys
+
+    // Columns [d, d + 32) of the head at `at`, of keys [first, first + 8).
+    void turn(const int8_t* const* keys, int64_t at, int64_t d, int64_t first) {
+        I8 rows[8];
+        if (d + 32 <= p_.head_dim) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) rows[i] = load32(reinterpret_cast<const uint8_t*>(keys[i] + at + d));
+        } else {
+            for (int i = 0; i < 8; ++i) {
+                uint8_t last[32] = {};
+                std::memcpy(last, keys[i] + at + d, static_cast<size_t>(p_.head_dim - d));
+                rows[i] = load32(last);
+            }
+        }
+        turn8(rows);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) Numbers::store_keys(rows[i], keys_ + (d + 4 * i) * kKeys * kBytes + first * kLane);
+    }
+
+    // A row of weights times the scales of the values, in multiples of what is returned.
+    float round_weights(const float* weights, Weight* to) const {
+        F16 largest = splat16(0.0f), w[kKeys / 16];
+        for (int64_t i = 0; i < kKeys / 16; ++i) {
+            w[i] = load16(weights + 16 * i) * load16(v_scale_ + 16 * i);
+            largest = larger(largest, w[i]);
+        }
+        const float most = lane_max(largest), inverse = most == 0.0f ? 0.0f : Numbers::kMostWeight / most;
+        for (int64_t i = 0; i < kKeys / 16; ++i) Numbers::store_weights(to + 16 * i, w[i] * splat16(inverse));
+        return most * (1.0f / Numbers::kMostWeight) + finite_;
+    }
+
+    // Of R queries and keys [first, first + 16 V).
+    template <int R, int V>
+    void some_scores(const Number* q, const float* factors, int64_t first, float (*scores)[kKeys]) const {
+        I16 sum[R][V];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) sum[r][v] = Numbers::begin(q + r * stride_, p_.head_dim);
+#pragma GCC unroll 2
+        for (int64_t d = 0; d < p_.head_dim; d += kEach) {
+            I16 key[V];
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) key[v] = load64(keys_ + d * kKeys * kBytes + (first + 16 * v) * kLane);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const I16 x = Numbers::splat(q + r * stride_ + d);
+#pragma GCC unroll 8
+                for (int v = 0; v < V; ++v) sum[r][v] = Numbers::add_score(sum[r][v], key[v], x);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v)
+                store16(scores[r] + first + 16 * v,
+                        to_floats(sum[r][v]) * splat16(factors[r]) * load16(k_scale_ + first + 16 * v));
+    }
+
+    template <int R, int W>
+    void some_values(float* const* into, const float* kept, const Weight (*weights)[kKeys], const float* factors,
+                     int64_t d) const {
+        I16 sum[R][W];
+        clear_sums(sum);
+#pragma GCC unroll 4
+        for (int64_t i = first_; i < last_; ++i) {
+            I16 v[W];
+#pragma GCC unroll 8
+            for (int w = 0; w < W; ++w) v[w] = load64(values_ + (i * columns_ + d + 16 * w) * kLane);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const I16 weight = Numbers::splat(weights[r] + kEach * i);
+#pragma GCC unroll 8
+                for (int w = 0; w < W; ++w) sum[r][w] = Numbers::add_value(sum[r][w], v[w], weight);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int w = 0; w < W; ++w) {
+                float* at = into[r] + d + 16 * w;
+                store16(at, plus_product(load16(at) * splat16(kept[r]), to_floats(sum[r][w]), splat16(factors[r])));
+            }
+    }
+
+    const Paged<int8_t>& p_;
+    const int64_t columns_, stride_;  // of a stored query
+    const float most_;                // of a rounded query
+    int64_t first_ = 0, last_ = 0;    // groups of kEach values
+    float finite_ = 0.0f;             // else NaN: a scale is not
+    uint8_t *keys_, *values_;         // [D / kEach, kKeys, kEach], [kKeys / kEach, columns, kEach]
+    alignas(64) float k_scale_[kKeys], v_scale_[kKeys];
+};
+
+}  // namespace gpt_fast
