@@ -1,13 +1,14 @@
 """The C++ kernels on this machine: bytes per second of each product, and whole steps of a model's shape.
 
     python benchmarks/kernels_cpu.py [--shape tinyllama-1.1b] [--kinds bfloat16,int8,int4] [--rows 1,4,8,16,256]
-        [--threads N] [--repeats 5] [--products] [--steps] [--contexts 128,2048] [--cache bfloat16] [--torch]
+        [--threads N] [--repeats 5] [--products] [--steps] [--attention] [--contexts 128,2048] [--cache bfloat16]
+        [--torch]
 
 Products: every matrix of the shape in turn, each call with another copy of the weights, so that nothing comes out of a
 cache; ``--torch`` alternates with ``F.linear`` on the plain weights (float32 and bfloat16). Steps: the whole model with
-random weights. Up to 64 rows are new tokens of as many sequences; more rows are one prompt, which is also timed at the
-end of each longer context. The steps are timed in turns. Shares are of the bandwidth that ``gpt_fast.kernels.roofline``
-measures. Medians; the last line is JSON.
+random weights, or attention alone (``--attention``). Up to 64 rows are new tokens of as many sequences; more rows are
+one prompt, which is also timed at the end of each longer context. The steps are timed in turns. Shares are of the
+bandwidth that ``gpt_fast.kernels.roofline`` measures. Medians; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -159,8 +160,6 @@ class Steps:
     def __init__(self, c: ModelConfig, kind: str, most: Iterable[tuple[int, int]], cache_dtype: torch.dtype) -> None:
         self.config = c
         most = list(most)
-        num_pages = max(sequences * -(-context // _PAGE) for sequences, context in most)
-        pages = (num_pages + 1, _PAGE, c.num_kv_heads, padded(c.head_dim))
         description = d.describe(c)
         blocks, self.weight_bytes = [], 0
         for block in description.blocks:
@@ -169,7 +168,7 @@ class Steps:
             vectors = {v.name: (torch.ones(v.size), torch.zeros(v.size) if v.bias else None) for v in block.vectors}
             tables = {t.name: (torch.randn(t.num_rows, t.dim) * 0.02).bfloat16() for t in block.tables}
             heads = any(isinstance(op, d.Heads) for op in block.ops)
-            cache = LayerCache.zeros(pages, cache_dtype, torch.device("cpu")) if heads else None
+            cache = empty_cache(c, most, cache_dtype) if heads else None
             blocks.append((block.ops, Weights(found, vectors, tables, cache)))
         self.program = Program(blocks, "logits", rows_before=len(blocks) - 1)
         # As in the engine: torch's cosine in a step would wake its threads, which then wait on the kernels' cores.
@@ -188,7 +187,34 @@ class Steps:
         lengths = torch.full((sequences,), context, dtype=torch.int32)
         rows = torch.tensor([(s + 1) * new_tokens - 1 for s in slots])
         layout = StepLayout(starts, lengths, pages, places)
-        return self.program.run(tokens, positions, self.angles, layout, rows, by_position=True)
+        return self.program.run(tokens, positions, self.angles, layout, rows, self.input(len(tokens)), by_position=True)
+
+    def input(self, num_tokens: int) -> Tensor | None:
+        """What the program reads beside tokens."""
+        return None
+
+
+class AttentionAlone(Steps):
+    """The same with nothing but attention, of all layers one behind the other."""
+
+    def __init__(self, c: ModelConfig, most: Iterable[tuple[int, int]], cache_dtype: torch.dtype) -> None:
+        self.config, self.weight_bytes, self.angles = c, 0, []
+        most, self.width = list(most), c.q_dim + 2 * c.kv_dim
+        ops = (
+            d.Heads("in", "q", "k", "v", c.num_heads, c.num_kv_heads, c.head_dim),
+            d.Attention("q", "k", "v", "out", c.head_dim**-0.5),
+        )
+        blocks = [(ops, Weights({}, {}, cache=empty_cache(c, most, cache_dtype))) for _ in range(c.num_layers)]
+        self.program = Program(blocks, "out", input=("in", self.width))
+
+    def input(self, num_tokens: int) -> Tensor:
+        return torch.randn(num_tokens, self.width)
+
+
+def empty_cache(c: ModelConfig, most: Iterable[tuple[int, int]], dtype: torch.dtype) -> LayerCache:
+    """A layer's cache for the largest of ``most``, (sequences, context)."""
+    num_pages = max(sequences * -(-context // _PAGE) for sequences, context in most)
+    return LayerCache.zeros((num_pages + 1, _PAGE, c.num_kv_heads, padded(c.head_dim)), dtype, torch.device("cpu"))
 
 
 def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
@@ -197,9 +223,10 @@ def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[di
     work = [(rows, 1, args.contexts[0]) if rows <= 64 else (1, rows, rows) for rows in args.rows]
     prompts = [rows for rows in args.rows if rows > 64]
     work += [(1, n, context) for context in args.contexts[1:] for n in (1, *prompts) if n <= context]
-    for kind in args.kinds:
+    most = [(sequences, context) for sequences, _, context in work]
+    for kind in ["attention"] if args.attention else args.kinds:
         dtype = getattr(torch, args.cache or ("float32" if kind == "float32" else "bfloat16"))
-        model = Steps(c, kind, [(sequences, context) for sequences, _, context in work], dtype)
+        model = AttentionAlone(c, most, dtype) if args.attention else Steps(c, kind, most, dtype)
         times: list[list[float]] = [[] for _ in work]
         for i in tqdm(range(args.repeats + 1), desc=kind, leave=False, disable=None):
             for step, each in zip(work, times, strict=True):
@@ -244,6 +271,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--products", action="store_true", help="only these")
     parser.add_argument("--steps", action="store_true", help="only these")
+    parser.add_argument("--attention", action="store_true", help="only steps, and of them attention alone")
     parser.add_argument("--torch", action="store_true", help="F.linear beside the products")
     parser.add_argument("--cache", choices=("float32", "bfloat16", "int8"), help="else bfloat16, or as float32 weights")
     args = parser.parse_args()
@@ -259,7 +287,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "bandwidth_gb_s": bandwidth / 1e9,
     }
-    if not args.steps:
+    if not args.steps and not args.attention:
         result["products"] = products(c, args, bandwidth)
     if not args.products:
         result["steps"] = steps(c, args, bandwidth)
