@@ -201,11 +201,11 @@ class AttentionAlone(Steps):
         self.config, self.weight_bytes, self.angles = c, 0, []
         most, self.width = list(most), c.q_dim + 2 * c.kv_dim
         ops = (
-            d.Heads("in", "q", "k", "v", c.num_heads, c.num_kv_heads, c.head_dim),
+            d.Heads("x", "q", "k", "v", c.num_heads, c.num_kv_heads, c.head_dim),
             d.Attention("q", "k", "v", "out", c.head_dim**-0.5),
         )
         blocks = [(ops, Weights({}, {}, cache=empty_cache(c, most, cache_dtype))) for _ in range(c.num_layers)]
-        self.program = Program(blocks, "out", input=("in", self.width))
+        self.program = Program(blocks, "out", input=("x", self.width))
 
     def input(self, num_tokens: int) -> Tensor:
         return torch.randn(num_tokens, self.width)

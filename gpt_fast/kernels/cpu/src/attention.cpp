@@ -49,7 +49,8 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
     int64_t places[kSplit];
     p.locate(piece.slot, begin, key_end, places);
     for (int64_t base = begin / kKeys * kKeys; base < key_end; base += kKeys) {
-        Rows<Cached> rows{std::max<int64_t>(begin - base, 0), std::min(key_end - base, kKeys), {}, {}, {}};
+        Rows<Cached> rows;
+        rows.from = std::max<int64_t>(begin - base, 0), rows.end = std::min(key_end - base, kKeys);
         for (int64_t i = 0; i < kKeys; ++i) {
             rows.place[i] = places[base - begin + std::clamp(i, rows.from, rows.end - 1)];
             rows.keys[i] = p.k_cache + rows.place[i] * p.head_dim;

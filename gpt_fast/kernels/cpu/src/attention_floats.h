@@ -102,11 +102,11 @@ private:
         const int64_t count = dim_ - d;
         if (count >= kChunk) {
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) rows[i] = load32(reinterpret_cast<const uint8_t*>(keys[i] + at_ + d));
+            for (int i = 0; i < 8; ++i) rows[i] = load32(reinterpret_cast<const uint8_t*>(keys[i] + (at_ + d)));
         } else {
             for (int i = 0; i < 8; ++i) {
                 alignas(32) Cached part[kChunk] = {};
-                std::memcpy(part, keys[i] + at_ + d, static_cast<size_t>(count) * sizeof(Cached));
+                std::memcpy(part, keys[i] + (at_ + d), static_cast<size_t>(count) * sizeof(Cached));
                 rows[i] = load32(reinterpret_cast<const uint8_t*>(part));
             }
         }
@@ -161,7 +161,7 @@ private:
     template <bool few>
     F16 values_at(int64_t i, int64_t d) const {
         if constexpr (!few) return load16(values_[i] + d);
-        const I8 pairs = load32(reinterpret_cast<const uint8_t*>(cached_[i] + at_ + d));
+        const I8 pairs = load32(reinterpret_cast<const uint8_t*>(cached_[i] + (at_ + d)));
         return join(low_bfloat16(pairs), high_bfloat16(pairs));
     }
 

@@ -200,11 +200,11 @@ private:
         I8 rows[8];
         if (d + 32 <= p_.head_dim) {
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) rows[i] = load32(reinterpret_cast<const uint8_t*>(keys[i] + at + d));
+            for (int i = 0; i < 8; ++i) rows[i] = load32(reinterpret_cast<const uint8_t*>(keys[i] + (at + d)));
         } else {
             for (int i = 0; i < 8; ++i) {
                 uint8_t last[32] = {};
-                std::memcpy(last, keys[i] + at + d, static_cast<size_t>(p_.head_dim - d));
+                std::memcpy(last, keys[i] + (at + d), static_cast<size_t>(p_.head_dim - d));
                 rows[i] = load32(last);
             }
         }
