@@ -82,12 +82,11 @@ inline NibbleScales nibble_scales(const uint8_t* p) { return load16_uint8(p); }
 inline F16 scaled_nibbles(I16 sums, NibbleScales scales) { return to_floats(nibble_sums(sums)) * scales; }
 #endif
 
-// Whether dot_raised(), dot() with weights that have had 128 added before, is one instruction, which takes any bytes.
+// Whether dot_raised(), dot() with weights that have had 128 added before, is one instruction, which takes any x.
 #ifdef GPT_FAST_DPBUSD
 constexpr bool kRaisedDots = true;
 #else
 constexpr bool kRaisedDots = false;
-inline I16 dot_raised(I16 sum, I16, I16) { return sum; }  // nobody calls it
 #endif
 
 #ifndef __AVX512VNNI__

@@ -182,6 +182,8 @@ inline I8 dot(I8 sum, I8 w, I8 x) {
     return {dot(sum.a, vreinterpretq_s8_s32(w.a), vreinterpretq_s8_s32(x.a)),
             dot(sum.b, vreinterpretq_s8_s32(w.b), vreinterpretq_s8_s32(x.b))};
 }
+inline I8 raise(I8 w) { return exclusive_or(w, splat(static_cast<int32_t>(0x80808080u))); }
+inline I8 dot_raised(I8 sum, I8 raised, I8 x) { return dot(sum, raise(raised), x); }
 
 inline I8 low_nibbles(I8 v) { return v & splat(0x0f0f0f0f); }
 inline I8 high_nibbles(I8 v) {
