@@ -15,7 +15,6 @@ of the ratio to the first tree. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import statistics
 import subprocess
@@ -47,19 +46,13 @@ def serve(setup: dict[str, Any]) -> None:
         library.variants = lambda: [setup["variant"]]
     if not library.available():
         raise SystemExit(f"the C++ kernels of {setup['tree']} do not run here")
-    c, work, cache = shape(setup["shape"]), setup["work"], getattr(torch, setup["cache"])
-    most = [(sequences, context) for sequences, _, context in work]
-    if setup["attention"]:
-        steps: kernels_cpu.Steps = kernels_cpu.AttentionAlone(c, most, cache)
-    else:
-        steps = kernels_cpu.Steps(c, setup["kind"], most, cache)
+    work = setup["work"]
+    steps = kernels_cpu.steps_for(shape(setup["shape"]), setup["kind"], work, getattr(torch, setup["cache"]))
     for step in work:
         steps.run(*step)
     print("ready", flush=True)
     for line in sys.stdin:
-        step = work[int(line)]
-        repeats = 3 if step[1] == 1 else 1
-        print(kernels_cpu.median_s(functools.partial(steps.run, *step), repeats), flush=True)
+        print(steps.seconds(*work[int(line)]), flush=True)
 
 
 class Tree:
@@ -135,7 +128,8 @@ def main() -> None:
         return serve(args.serve)
     if not args.trees:
         parser.error("name at least one tree")
-    common = {name: getattr(args, name) for name in ("shape", "kind", "work", "attention", "threads")}
+    kind = "attention" if args.attention else args.kind
+    common = {"shape": args.shape, "kind": kind, "work": args.work, "threads": args.threads}
     trees: list[Tree] = []
     try:
         for spec in args.trees:
@@ -147,7 +141,7 @@ def main() -> None:
             tree.close()
     for row in rows:
         print(f"{row['work']:14} {row['tree']:40} {row['ms']:9.2f} ms ({row['least_ms']:9.2f}) {row['ratio']:6.3f}")
-    print(json.dumps({"shape": args.shape, "kind": "attention" if args.attention else args.kind, "rows": rows}))
+    print(json.dumps({"shape": args.shape, "kind": kind, "rows": rows}))
 
 
 if __name__ == "__main__":

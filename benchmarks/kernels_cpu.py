@@ -189,6 +189,10 @@ class Steps:
         layout = StepLayout(starts, lengths, pages, places)
         return self.program.run(tokens, positions, self.angles, layout, rows, self.input(len(tokens)), by_position=True)
 
+    def seconds(self, sequences: int, new_tokens: int, context: int) -> float:
+        """Of that step; the median of three where each sequence has one token."""
+        return median_s(functools.partial(self.run, sequences, new_tokens, context), 3 if new_tokens == 1 else 1)
+
     def input(self, num_tokens: int) -> Tensor | None:
         """What the program reads beside tokens."""
         return None
@@ -217,20 +221,25 @@ def empty_cache(c: ModelConfig, most: Iterable[tuple[int, int]], dtype: torch.dt
     return LayerCache.zeros((num_pages + 1, _PAGE, c.num_kv_heads, padded(c.head_dim)), dtype, torch.device("cpu"))
 
 
+def steps_for(c: ModelConfig, kind: str, work: Iterable[tuple[int, int, int]], cache_dtype: torch.dtype) -> Steps:
+    """To run ``work`` on: (sequences, new tokens, context) each. ``kind``: of the weights, or ``attention`` alone."""
+    most = [(sequences, context) for sequences, _, context in work]
+    return AttentionAlone(c, most, cache_dtype) if kind == "attention" else Steps(c, kind, most, cache_dtype)
+
+
 def steps(c: ModelConfig, args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
     """One row per kind, step and context. The steps of a kind are timed in turns."""
     found = []
     work = [(rows, 1, args.contexts[0]) if rows <= 64 else (1, rows, rows) for rows in args.rows]
     prompts = [rows for rows in args.rows if rows > 64]
     work += [(1, n, context) for context in args.contexts[1:] for n in (1, *prompts) if n <= context]
-    most = [(sequences, context) for sequences, _, context in work]
     for kind in ["attention"] if args.attention else args.kinds:
         dtype = getattr(torch, args.cache or ("float32" if kind == "float32" else "bfloat16"))
-        model = AttentionAlone(c, most, dtype) if args.attention else Steps(c, kind, most, dtype)
+        model = steps_for(c, kind, work, dtype)
         times: list[list[float]] = [[] for _ in work]
         for i in tqdm(range(args.repeats + 1), desc=kind, leave=False, disable=None):
             for step, each in zip(work, times, strict=True):
-                each.append(median_s(functools.partial(model.run, *step), 3 if step[1] == 1 else 1))
+                each.append(model.seconds(*step))
             times = [each[1:] for each in times] if i == 0 else times
         for (sequences, new_tokens, context), all_seconds in zip(work, times, strict=True):
             seconds = statistics.median(all_seconds)

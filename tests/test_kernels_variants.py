@@ -239,7 +239,8 @@ def test_results_equal_the_native_kernels(command: list[str], request: pytest.Fi
     tiles, amx = "[tiles]" in request.node.name, "amx" in cpu.variants()
     pairs = program_module.rounding("bfloat16") == cpu.rounding("bfloat16")  # both multiply bfloat16 in the same way
     in_pairs = "[avx2]" in request.node.name  # rounds x to int8 so
-    same_integers = amx if tiles else bytes_of_attention() == ("[formulas]" in request.node.name)
+    by_bytes = {bytes_of_attention(), "[formulas]" in request.node.name}  # attention to int8 caches, natively and there
+    same_integers = amx if tiles else len(by_bytes) == 1
     for kind, *sizes in PRODUCTS:
         together = 128 if tiles else 32
         program, x, rounded = product_of(kind, *sizes, together=together, in_pairs=in_pairs)
@@ -268,7 +269,8 @@ def test_results_equal_the_native_kernels(command: list[str], request: pytest.Fi
             # Queries and weights of attention are rounded otherwise; with tiles int8 caches are taken as bfloat16.
             inputs_rounded = {torch.float32: False, torch.bfloat16: not pairs, torch.int8: not same_integers}[cache]
             reordered = cache is torch.bfloat16 and tiles and not amx  # tiles add scores and values in another order
-            tolerance = 0.03 if inputs_rounded else 0 if exact and not reordered else 1e-5
+            coarse = 0.03 if cache is torch.int8 and True in by_bytes else 0.02
+            tolerance = coarse if inputs_rounded else 0 if exact and not reordered else 1e-5
             compare(f"{name} {cache}", program, lambda t=twin, x=x, p=program: t.fast(x, p), tolerance)
 
 
