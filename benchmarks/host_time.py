@@ -61,7 +61,7 @@ class IdleStep:
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         return self._forward(rows)
 
-    def reads_host(self, num_tokens: int) -> bool:
+    def reads_host(self) -> bool:
         return False
 
     def warm_up(self, run: Callable[[int], None], longest: int) -> None:

@@ -170,7 +170,7 @@ class ModelConfig:
 
 
 DEFAULT_MAX_BATCH = 8
-PREFILL_CHUNKS = {"cpu": 256, "cuda": 512}  # tokens; beside decodes a quarter of it
+PREFILL_CHUNKS = {"cpu": 256, "cuda": 2048}  # tokens; beside decodes a quarter of it
 MAX_POSITIONS = 2**30  # tokens; more than any model has, and few enough for every integer that counts them
 
 DRAFTS = ("lookup", "int8", "int4")  # drafters that are no checkpoint of their own

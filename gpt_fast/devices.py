@@ -88,26 +88,23 @@ def named_devices(options: EngineConfig) -> list[torch.device]:
         names = [*(f"cuda:{i}" for i in range(torch.cuda.device_count())), "cpu"]
     else:
         names = list(options.device_map or ())
-    devices = [_numbered(name) for name in names]
+    devices = [pick_device(name, "device_map") for name in names]
     for device in devices:
         if devices.count(device) > 1:
             raise ConfigError(f"device_map names {device} twice")
     for name in options.device_memory or ():
-        if _numbered(name) not in devices:
+        if pick_device(name, "device_map") not in devices:
             raise ConfigError(f"device_memory: {name} is not in device_map, which has {', '.join(map(str, devices))}")
     return devices
-
-
-def _numbered(name: str) -> torch.device:
-    device = pick_device(name, "device_map")
-    return torch.device("cuda", 0) if device == torch.device("cuda") else device
 
 
 def rooms(options: EngineConfig) -> list[Room]:
     """The devices of ``device_map``, none where it is None, and what is free on them now, within the limits of
     ``device_memory``. Raises ConfigError as :func:`named_devices`."""
     devices = named_devices(options)
-    limits = {_numbered(name): num_bytes_of(text) for name, text in (options.device_memory or {}).items()}
+    limits = {
+        pick_device(name, "device_map"): num_bytes_of(text) for name, text in (options.device_memory or {}).items()
+    }
     found = []
     for device in devices:
         free, limit = _free(device, devices), limits.get(device)

@@ -38,12 +38,12 @@ def choose_placement(
 
 
 def pick_device(name: str, option: str = "device") -> torch.device:
-    """``auto`` is the first CUDA device (ROCm included) where there is one, else the CPU. Raises ConfigError that says
-    which ``option`` names it."""
+    """``auto`` is the first CUDA device (ROCm included) where there is one, else the CPU. A CUDA device has its number:
+    torch.cuda.set_device takes no other. Raises ConfigError that says which ``option`` names it."""
     if read_key(device_name, name, option) == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise ConfigError(f"{option}: {name!r} is asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
     return device
 

@@ -71,7 +71,7 @@ class FakeStep:
                 logits[begin:end] = self._model.forward(known.long())[begin - end :]
         return logits[rows]
 
-    def reads_host(self, num_tokens: int) -> bool:
+    def reads_host(self) -> bool:
         return False
 
     def warm_up(self, run: Callable[[int], None], longest: int) -> None:

@@ -34,7 +34,7 @@ import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from gpt_fast.config import ModelConfig  # noqa: E402
-from gpt_fast.kernels.gpu import attention, launching  # noqa: E402
+from gpt_fast.kernels.gpu import attention  # noqa: E402
 from gpt_fast.kernels.gpu.program import GpuProgram  # noqa: E402
 from gpt_fast.model.shapes import shape  # noqa: E402
 from gpu import selfcheck, tune  # noqa: E402
@@ -116,8 +116,8 @@ def plan(quick: bool) -> Plan:
         return [("toy", precision, [(1, 20, 1), (4, 20, 5)][: 1 + (precision == "int4")]) for precision in PRECISIONS]
     one = [(1, 128, 1)]
     verify = [(1, 128, each) for each in (2, 3, 5, 9)] + [(8, 128, each) for each in (2, 3, 4, 5)]
-    sweep = [(b, 128, 1) for b in (2, 4, 8, 16, 32)] + [(1, c, 1) for c in (1024, 2048, 8192)] + [(16, 2048, 1)]
-    more = {} if quick else {"bf16": verify + sweep, "int8": verify + sweep, "int4": verify}
+    sweep = [(b, 128, 1) for b in (2, 4, 8, 16, 32, 64)] + [(1, c, 1) for c in (1024, 2048, 8192)] + [(16, 2048, 1)]
+    more = {} if quick else {"bf16": verify + sweep, "int8": verify + sweep, "int4": verify + sweep}
     rows: Plan = [("llama-3.1-8b", p, one + more.get(p, [])) for p in PRECISIONS]
     if not quick:
         rows += [(name, p, one) for name in ("tinyllama-1.1b", "llama-2-7b") for p in PRECISIONS]
@@ -125,7 +125,7 @@ def plan(quick: bool) -> Plan:
 
 
 def decode(budget: Budget, rows: Plan, copy: float, reserve: float, checks: Checks) -> Iterator[dict[str, Any]]:
-    """Every row of the plan that there is time for; of the first point also with overlapped launches."""
+    """Every row of the plan that there is time for."""
     for name, precision, points in rows:
         if budget.left() < reserve:
             budget.say(f"skipped for lack of time: {name} {precision}")
@@ -136,31 +136,27 @@ def decode(budget: Budget, rows: Plan, copy: float, reserve: float, checks: Chec
         one = 0.0
         for point in points:
             batch, context, each = point
-            for overlap in (False, True) if point == points[0] and not SMOKE else (False,):
-                launching.OVERLAP = overlap
-                replay, logits = recorded_step(program, batch, context, CAPTURE, each)
-                launching.OVERLAP = False
-                title = f"{name} {precision} batch {batch}, {each} each{', overlapped launches' if overlap else ''}"
-                check_logits(checks, title, program, context, logits[each - 1])
-                per_step = seconds(replay, 1.0)
-                one = one or per_step
-                num_bytes = weight_bytes + batch * context * config.kv_bytes_per_token(2)
-                row = {
-                    "shape": name,
-                    "precision": precision,
-                    "batch": batch,
-                    "context": context,
-                    "each": each,
-                    "overlap": overlap,
-                    "milliseconds": 1e3 * per_step,
-                    "times_one_row": per_step / one,
-                    "tokens_per_second": batch * each / per_step,
-                    "gigabytes": num_bytes / 1e9,
-                    "bandwidth": num_bytes / per_step,
-                    "share_of_copy": num_bytes / per_step / copy,
-                }
-                budget.say(line(row))
-                yield row
+            replay, logits = recorded_step(program, batch, context, CAPTURE, each)
+            title = f"{name} {precision} batch {batch}, {each} each"
+            check_logits(checks, title, program, context, logits[each - 1])
+            per_step = seconds(replay, 1.0)
+            one = one or per_step
+            num_bytes = weight_bytes + batch * context * config.kv_bytes_per_token(2)
+            row = {
+                "shape": name,
+                "precision": precision,
+                "batch": batch,
+                "context": context,
+                "each": each,
+                "milliseconds": 1e3 * per_step,
+                "times_one_row": per_step / one,
+                "tokens_per_second": batch * each / per_step,
+                "gigabytes": num_bytes / 1e9,
+                "bandwidth": num_bytes / per_step,
+                "share_of_copy": num_bytes / per_step / copy,
+            }
+            budget.say(line(row))
+            yield row
         if precision == "int4" and name in ("llama-3.1-8b", "toy"):
             profile(budget, recorded_step(program, 1, points[0][1], CAPTURE)[0])
         del program, replay
@@ -180,7 +176,6 @@ def line(row: dict[str, Any]) -> str:
         f"{row['shape']:<15}{row['precision']:>5}{row['batch']:>4} x{row['each']:>2}{row['context']:>6}"
         f"{row['milliseconds']:>9.3f} ms{row['times_one_row']:>6.2f} of one row{row['tokens_per_second']:>9.1f} tok/s"
         f"{row['bandwidth'] / 1e9:>7.0f} GB/s{100 * row['share_of_copy']:>6.1f} %"
-        f"{'  overlapped' if row['overlap'] else ''}"
     )
 
 

@@ -80,14 +80,18 @@ def recorded_step(
 ) -> tuple[Run, Tensor]:
     """The replay of one step of ``batch`` sequences of ``context`` tokens, the last ``each`` of them new, and its
     logits [batch * each, V]; always the same."""
-    device, per_slot, rows = program.device, -(-context // PAGE), torch.arange(batch * each, device=program.device)
-    table = 1 + torch.arange(batch * per_slot, device=device).int().view(batch, per_slot)
-    graph = CapturedProgram(program, table, (len(rows),), capture)
+    per_slot, rows = -(-context // PAGE), torch.arange(batch * each)
+    table = 1 + torch.arange(batch * per_slot).int().view(batch, per_slot)
+    graph = CapturedProgram(program, table.to(program.device), (len(rows),), capture)
     graph.warm_up()
     slots, left = rows // each, each - 1 - rows % each  # new tokens behind a row's
     positions = context - 1 - left
     write_slots = table[slots, positions // PAGE].long() * PAGE + positions % PAGE
-    start = torch.arange(batch + 1, device=device).int() * each
-    layout = StepLayout(start, torch.full_like(start[1:], context), table, write_slots)
+    start = torch.arange(batch + 1).int() * each
+    layout = StepLayout(start, torch.full_like(start[1:], context), graph.page_table, write_slots)
     logits = graph.step(3 * slots + left, positions, torch.full_like(positions, context), layout, rows)
-    return graph.replays[len(rows)], logits
+
+    def replay() -> Tensor:
+        return graph.replays[len(rows)]()  # by way of ``graph``: a recording does not keep the tensors that it reads
+
+    return replay, logits

@@ -30,10 +30,9 @@ class Tried(NamedTuple):
 
 def divisions(used: linear.Tiling) -> list[linear.Tiling]:
     """Neighbours of ``used``, itself first."""
-    found = [used._replace(tile=tile, stages=stages) for tile in (16, 32, 64) for stages in (3, 4, 6)]
-    found += [used._replace(warps=4), used._replace(warps=4, tile=64)]
-    wider = used._replace(unroll=2 * used.unroll) if used.unroll > 1 else used._replace(chunk=2 * used.chunk)
-    return list(dict.fromkeys([used, *found, wider]))
+    found = [used._replace(tile=tile, stages=stages) for tile in (32, 64) for stages in (3, 4, 6)]
+    found += [used._replace(warps=1), used._replace(splits=2 * used.splits), used._replace(splits=-(-used.splits // 2))]
+    return list(dict.fromkeys([used, *found]))
 
 
 def compare(
@@ -49,7 +48,7 @@ def compare(
             out = linear.linear(x, w, gated=gated, division=division)
         return out
 
-    used = linear.tiling(copies[0], gated)
+    used = linear.tiling(copies[0])
     for division in divisions(used):
         try:
             run = CudaCapture()(functools.partial(sweep, division))

@@ -30,9 +30,8 @@ class Step(Protocol):
         """Several steps in one call, as ``kernels.cpu.program.Program.chain`` runs them; None: the runner takes one
         after the other."""
 
-    def reads_host(self, num_tokens: int) -> bool:
-        """Whether a step of ``num_tokens`` new tokens takes its tensors from the host: all but the page table and
-        ``rows``, which are on the model's device."""
+    def reads_host(self) -> bool:
+        """Whether steps take their tensors from the host, all but the page table, which is on the model's device."""
 
     def warm_up(self, run: Callable[[int], None], longest: int) -> None:
         """Compile and record what steps need, before the first one. ``run(n)`` runs a step of one sequence with n <=

@@ -113,12 +113,12 @@ class Runner:
             positions += here
             lengths += [max(s.rope_len, position + 1) for position in here]
             write_slots += [pages[position // size] * size + position % size for position in here]
-        home = _HOST if self._step.reads_host(len(tokens)) else self.device
+        home = _HOST if self._step.reads_host() else self.device
         numbers = tensor_of([*tokens, *positions, *lengths, *write_slots], torch.int64, home)
         new, places, totals, slots = numbers.view(4, -1).unbind(0)
         query_start = tensor_of([0, *itertools.accumulate(counts)], torch.int32, home)
         layout = StepLayout(query_start, tensor_of(context_len, torch.int32, home), self._page_table, slots)
-        return new, places, totals, layout, tensor_of(rows, torch.int64, self.device)
+        return new, places, totals, layout, tensor_of(rows, torch.int64, home)
 
     def _place(self, plan: StepPlan) -> None:
         """Send what the plan changes in the page table to the device."""

@@ -150,7 +150,7 @@ def _logits(model: Transformer | Served, tokens: Tensor, cache_dtype: torch.dtyp
     pages = layout.page_table.numel()
     cache = [layer.allocate(batch, pages, _PAGE, cache_dtype, served.device) for layer in served.cache_layers]
     step = served.make_step(cache, layout.page_table)
-    if step.reads_host(tokens.numel()):
+    if step.reads_host():
         positions, layout = whole_sequences(batch, length, _PAGE, torch.device("cpu"))
         layout = layout._replace(page_table=layout.page_table.to(served.device))
     rows = torch.arange(tokens.numel(), device=served.device)

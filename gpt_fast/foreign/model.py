@@ -103,7 +103,7 @@ class ForeignStep:
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         return self._way.run(tokens, positions, self._cache, layout, rows).float()
 
-    def reads_host(self, num_tokens: int) -> bool:
+    def reads_host(self) -> bool:
         return False
 
     def warm_up(self, run: Callable[[int], None], longest: int) -> None:

@@ -117,7 +117,7 @@ class CpuStep:
         with _named("gpt_fast::cpu_chain"):
             return self._program.chain(tokens, positions, self._tables, layout, rows, slots, draws)
 
-    def reads_host(self, num_tokens: int) -> bool:
+    def reads_host(self) -> bool:
         """Always: host and device are one."""
         return True
 

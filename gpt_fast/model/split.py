@@ -75,7 +75,7 @@ class SplitStep:
             logits: Tensor = whole.head(x[rows], context)
         return logits.float()
 
-    def reads_host(self, num_tokens: int) -> bool:
+    def reads_host(self) -> bool:
         return False
 
     def warm_up(self, run: Callable[[int], None], longest: int) -> None:

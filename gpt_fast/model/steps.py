@@ -1,9 +1,9 @@
 """A ``Transformer`` behind the engine (engine/model.py): what it caches, and what runs its steps.
 
-On a CPU the C++ kernels run it where they can (cpu_model.py), on a GPU Triton's run its short steps (gpu_model.py).
-For all other steps torch compiles it block by block, once for one token and once for any larger number, so a model of
-any depth compiles in the time of one block and no later step compiles anything. Without a working C++ compiler the
-blocks run uncompiled, after one warning.
+On a CPU the C++ kernels run it where they can (cpu_model.py), on a GPU Triton's run its short steps (gpu_model.py), and
+of longer ones what is generated (step_parts.py). For all other steps torch compiles it block by block, once for one
+token and once for any larger number, so a model of any depth compiles in the time of one block and no later step
+compiles anything. Without a working C++ compiler the blocks run uncompiled, after one warning.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gpt_fast.model import shares
 from gpt_fast.model.compile_cache import keep_private
 from gpt_fast.model.cpu_model import CpuModel, pack_model
 from gpt_fast.model.split import SplitModel
+from gpt_fast.model.step_parts import StepInputs, run_in_parts
 from gpt_fast.model.transformer import KVCache, Transformer
 
 if TYPE_CHECKING:
@@ -107,12 +108,24 @@ class TorchStep:
         return "kernels" if self._captured else "compiled" if self._compiled else "eager"
 
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
-        if self._captured is not None and self._captured.takes(tokens.shape[0]):
-            return self._captured.step(tokens, positions, lengths, layout, rows)
+        captured = self._captured
+        if captured is None:
+            return self._model.step(tokens, positions, lengths, self._cache, layout, rows).float()
+        if captured.takes(tokens.shape[0]):
+            return captured.step(tokens, positions, lengths, layout, rows)
+        step = StepInputs(tokens, positions, lengths, layout, rows)
+        return run_in_parts(step, captured.buckets[-1], lambda part: captured.step(*part), self._run_plain)
+
+    def _run_plain(self, step: StepInputs) -> Tensor:
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(step.layout.page_table.device, non_blocking=True)
+
+        layout = StepLayout(*map(moved, step.layout))
+        tokens, positions, lengths, rows = map(moved, (step.tokens, step.positions, step.lengths, step.rows))
         return self._model.step(tokens, positions, lengths, self._cache, layout, rows).float()
 
-    def reads_host(self, num_tokens: int) -> bool:
-        return self._captured is not None and self._captured.takes(num_tokens)
+    def reads_host(self) -> bool:
+        return self._captured is not None
 
     def warm_up(self, run: Callable[[int], None], longest: int) -> None:
         # Compiled shapes twice each: the second run must find everything compiled.
@@ -148,9 +161,6 @@ def _capture(model: Transformer, cache: KVCache, page_table: Tensor) -> Captured
     except UnsupportedError as why:
         log.warning("the GPU kernels do not run %s: plain torch runs this model, and slower", why)
         return None
-    largest, max_batch = captured.buckets[-1], page_table.shape[0]
-    if max_batch > largest:
-        log.info("max_batch %d: the GPU kernels run steps of at most %d tokens, torch larger ones", max_batch, largest)
     return captured
 
 

@@ -73,6 +73,6 @@ def attend(
         page_size=page_size, heads=heads, kv_heads=kv_heads, dim=dim, compute=launching.compute_dtype(q.dtype),
         group=group, queries=queries, rows=rows, width=width, splits=splits, block=64 if width <= 128 else 32,
         slots_pad=launching.power_of_two(num_slots),
-        **launching.options(num_warps=4 if rows * width <= 64 * 128 else 8, num_stages=3 if width <= 128 else 2),
+        num_warps=4 if rows * width <= 64 * 128 else 8, num_stages=3 if width <= 128 else 2,
     )  # fmt: skip
     return out

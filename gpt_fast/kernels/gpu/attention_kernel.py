@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpt_fast.kernels.gpu.launching import wait_for_previous
-
 
 @triton.jit
 def _find_slot(program, query_start, num_slots, queries: tl.constexpr, slots_pad: tl.constexpr):
@@ -117,10 +115,9 @@ def attend_kernel(
     num_slots, pages_per_slot, scale, window,
     page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, compute: tl.constexpr,
     group: tl.constexpr, queries: tl.constexpr, rows: tl.constexpr, width: tl.constexpr, splits: tl.constexpr,
-    block: tl.constexpr, slots_pad: tl.constexpr, overlap: tl.constexpr,
+    block: tl.constexpr, slots_pad: tl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries of one sequence over one part of its tokens; the last part to end combines."""
-    wait_for_previous(overlap)
     program, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r = tl.arange(0, rows)
     d = tl.arange(0, width)

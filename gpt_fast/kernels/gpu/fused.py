@@ -31,7 +31,7 @@ def prepare_norm(x: Tensor, norm: Tensor, eps: float, source: _Source = (None, N
     row = Row(torch.empty_like(x), x.new_empty(x.shape[0], 1, dtype=torch.float32), eps)
     prepare_norm_kernel[(x.shape[0],)](
         x, norm, row.weighted, row.squares, *source, x.shape[1], width=launching.power_of_two(x.shape[1]),
-        **launching.options(num_warps=8),
+        num_warps=8,
     )  # fmt: skip
     return row
 
@@ -59,6 +59,6 @@ def rope_write(
     rope_write_kernel[(num_tokens, kv_heads)](
         qkv, cos, sin, q_norm, k_norm, write_slots, q, *cache, num_heads, kv_heads, dim // 2, cos.shape[1], eps,
         group=group, group_pad=launching.power_of_two(group), width=launching.power_of_two(dim // 2),
-        partial=2 * cos.shape[1] < dim, **launching.options(num_warps=2),
+        partial=2 * cos.shape[1] < dim, num_warps=2,
     )  # fmt: skip
     return q

@@ -6,15 +6,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpt_fast.kernels.gpu.launching import wait_for_previous
-
 
 @triton.jit
 def prepare_norm_kernel(
-    x, norm, weighted, squares, table, tokens, scale, dim, width: tl.constexpr, overlap: tl.constexpr
+    x, norm, weighted, squares, table, tokens, scale, dim, width: tl.constexpr
 ):  # fmt: skip
     """One row of ``x`` times the norm's weight, and the sum of its squares. A ``table`` fills the row first."""
-    wait_for_previous(overlap)
     row = tl.program_id(0)
     column = tl.arange(0, width)
     inside = column < dim
@@ -70,13 +67,12 @@ def _write_head(cache, scales, first, second, slot, kv_heads, head, half, low, h
 def rope_write_kernel(
     qkv, cos, sin, q_norm, k_norm, write_slots, q_out, k_cache, v_cache, k_scale, v_scale,
     heads, kv_heads, half, turned, eps,
-    group: tl.constexpr, group_pad: tl.constexpr, width: tl.constexpr, partial: tl.constexpr, overlap: tl.constexpr,
+    group: tl.constexpr, group_pad: tl.constexpr, width: tl.constexpr, partial: tl.constexpr,
 ):  # fmt: skip
     """One token and key-value head: its queries and its key normed and rotated, key and value into the cache.
 
     The first ``turned`` of the ``half`` pairs of a head rotate.
     """
-    wait_for_previous(overlap)
     token, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, width)
     pairs = d < half

@@ -15,7 +15,6 @@ from gpt_fast.kernels.cache import StepLayout
 from gpt_fast.kernels.gpu.launching import MAX_TOKENS
 from gpt_fast.kernels.gpu.program import GpuProgram
 
-# The products of 17 to 32 tokens cost the same, and those of 33 to 48.
 BUCKETS = (1, 2, 4, 8, 16, 32, MAX_TOKENS)
 
 Run = Callable[[], Tensor]
@@ -36,13 +35,12 @@ class CapturedProgram:
         buckets: Sequence[int] = BUCKETS,
         capture: Callable[[Run], Run] | None = None,
     ) -> None:
-        self.program, self.buckets, self._page_table = program, tuple(sorted(buckets)), page_table
+        self.program, self.buckets, self.page_table = program, tuple(sorted(buckets)), page_table
         self._capture = capture or CudaCapture()
-        device, slots = program.device, page_table.shape[0]
-        self._start = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-        self._context_len = torch.zeros(slots, dtype=torch.int32, device=device)
-        # Of each bucket tokens, positions, lengths and write slots, one row each
-        self._rows = {b: torch.zeros(4, b, dtype=torch.int64, device=device) for b in self.buckets}
+        # Of each bucket what a step is given, in one tensor and so in one copy: query_start and context_len, then
+        # tokens, positions, lengths and write slots.
+        self._slots = page_table.shape[0]
+        self._given = {b: self._padding(b).to(program.device) for b in self.buckets}
         self.replays: dict[int, Run] = {}  # the step of a bucket with the inputs that are there, until the next replay
 
     def takes(self, num_tokens: int) -> bool:
@@ -59,40 +57,52 @@ class CapturedProgram:
     @torch.inference_mode()
     def warm_up(self, report: Callable[[str], None] = lambda _: None) -> None:
         """Record all buckets, the largest first, so that the others find its memory. Compiles what is not compiled."""
-        self._start.zero_()
         for bucket in reversed(self.buckets):
             report(f"recording steps of {bucket} token{'s' * (bucket > 1)}")
-            self._pad(bucket, 0)
+            self._given[bucket].copy_(self._padding(bucket))
             self.replays[bucket] = self._capture(lambda b=bucket: self._run(b))  # type: ignore[misc]
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         """Logits [R, V] of the tokens in ``rows``, in new memory. The arguments of ``Transformer.step``.
 
-        ``rows`` and the page table, the recorded one, lie on the device. All others may lie anywhere; from pinned
-        memory they are copied without waiting.
+        The page table, the recorded one, lies on the device, and the tokens may. All others lie on the host.
         """
         num_tokens = tokens.shape[0]
         bucket = self.bucket(num_tokens)
-        if layout.page_table is not self._page_table:
+        if layout.page_table is not self.page_table:
             raise ValueError("another page table than the one that the steps were recorded for")
-        self._start.copy_(layout.query_start, non_blocking=True)
-        self._context_len.copy_(layout.context_len, non_blocking=True)
-        self._pad(bucket, num_tokens)
-        given = (tokens, positions, lengths, layout.write_slots)
-        for target, source in zip(self._rows[bucket], given, strict=True):
-            target[:num_tokens].copy_(source, non_blocking=True)
-        return self.replays[bucket]().index_select(0, rows)
+        given = self._padding(bucket)
+        start, context_len, own = self._parts(given)
+        start.copy_(layout.query_start)
+        context_len.copy_(layout.context_len)
+        on_host = tokens.device.type == "cpu"
+        for target, source in zip(
+            own, (tokens if on_host else None, positions, lengths, layout.write_slots), strict=True
+        ):
+            if source is not None:
+                target[:num_tokens].copy_(source)
+        self._given[bucket].copy_(given, non_blocking=True)
+        if not on_host:
+            self._parts(self._given[bucket])[2][0, :num_tokens].copy_(tokens)
+        return self.replays[bucket]().index_select(0, rows.to(self.program.device, non_blocking=True))
 
-    def _pad(self, bucket: int, num_tokens: int) -> None:
-        """Rows past the tokens: token 0 at position 0 of a sequence of length 1, written to page 0, seen by nobody."""
-        if num_tokens < bucket:
-            self._rows[bucket][:, num_tokens:] = 0
-            self._rows[bucket][2, num_tokens:] = 1
+    def _padding(self, bucket: int) -> Tensor:
+        """On the host, nothing but rows past the tokens: token 0 at position 0 of a sequence of length 1, written to
+        page 0, seen by nobody."""
+        given = torch.zeros(2 * self._slots + 1 + 4 * bucket, dtype=torch.int64)
+        self._parts(given)[2][2].fill_(1)
+        return given
+
+    def _parts(self, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """query_start [S + 1], context_len [S], and tokens, positions, lengths, write slots [4, bucket]."""
+        start, context_len, rows = given.split((self._slots + 1, self._slots, len(given) - 2 * self._slots - 1))
+        return start, context_len, rows.view(4, -1)
 
     def _run(self, bucket: int) -> Tensor:
-        tokens, positions, lengths, write_slots = self._rows[bucket]
-        layout = StepLayout(self._start, self._context_len, self._page_table, write_slots)
+        start, context_len, rows = self._parts(self._given[bucket])
+        tokens, positions, lengths, write_slots = rows
+        layout = StepLayout(start.int(), context_len.int(), self.page_table, write_slots)
         return self.program.step(tokens, positions, lengths, layout)
 
 

@@ -1,41 +1,20 @@
-"""What all launches share: whether Triton interprets, dtypes, and the options of a launch."""
+"""What all launches share: how many tokens a step has, whether Triton interprets, dtypes."""
 
 from __future__ import annotations
 
 import os
 
 import torch
-import triton
 import triton.language as tl
 
-# New tokens of a step of a program, enough to verify five drafts of each of eight sequences. The products take them in
-# three blocks of rows (linear_kernel.py).
-MAX_TOKENS = 48
+MAX_TOKENS = 64  # new tokens of a step of a program: what one program of a product takes (linear.py)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it when a kernel is defined: at import
-
-# Programmatic dependent launch (Hopper and later): a kernel may begin while the one before it ends, and waits inside.
-# It hides launches; $GPT_FAST_GPU_OVERLAP=1 turns it on.
-OVERLAP = os.environ.get("GPT_FAST_GPU_OVERLAP", "0") == "1" and not INTERPRETED
-
-
-@triton.jit
-def wait_for_previous(overlap: tl.constexpr) -> None:
-    """Let the next kernel begin, then wait for the end of the one before. ``overlap``: OVERLAP at the launch."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 def power_of_two(n: int, least: int = 1) -> int:
     """The least power of two that is at least ``n`` and ``least`` (one itself)."""
     return max(least, 1 << max(0, n - 1).bit_length())
-
-
-def options(num_warps: int, num_stages: int = 1) -> dict[str, int | bool]:
-    """Keyword arguments of a launch."""
-    given: dict[str, int | bool] = {"num_warps": num_warps, "num_stages": num_stages, "overlap": OVERLAP}
-    return given | ({"launch_pdl": True} if OVERLAP else {})
 
 
 def half(dtype: torch.dtype) -> torch.dtype:

@@ -1,9 +1,9 @@
-"""Products of few rows of activations with bfloat16, float16, float32, int8, int4 or fp8 weights, for decoding.
+"""Products of rows of activations with bfloat16, float16, float32, int8, int4 or fp8 weights.
 
 Decoding reads every weight once per step, so memory bounds the products. Each launch streams its weights once from
-memory, and once more from the second-level cache for every further 16 rows. It does on the way what would otherwise
-take another launch and another trip to memory: the norm of its input, the bias, the gate of SwiGLU, the residual, and
-what the next norm needs. linear_kernel.py says how the work is divided.
+memory for up to 64 rows, and once more from the second-level cache for every further 64. It does on the way what would
+otherwise take another launch and another trip to memory: the norm of its input, the bias, the gate of SwiGLU, the
+residual, and what the next norm needs. linear_kernel.py says how the work is divided.
 
 A norm in front of a product is spread over two launches (``Row``): the one that makes a row also multiplies it by the
 norm's weight and leaves sums of its squares; the product divides its outputs by the root of their mean, because
@@ -14,6 +14,7 @@ Activations are not quantized. int8 and fp8 weights become their dtype exactly, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,9 +24,13 @@ from torch import Tensor
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cpu.packing import GROUP_SIZES, from_nibbles
 from gpt_fast.kernels.gpu import launching
-from gpt_fast.kernels.gpu.linear_kernel import COLUMNS, linear_kernel
+from gpt_fast.kernels.gpu.linear_kernel import SQUARES, UNIT, linear_kernel
 
-ROWS: int = COLUMNS.value  # of activations that a program of the kernel takes
+# Rows of activations that a program takes: the least that hold all, else the last. The interpreter's products have
+# other bits with other numbers of columns.
+_COLUMNS = (16,) if launching.INTERPRETED else (16, 32, 64)
+_PROGRAMS = 512  # that fill a GPU of 132 multiprocessors
+_MOST_SPLITS = 8
 _KINDS = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
 
 
@@ -33,7 +38,7 @@ class Weights(NamedTuple):
     """One linear layer as the kernel streams it (:func:`prepare`)."""
 
     kind: str  # dense, int8, int4, fp8
-    data: Tensor  # dense, int8, fp8 (its bytes): [N, K]; int4: [N, P / 2] bytes in the order of quantize/scheme.py
+    data: Tensor  # dense, int8, fp8 (its bytes): [N, K]; int4: :func:`int4_chunks`
     out_features: int
     in_features: int
     scale: Tensor | None = None  # float32 [N], for the outputs; dense weights have one by scaled() alone
@@ -51,13 +56,20 @@ class Row(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How one product is divided; never by the number of activation rows."""
+    """How one product is divided. ``splits`` decides the order of sums, so it never depends on the number of rows."""
 
-    tile: int  # rows of weights a program owns; of gate and up together in a gated product
-    warps: int  # parts of K side by side in a program
-    chunk: int  # values of K a warp takes at a time; int4: a group
-    unroll: int  # int4: chunks a round
+    tile: int  # rows of weights a program owns, at least 32; of gate and up together in a gated product
+    warps: int
+    step: int  # values of K a program takes at a time; divides 128, int4: at least a group or 64
+    splits: int  # parts of K, which programs compute side by side
     stages: int  # depth of the pipeline of loads
+
+
+class Room(NamedTuple):
+    """Where the parts of a product meet; one for all products that follow each other."""
+
+    partial: Tensor  # float32
+    arrivals: Tensor  # [_PROGRAMS] int32: zeros between launches
 
 
 def prepare(
@@ -72,8 +84,8 @@ def prepare(
     """Weights in the format of quantize/scheme.py, or a float matrix [N, K], for activations of ``dtype``.
 
     ``scale`` [N] is for the outputs: int4's ``row_scale``, beside the scales and zeros of its groups, ``grid``, and
-    ``in_features`` is K where its rows are padded. ``data`` is kept as it is, not copied. Raises UnsupportedError
-    for a group size that the kernels do not take.
+    ``in_features`` is K where its rows are padded. int4's codes are copied (:func:`int4_chunks`), all others kept as
+    they are. Raises UnsupportedError for a group size that the kernels do not take.
     """
     kind, (n, width) = _KINDS.get(data.dtype, "dense"), data.shape
     data, bias = data.detach().contiguous(), None if bias is None else bias.detach().contiguous()
@@ -83,7 +95,15 @@ def prepare(
     group_size = 2 * width // grid[0].shape[1]
     if group_size not in GROUP_SIZES:
         raise UnsupportedError(f"int4 weights with group_size {group_size}, which is not one of {GROUP_SIZES}")
-    return Weights(kind, data, n, in_features or 2 * width, scale, group_size, bias, _pairs(*grid, dtype))
+    chunks = int4_chunks(data, group_size)
+    return Weights(kind, chunks, n, in_features or 2 * width, scale, group_size, bias, _pairs(*grid, dtype))
+
+
+def int4_chunks(codes: Tensor, group_size: int) -> Tensor:
+    """uint8 [N, P / 2] in the order of quantize/scheme.py -> [P / chunk, N, chunk / 2], a chunk being a group or 64
+    values of one: what a program takes together, of all its rows, lies side by side. Rows apart would be fetched in
+    pieces of 32 bytes, which takes longer."""
+    return codes.view(len(codes), -1, min(64, group_size) // 2).transpose(0, 1).contiguous()
 
 
 def _pairs(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
@@ -103,15 +123,31 @@ def scaled(w: Weights, factor: float) -> Weights:
     return w._replace(scale=scale * factor, bias=None if w.bias is None else w.bias.float() * factor)
 
 
-def tiling(w: Weights, gated: bool = False) -> Tiling:
-    """The division that ``linear`` uses: a whole number of rounds over K where there is one, some hundred programs."""
-    tile = 32 if w.out_features >= 3072 or gated else 16
+def tiling(w: Weights, columns: int = _COLUMNS[0]) -> Tiling:
+    """The division that ``linear`` uses where a program takes ``columns`` rows of activations, as measured on an H100.
+
+    ``splits`` fills the GPU, and divides K where it can: loads without masks are faster.
+    """
+    tiles, k, splits = -(-w.out_features // 32), w.in_features, 1
+    while tiles * splits < _PROGRAMS and splits < _MOST_SPLITS and k >= 4 * splits * UNIT.value:
+        if k % UNIT.value == 0 and k % (2 * splits * UNIT.value):
+            break
+        splits *= 2
+    few = columns <= 16
+    if w.kind == "int4" and w.group_size == 32:
+        return Tiling(64, 1, 64 if few else 32, splits, 4)
     if w.kind == "int4":
-        groups = 2 * w.data.shape[1] // w.group_size
-        return Tiling(tile, 8, w.group_size, 2 if w.group_size == 32 and groups % 16 == 0 else 1, 4)
-    most = 64 if w.data.element_size() == 1 else 32
-    chunk = next((c for c in (most, most // 2, 16) if w.in_features % (8 * c) == 0), 16)
-    return Tiling(tile, 8, chunk, 1, 4)
+        return Tiling(64, 2, 64, splits, 4)
+    return Tiling(32, 2, 128, splits, 4) if few else Tiling(64, 2, 128, splits, 3)
+
+
+def make_room(divisions: Iterable[Tiling], device: torch.device) -> Room:
+    """Room for products that are divided in any of these ways."""
+    most = max((max(64, t.tile) * t.splits for t in divisions if t.splits > 1), default=0)
+    return Room(
+        torch.empty(_PROGRAMS * most * _COLUMNS[-1], device=device),
+        torch.zeros(_PROGRAMS, dtype=torch.int32, device=device),
+    )
 
 
 def linear(
@@ -123,42 +159,51 @@ def linear(
     out: Tensor | None = None,
     following: tuple[Tensor, Tensor, Tensor] | None = None,
     division: Tiling | None = None,
+    room: Room | None = None,
 ) -> Tensor:
     """x [M, K], or rows that wait for their norm -> [M, N] of x's dtype.
 
     ``gated``: the weights are gate and up [2 F, K]; gives ``silu(gate) * up`` [M, F] (SwiGLU, Shazeer 2020, arXiv
     2002.05202). ``residual`` [M, N] is added. ``out``: what to fill and return, of any float dtype, columns side by
-    side. ``following``: the next norm's weight, and the first two tensors of its ``Row`` to fill. No bit of a row
-    depends on M. Raises ValueError for other columns than K, and rows that are not contiguous.
+    side. ``following``: the next norm's weight, and the first two tensors of its ``Row`` to fill. ``room``: None makes
+    it for this call. No bit of a row depends on M. Raises ValueError for other columns than K, and rows that are not
+    contiguous.
     """
     rows, squares, eps = x if isinstance(x, Row) else (x, None, 0.0)
     if rows.shape[1] != w.in_features or not rows.is_contiguous():
         raise ValueError(f"x must be contiguous and have {w.in_features} columns, not {tuple(rows.shape)}")
-    t, sides = division or tiling(w, gated), 2 if gated else 1
-    num_out = w.out_features // sides
-    out = rows.new_empty(rows.shape[0], num_out) if out is None else out
-    num_groups = 0 if w.pairs is None else w.pairs.shape[0]
+    num_rows, sides = rows.shape[0], 2 if gated else 1
+    columns = next((c for c in _COLUMNS if num_rows <= c), _COLUMNS[-1])
+    t, num_out = division or tiling(w, columns), w.out_features // sides
+    out = rows.new_empty(num_rows, num_out) if out is None else out
     num_squares = 0 if squares is None else squares.shape[1]
-    linear_kernel[(-(-rows.shape[0] // ROWS), -(-num_out // (t.tile // sides)))](
-        rows, squares, w.data, w.scale, w.pairs, w.bias, residual, out, *(following or (None, None, None)),
-        rows.shape[0], num_out, out.stride(0), w.in_features, num_groups, num_squares, eps,
+    blocks, tiles = -(-num_rows // columns), -(-num_out // (t.tile // sides))
+    serial = t.splits > 1 and blocks * tiles >= _PROGRAMS
+    parts: tuple[Tensor | None, ...] = (None, None)
+    if t.splits > 1 and not serial:
+        parts = room or make_room([t], rows.device)
+    linear_kernel[(blocks, tiles, 1 if serial else t.splits)](
+        rows, squares, w.data, w.scale, w.pairs, w.bias, residual, out, *(following or (None, None, None)), *parts,
+        num_rows, num_out, out.stride(0), w.in_features, num_squares, eps,
         kind=w.kind, half_dtype=launching.triton_dtype(launching.half(rows.dtype)),
-        compute=launching.compute_dtype(rows.dtype), group_size=w.group_size, gated=gated, tile=t.tile, warps=t.warps,
-        chunk=t.chunk, unroll=t.unroll, even=w.in_features % (t.warps * t.unroll * t.chunk) == 0,
+        compute=launching.compute_dtype(rows.dtype), group_size=w.group_size, gated=gated, tile=t.tile, columns=columns,
+        step=t.step, splits=t.splits, serial=serial, even=w.in_features % (t.splits * UNIT.value) == 0,
         squares_pad=launching.power_of_two(num_squares),
         # float32 activations take twice the shared memory
-        **launching.options(num_warps=t.warps, num_stages=2 if rows.dtype == torch.float32 else t.stages),
+        num_warps=t.warps, num_stages=2 if rows.dtype == torch.float32 else t.stages,
     )  # fmt: skip
     return out
 
 
-def linear_residual(x: Tensor | Row, w: Weights, residual: Tensor, next_norm: Tensor, eps: float) -> tuple[Tensor, Row]:
+def linear_residual(
+    x: Tensor | Row, w: Weights, residual: Tensor, next_norm: Tensor, eps: float, room: Room | None = None
+) -> tuple[Tensor, Row]:
     """``residual + x @ W`` [M, N], and the same rows waiting for the norm of weight ``next_norm`` [N] and ``eps``."""
-    programs = -(-w.out_features // tiling(w).tile)
-    squares = residual.new_empty(residual.shape[0], programs, dtype=torch.float32)
+    squares = residual.new_empty(residual.shape[0], -(-w.out_features // SQUARES.value), dtype=torch.float32)
     row = Row(torch.empty_like(residual), squares, eps)
     out = torch.empty_like(residual)
-    return linear(x, w, residual=residual, out=out, following=(next_norm, row.weighted, squares)), row
+    following = (next_norm, row.weighted, squares)
+    return linear(x, w, residual=residual, out=out, following=following, room=room), row
 
 
 def product(x: Tensor, w: Weights) -> Tensor:
@@ -168,7 +213,7 @@ def product(x: Tensor, w: Weights) -> Tensor:
     relied on to launch the kernel.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] <= ROWS and not torch.compiler.is_compiling():
+    if rows.shape[0] <= _COLUMNS[0] and not torch.compiler.is_compiling():
         return linear(rows.contiguous(), w).view(*x.shape[:-1], w.out_features)
     out = F.linear(rows, dequantized(w, x.dtype))
     if w.scale is not None:
@@ -182,5 +227,5 @@ def dequantized(w: Weights, dtype: torch.dtype) -> Tensor:
         return (w.data.view(torch.float8_e4m3fn) if w.kind == "fp8" else w.data).to(dtype)
     halves = w.pairs.view(launching.half(dtype)).view(*w.pairs.shape, 2).to(dtype)
     scale, centre = halves.transpose(0, 1)[:, :, None].unbind(-1)  # [N, groups, 1]
-    values = from_nibbles(w.data).view(w.out_features, w.pairs.shape[0], -1).to(dtype)
+    values = from_nibbles(w.data.transpose(0, 1).flatten(1)).view(w.out_features, w.pairs.shape[0], -1).to(dtype)
     return ((values - 8 + centre) * scale).flatten(1)[:, : w.in_features]

@@ -1,13 +1,12 @@
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false, disallow-untyped-calls=false
-"""The Triton kernel behind every product of a decode step; linear.py launches it and documents its arguments.
+"""The Triton kernel behind every product of a step; linear.py launches it and documents its arguments.
 
-Weights are the left operand of the matrix unit and a block of COLUMNS rows of activations the right one; the last block
-is filled up with zeros. A program owns ``tile`` rows of the weights and one block. The programs of one tile are
-neighbours in the grid, so they run at the same time, and all but the first find its weights in the second-level cache.
-The reduction is dealt out to its warps (the leading dimension of the batched products here): warp g takes chunk g of
-every ``warps`` chunks of K, so each warp streams its own weights into its own accumulator, and the warps meet once, at
-the end, in a sum of fixed order. Nothing depends on how many rows of activations there are, nor on a row's place: its
-result is the same bits alone and in a batch.
+Weights are the left operand of the matrix unit and a block of ``columns`` rows of activations the right one; the last
+block is filled up with zeros. A program owns ``tile`` rows of the weights, one block, and one of ``splits`` parts of
+the reduction: a matrix of few rows would not fill the GPU otherwise, and small programs, many on each multiprocessor,
+hide each other's waiting. The last of a tile's parts to end adds them up, in order (``serial``: one program does all
+of them, one after the other). The parts, and the steps in which a part goes along K, depend on the weights alone, and
+an output is summed for itself: a row's result is the same bits alone and in a batch, in whatever tile and block.
 
 Every load of the loop is an asynchronous copy, ``num_stages`` deep in Triton's pipeline: each feeds the product.
 """
@@ -19,7 +18,8 @@ import triton.language as tl
 
 from gpt_fast.kernels.gpu.launching import INTERPRETED
 
-COLUMNS = tl.constexpr(16)  # rows of activations that a program takes
+UNIT = tl.constexpr(128)  # values of K: parts are whole numbers of them, and steps divide them
+SQUARES = tl.constexpr(32)  # outputs whose squares are added for the next norm
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
 _SPLIT_BF16 = tl.constexpr("""{ .reg .b32 low, high;
 prmt.b32 low, $4, 0x43434343, 0x4140; prmt.b32 high, $4, 0x43434343, 0x4342;
@@ -72,114 +72,160 @@ def _values(weights, dtype: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
-def _bytes_sum(
-    x, w, m, n, num_x, k_size, kind: tl.constexpr, compute: tl.constexpr, tile: tl.constexpr, warps: tl.constexpr,
-    chunk: tl.constexpr, even: tl.constexpr,
-):  # fmt: skip
-    """[tile, COLUMNS] float32: rows ``n`` [tile] of ``w`` [*, K] times rows ``m`` [COLUMNS] of ``x`` [num_x, K].
+def _sum_in_any_order(x, axis: tl.constexpr, count: tl.constexpr):
+    """The sum over ``axis`` of ``count`` float32 numbers, none negative: the same bits in any order.
 
-    ``even``: K is a whole number of rounds, so no load of weights needs a mask.
+    Another number of rows gives tensors another layout, and ``tl.sum`` another order. So whole numbers are added.
     """
-    k = tl.arange(0, warps)[:, None] * chunk + tl.arange(0, chunk)[None, :]  # [warps, chunk]
-    w_at = w + n.to(tl.int64)[:, None, None] * k_size + k[None]
-    x_at = x + m[:, None, None] * k_size + k[None]
-    given = m[:, None, None] < num_x
-    acc = tl.zeros((warps, tile, COLUMNS), tl.float32)
-    for begin in range(0, k_size, warps * chunk):
-        inside = ((begin + k < k_size) | even)[None]
-        weights = tl.load(w_at + begin, mask=inside, other=0.0)
-        inputs = tl.load(x_at + begin, mask=given & inside, other=0.0)
-        values = _values(tl.permute(weights, (1, 0, 2)), compute, kind)
-        acc = tl.dot(values, tl.permute(inputs.to(compute), (1, 2, 0)), acc, input_precision="ieee")
-    return tl.sum(acc, 0)
+    most = tl.max(x, axis)
+    power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # of 2, at most ``most``
+    unit = tl.maximum(power, 1e-20) * (count / 1073741824.0)
+    return tl.sum((x / tl.expand_dims(unit, axis)).to(tl.int32), axis).to(tl.float32) * unit
+
+
+@triton.jit
+def _bytes_sum(
+    x, w, m, n, begin, stop, num_x, k_size, kind: tl.constexpr, compute: tl.constexpr, tile: tl.constexpr,
+    columns: tl.constexpr, step: tl.constexpr, even: tl.constexpr,
+):  # fmt: skip
+    """[tile, columns] float32: rows ``n`` [tile] of ``w`` [*, K] times rows ``m`` [columns] of ``x`` [num_x, K], over
+    ``begin`` to ``stop`` of K. ``even``: that is a whole number of steps, so no load of weights needs a mask."""
+    k = tl.arange(0, step)
+    w_at = w + n.to(tl.int64)[:, None] * k_size + k[None, :]
+    x_at = x + m.to(tl.int64)[:, None] * k_size + k[None, :]
+    given = (m < num_x)[:, None]
+    acc = tl.zeros((tile, columns), tl.float32)
+    for first in range(begin, stop, step):
+        inside = ((first + k < k_size) | even)[None, :]
+        weights = tl.load(w_at + first, mask=inside, other=0.0)
+        inputs = tl.load(x_at + first, mask=given & inside, other=0.0)
+        acc = tl.dot(_values(weights, compute, kind), tl.trans(inputs.to(compute)), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
 def _int4_sum(
-    x, w, pairs, m, n, num_x, k_size, w_rows, num_groups, half_dtype: tl.constexpr, compute: tl.constexpr,
-    group_size: tl.constexpr, tile: tl.constexpr, warps: tl.constexpr, unroll: tl.constexpr, even: tl.constexpr,
+    x, w, pairs, m, n, begin, stop, num_x, k_size, w_rows, half_dtype: tl.constexpr, compute: tl.constexpr,
+    group_size: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, even: tl.constexpr,
 ):  # fmt: skip
-    """As ``_bytes_sum`` for nibbles; a chunk is a group, ``pairs`` [groups, w_rows] what prepare() made of its grid.
+    """As ``_bytes_sum`` for nibbles, ``w`` [P / chunk, w_rows, chunk / 2] and ``pairs`` [P / group_size, w_rows] as
+    prepare() made them.
 
     A weight is ``(q - 8) * scale + centre`` rounded to ``compute``, in which the product is taken.
     """
-    half: tl.constexpr = group_size // 2  # bytes of a group
+    chunk: tl.constexpr = group_size if group_size < 64 else 64
+    half: tl.constexpr = chunk // 2  # bytes of a chunk
     byte = tl.arange(0, half)
-    warp = tl.arange(0, warps)
-    w_at = w + n.to(tl.int64)[:, None, None] * (num_groups * half) + (warp[:, None] * half + byte[None, :])[None]
-    k = warp[:, None] * group_size + (byte // 16 * 32 + byte % 16)[None, :]  # of low nibbles; the high ones' is 16 more
-    x_at = x + m[:, None, None] * k_size + k[None]
-    pair_at = pairs + warp[:, None] * w_rows + n[None, :]
-    given = m[:, None, None] < num_x
-    acc = tl.zeros((warps, tile, COLUMNS), tl.float32)
-    for begin in range(0, num_groups, warps * unroll):
-        for step in tl.static_range(unroll):
-            first = begin + step * warps
-            exists = (first + warp < num_groups) | even
-            left = k_size - first * group_size
-            low_inside, high_inside = ((k < left) | even)[None], ((k + 16 < left) | even)[None]
-            packed = tl.load(w_at + first * half, mask=exists[None, :, None], other=0)
-            pair = tl.load(pair_at + first * w_rows, mask=exists[:, None], other=0)
-            low_x = tl.load(x_at + first * group_size, mask=given & low_inside, other=0.0)
-            high_x = tl.load(x_at + first * group_size + 16, mask=given & high_inside, other=0.0)
-            low, high = _nibbles(tl.permute(packed, (1, 0, 2)), compute)
-            scale = (pair & 0xFFFF).to(tl.int16).to(half_dtype, bitcast=True).to(compute)[:, :, None]
-            centre = (pair >> 16).to(tl.int16).to(half_dtype, bitcast=True).to(compute)[:, :, None] * scale
+    k = byte // 16 * 32 + byte % 16  # of low nibbles; the high ones' is 16 more
+    w_at = w + n[:, None] * half + byte[None, :]  # a matrix has less than 2 GiB
+    x_at = x + m.to(tl.int64)[:, None] * k_size + k[None, :]
+    given = (m < num_x)[:, None]
+    acc = tl.zeros((tile, columns), tl.float32)
+    for outer in range(begin, stop, step):
+        for inner in tl.static_range(0, step, chunk):
+            first = outer + inner
+            left = k_size - first
+            exists = (n * 0 < left) | even
+            low_inside, high_inside = ((k < left) | even)[None, :], ((k + 16 < left) | even)[None, :]
+            packed = tl.load(w_at + first // chunk * (w_rows * half), mask=exists[:, None], other=0)
+            pair = tl.load(pairs + first // group_size * w_rows + n, mask=exists, other=0)
+            low_x = tl.load(x_at + first, mask=given & low_inside, other=0.0)
+            high_x = tl.load(x_at + first + 16, mask=given & high_inside, other=0.0)
+            low, high = _nibbles(packed, compute)
+            scale = (pair & 0xFFFF).to(tl.int16).to(half_dtype, bitcast=True).to(compute)[:, None]
+            centre = (pair >> 16).to(tl.int16).to(half_dtype, bitcast=True).to(compute)[:, None] * scale
             low = low * scale + centre
             high = high * scale + centre
-            acc = tl.dot(low, tl.permute(low_x.to(compute), (1, 2, 0)), acc, input_precision="ieee")
-            acc = tl.dot(high, tl.permute(high_x.to(compute), (1, 2, 0)), acc, input_precision="ieee")
-    return tl.sum(acc, 0)
+            acc = tl.dot(low, tl.trans(low_x.to(compute)), acc, input_precision="ieee")
+            acc = tl.dot(high, tl.trans(high_x.to(compute)), acc, input_precision="ieee")
+    return acc
 
 
-@triton.jit(do_not_specialize=["num_x"])  # one program for any number of rows: the same bits
-def linear_kernel(
-    x, squares, w, scale, pairs, bias, residual, out, next_norm, weighted, next_squares,
-    num_x, num_out, out_stride, k_size, num_groups, num_squares, eps,
-    kind: tl.constexpr, half_dtype: tl.constexpr, compute: tl.constexpr, group_size: tl.constexpr, gated: tl.constexpr,
-    tile: tl.constexpr, warps: tl.constexpr, chunk: tl.constexpr, unroll: tl.constexpr, even: tl.constexpr,
-    squares_pad: tl.constexpr, overlap: tl.constexpr,
+@triton.jit
+def _part_sum(
+    x, w, pairs, m, n, part, num_x, k_size, w_rows, kind: tl.constexpr, half_dtype: tl.constexpr,
+    compute: tl.constexpr, group_size: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, step: tl.constexpr,
+    splits: tl.constexpr, even: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs for one block of rows of ``x``; see linear.py's ``linear``."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-    block, owned = tl.program_id(0), tl.program_id(1)
-    outputs: tl.constexpr = tile // 2 if gated else tile
-    r = tl.arange(0, tile)
-    inner = tl.minimum(owned * outputs + r % outputs, num_out - 1)
-    n = inner + r // outputs * num_out  # gate rows and, behind them, the same outputs' rows of up
-    m = block * COLUMNS + tl.arange(0, COLUMNS)
-    if overlap:
-        tl.extra.cuda.gdc_wait()
+    """One part of the reduction; the last ones may be empty."""
+    share = tl.cdiv(tl.cdiv(k_size, splits), UNIT) * UNIT
+    begin = tl.multiple_of(part * share, UNIT)
+    stop = begin + share if even else tl.minimum(begin + share, k_size)
     if kind == "int4":
-        w_rows = num_out * (2 if gated else 1)
         acc = _int4_sum(
-            x, w, pairs, m, n, num_x, k_size, w_rows, num_groups, half_dtype, compute, group_size, tile, warps, unroll,
+            x, w, pairs, m, n, begin, stop, num_x, k_size, w_rows, half_dtype, compute, group_size, tile, columns, step,
             even,
         )  # fmt: skip
     else:
-        acc = _bytes_sum(x, w, m, n, num_x, k_size, kind, compute, tile, warps, chunk, even)
+        acc = _bytes_sum(x, w, m, n, begin, stop, num_x, k_size, kind, compute, tile, columns, step, even)
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_x"])  # one program for any number of rows of a block
+def linear_kernel(
+    x, squares, w, scale, pairs, bias, residual, out, next_norm, weighted, next_squares, partial, arrivals,
+    num_x, num_out, out_stride, k_size, num_squares, eps,
+    kind: tl.constexpr, half_dtype: tl.constexpr, compute: tl.constexpr, group_size: tl.constexpr, gated: tl.constexpr,
+    tile: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, splits: tl.constexpr, serial: tl.constexpr,
+    even: tl.constexpr, squares_pad: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs for one block of rows of ``x``; see linear.py's ``linear``."""
+    block, owned, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    outputs: tl.constexpr = tile // 2 if gated else tile
+    r, c = tl.arange(0, tile), tl.arange(0, columns)
+    inner = tl.minimum(owned * outputs + r % outputs, num_out - 1)
+    n = inner + r // outputs * num_out  # gate rows and, behind them, the same outputs' rows of up
+    m = block * columns + c
+    w_rows = num_out * (2 if gated else 1)
+    acc = _part_sum(
+        x, w, pairs, m, n, part, num_x, k_size, w_rows, kind, half_dtype, compute, group_size, tile, columns, step,
+        splits, even,
+    )  # fmt: skip
+    if serial:
+        for behind in range(1, splits):
+            acc += _part_sum(
+                x, w, pairs, m, n, behind, num_x, k_size, w_rows, kind, half_dtype, compute, group_size, tile, columns,
+                step, splits, even,
+            )  # fmt: skip
+    elif splits > 1:
+        cell = block * tl.num_programs(1) + owned
+        at = cell.to(tl.int64) * splits * tile * columns + r[:, None] * columns + c[None, :]
+        given = (m < num_x)[None, :]
+        tl.store(partial + at + part * tile * columns, acc, mask=given)
+        tl.debug_barrier()  # all threads' stores come before the one thread's release
+        before = tl.atomic_add(arrivals + cell, 1, sem="acq_rel")
+        if before < splits - 1:
+            return
+        # Read past the first-level cache, which does not know of other programs' stores.
+        acc = tl.load(partial + at, mask=given, other=0.0, cache_modifier=".cg")
+        for behind in range(1, splits):
+            acc += tl.load(partial + at + behind * tile * columns, mask=given, other=0.0, cache_modifier=".cg")
+        tl.store(arrivals + cell, 0)  # ready for the next launch
     if scale is not None:
         acc *= tl.load(scale + n)[:, None]
     if squares is not None:
-        part = tl.arange(0, squares_pad)
-        inside = (m < num_x)[:, None] & (part < num_squares)[None, :]
-        total = tl.sum(tl.load(squares + m[:, None] * num_squares + part[None, :], mask=inside, other=0.0), 1)
-        acc *= tl.rsqrt(total / k_size + eps)[None, :]
+        s = tl.arange(0, squares_pad)
+        inside = (m < num_x)[:, None] & (s < num_squares)[None, :]
+        given = tl.load(squares + m[:, None] * num_squares + s[None, :], mask=inside, other=0.0)
+        acc *= tl.rsqrt(_sum_in_any_order(given, 1, squares_pad) / k_size + eps)[None, :]
     if bias is not None:
         acc += tl.load(bias + n).to(tl.float32)[:, None]
     if gated:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, outputs, COLUMNS)), (1, 2, 0)))
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, outputs, columns)), (1, 2, 0)))
         acc = gate / (1.0 + tl.exp(-gate)) * up
     n = owned * outputs + tl.arange(0, outputs)
-    at = m[None, :] * num_out + n[:, None]
+    at = m.to(tl.int64)[None, :] * num_out + n[:, None]
     inside = (m < num_x)[None, :] & (n < num_out)[:, None]
     if residual is not None:
         acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     value = acc.to(out.dtype.element_ty)
-    tl.store(out + m[None, :] * out_stride + n[:, None], value, mask=inside)
+    tl.store(out + m.to(tl.int64)[None, :] * out_stride + n[:, None], value, mask=inside)
     if next_norm is not None:
         value = tl.where(inside, value.to(tl.float32), 0.0)
         norm = tl.load(next_norm + n, mask=n < num_out, other=0.0).to(tl.float32)
         tl.store(weighted + at, (value * norm[:, None]).to(weighted.dtype.element_ty), mask=inside)
-        tl.store(next_squares + m * tl.num_programs(1) + owned, tl.sum(value * value, 0), mask=m < num_x)
+        parts: tl.constexpr = outputs // SQUARES
+        sums = _sum_in_any_order(tl.reshape(value * value, (parts, SQUARES, columns)), 1, SQUARES)
+        part = owned * parts + tl.arange(0, parts)
+        at = m[None, :] * tl.cdiv(num_out, SQUARES) + part[:, None]
+        tl.store(next_squares + at, sums, mask=(m < num_x)[None, :] & (part * SQUARES < num_out)[:, None])

@@ -23,7 +23,7 @@ from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu.attention import Scratch, attend, scratch
 from gpt_fast.kernels.gpu.fused import embed, prepare_norm, rope_write
 from gpt_fast.kernels.gpu.launching import MAX_TOKENS
-from gpt_fast.kernels.gpu.linear import Row, Weights, linear, linear_residual, scaled
+from gpt_fast.kernels.gpu.linear import Row, Weights, linear, linear_residual, make_room, scaled, tiling
 from gpt_fast.model import description as d
 
 MAX_HEAD_DIM = 256
@@ -67,6 +67,8 @@ class GpuProgram:
         self._ropes, self._tables, self._dtype = ropes, description.ropes, dtype
         self.device = next(iter(weights[0].tables.values())).device
         self._scratch: dict[tuple[int, int, int], Scratch] = {}  # by the numbers of heads and their dimension
+        pieces = [piece for w in weights for matrix in w.matrices.values() for piece in matrix]
+        self._room = make_room(map(tiling, pieces), self.device)
         # What the buffers hold while the program is made: Tensor, Row, or queries with their Heads and cache.
         self._made: dict[str, type | tuple[d.Heads, LayerCache]] = {}
         ops = [(op, w) for block, w in zip(description.blocks, weights, strict=True) for op in block.ops]
@@ -143,13 +145,15 @@ class GpuProgram:
             x, residual = step.buffers[op.x], step.buffers[op.add] if op.add else None
             if residual is not None and norm is not None:
                 normed, vector, eps = norm
-                step.buffers[out], step.buffers[normed] = linear_residual(x, pieces[0], residual, vector, eps)
+                step.buffers[out], step.buffers[normed] = linear_residual(
+                    x, pieces[0], residual, vector, eps, self._room
+                )
                 return
             rows = x.weighted if isinstance(x, Row) else x
             dtype = torch.float32 if out == "logits" else self._dtype
             step.buffers[out] = side_by_side = rows.new_empty(rows.shape[0], sum(sizes), dtype=dtype)
             for piece, columns in zip(pieces, side_by_side.split(sizes, dim=1), strict=True):
-                linear(x, piece, gated=gate is not None, residual=residual, out=columns)
+                linear(x, piece, gated=gate is not None, residual=residual, out=columns, room=self._room)
 
         self._made.pop(op.out, None)  # never written where a gate is behind it
         self._made[out] = Tensor
