@@ -3,7 +3,7 @@
 # steps of 1 to 40 rows that verify drafts against one row, a profile. At most ten minutes on one CUDA machine that has
 # PyTorch and Triton; nothing is installed or downloaded.
 #
-# usage: benchmarks/gpu.sh [--quick] [--smoke] [--tune] [--gpt-fast CHECKOUT] [--out FILE] ...   (see --help)
+# usage: benchmarks/gpu.sh [--quick] [--smoke] [--tune] [--gpt-fast CHECKOUT] [--out FILE] [--plot FILE] ...   (see --help)
 #   PYTHON names the interpreter (default python3).
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -55,6 +55,7 @@ if INTERPRETED or COMPILING or torch.cuda.is_available():
     attention = pytest.importorskip("gpt_fast.kernels.gpu.attention")
     fused = pytest.importorskip("gpt_fast.kernels.gpu.fused")
     graphs = pytest.importorskip("gpt_fast.kernels.gpu.graphs")
+    least_kept = pytest.importorskip("gpt_fast.kernels.gpu.least_kept")
     linear = pytest.importorskip("gpt_fast.kernels.gpu.linear")
     race = pytest.importorskip("gpt_fast.kernels.gpu.race")
     gpu_model = pytest.importorskip("gpt_fast.model.gpu_model")
@@ -452,6 +453,24 @@ def check_draws_equal_the_plain_race() -> None:
     assert drawn[3:5].tolist() == [-1, -1]
 
 
+def check_the_cut_of_top_k_and_top_p_equals_the_sorted_one() -> None:
+    logits = 3 * noise(7, 20000)
+    logits[2] = logits[2].round()  # many that are equal
+    logits[3, 5:] = -torch.inf
+    logits[4], logits[5] = 1.5, -0.0
+    for draws in (
+        [Draw(1.0, top_p=p) for p in (0.9, 0.5, 0.95, 0.99, 0.3, 0.7, 1e-6)],
+        [Draw(1.0, top_k=k) for k in (1, 50, 3, 7, 2, 20000, 19999)],
+        [Draw(1.0, top_k=40, top_p=p) for p in (0.9, 0.5, 0.95, 0.99, 0.3, 0.7, 1.0)],
+    ):
+        top_k = torch.tensor([own.top_k or 20000 for own in draws], dtype=torch.int32, device=DEVICE)
+        found = least_kept.least_kept(logits, top_k, torch.tensor([own.top_p for own in draws], device=DEVICE))
+        wanted = sampling._least_kept(logits.cpu(), draws).to(DEVICE)
+        assert torch.equal(logits >= found[:, None], logits >= wanted[:, None])
+        alone = least_kept.least_kept(logits[1:2], top_k[1:2], torch.tensor([draws[1].top_p], device=DEVICE))
+        assert torch.equal(alone, found[1:2])
+
+
 def config(**more: Any) -> ModelConfig:
     keys: dict[str, Any] = {
         "family": "llama",
@@ -688,9 +707,9 @@ def check_short_steps_are_replayed_and_long_ones_are_not(monkeypatch: pytest.Mon
     model.layers[0].register_forward_hook(lambda *_: passes.append(1))
     for step, passed in zip(steps()[:2], (1, 0), strict=True):
         passes: list[int] = []
-        rows = torch.arange(len(step["tokens"]), device=DEVICE)
-        layout = step["layout"]._replace(page_table=table)
-        got = fast(step["tokens"], step["positions"], step["lengths"], layout, rows)
+        layout = StepLayout(*(t.cpu() for t in step["layout"]))._replace(page_table=table)
+        numbers = [step[name].cpu() for name in ("tokens", "positions", "lengths")]
+        got = fast(*numbers, layout, torch.arange(len(numbers[0])))
         assert len(passes) == passed
         torch.testing.assert_close(got, plain_step(model, step, twin_cache), atol=1e-4, rtol=1e-3)
 
@@ -834,7 +853,7 @@ class Compiled:
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
     kernels = {}
-    for module in (linear, attention, fused):
+    for module in (linear, attention, fused, least_kept):
         for name in [name for name in vars(module) if name.endswith("_kernel") and hasattr(vars(module)[name], "fn")]:
             kernels[name] = Compiled(getattr(module, name))
             monkeypatch.setattr(module, name, kernels[name])
@@ -842,10 +861,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
 
 
 def compile_products(compiled: dict[str, Compiled]) -> None:
-    for kind in ("dense", "int8", "fp8", "int4-32"):
+    for kind in ("dense", "int8", "fp8", "int4-32", "int4-64"):
         w, _ = weights(kind, 64, 1024, torch.bfloat16, bias=True)
-        x = noise(2, 1024).bfloat16()
-        linear.linear_residual(linear.Row(x, noise(2, 8), 1e-5), w, noise(2, 64).bfloat16(), noise(64), 1e-5)
+        for rows in (2, 30, 64):
+            x = noise(rows, 1024).bfloat16()
+            linear.linear_residual(linear.Row(x, noise(rows, 8), 1e-5), w, noise(rows, 64).bfloat16(), noise(64), 1e-5)
     linear.linear(x, w, gated=True)
     for made in compiled["linear_kernel"].made:
         code = made.asm["ptx"]
@@ -880,4 +900,5 @@ def compile_the_rest(compiled: dict[str, Compiled]) -> None:
     for scale in (1.0, 3.0):
         fused.embed(torch.tensor([1, 2, 0]), x, noise(200), 1e-5, torch.bfloat16, scale)
     fused.prepare_norm(x, noise(200), 1e-5)
+    least_kept.least_kept(noise(2, 50000), torch.ones(2, dtype=torch.int32), noise(2))
     assert all(kernel.made for name, kernel in compiled.items() if name != "linear_kernel")

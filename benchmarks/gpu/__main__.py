@@ -1,6 +1,6 @@
 """The GPU programme on one machine, in less than ten minutes: see benchmarks/gpu.sh.
 
-    benchmarks/gpu.sh [--quick] [--smoke] [--tune] [--gpt-fast CHECKOUT] [--budget SECONDS] [--out FILE]
+    benchmarks/gpu.sh [--quick] [--smoke] [--tune] [--gpt-fast CHECKOUT] [--budget SECONDS] [--out FILE] [--plot FILE]
 
 In this order, each part within its own limit: correctness of every kernel against float32 on fresh random numbers; the
 ceilings, by a large copy and a large product; whole decode steps of published shapes with random weights, replayed from
@@ -37,7 +37,7 @@ from gpt_fast.config import ModelConfig  # noqa: E402
 from gpt_fast.kernels.gpu import attention  # noqa: E402
 from gpt_fast.kernels.gpu.program import GpuProgram  # noqa: E402
 from gpt_fast.model.shapes import shape  # noqa: E402
-from gpu import selfcheck, tune  # noqa: E402
+from gpu import pictures, selfcheck, tune  # noqa: E402
 from gpu.selfcheck import Checks  # noqa: E402
 from gpu.synthetic import PAGE, PRECISIONS, random_program, recorded_step  # noqa: E402
 
@@ -276,7 +276,14 @@ def main() -> int:
     parser.add_argument("--gpt-fast-precision", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=float, default=570, help="seconds for everything (default 570)")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the steps (.png, .svg, .pdf; needs matplotlib)")
+    parser.add_argument(
+        "--report", type=Path, metavar="JSON", help="with --plot: draw this earlier report, run nothing"
+    )
     args = parser.parse_args()
+    if args.report and args.plot:
+        pictures.draw(json.loads(args.report.read_text(encoding="utf-8")), args.plot)
+        return 0
     if args.gpt_fast_precision:
         gpt_fast(args.gpt_fast, args.gpt_fast_precision)
         return 0
@@ -305,6 +312,8 @@ def main() -> int:
     report |= {"decode": rows, "gpt_fast": peers}
     if args.out:
         args.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if args.plot:
+        pictures.draw(report, args.plot)
     print(json.dumps(report))
     return 1 if checks.failed else 0
 

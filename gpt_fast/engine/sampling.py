@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.engine.tensors import send, tensor_of
+from gpt_fast.kernels import gpu
 from gpt_fast.kernels.cpu.library import available
 from gpt_fast.kernels.race import Draw, draw, race, race_key
 from gpt_fast.outputs import TokenLogprobs
@@ -160,7 +161,12 @@ def _least_kept(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
     count = vocab_size = scaled.shape[1]
     top_k = [min(own.top_k or vocab_size, vocab_size) for own in draws]
     top_p = [own.top_p for own in draws]
-    # On CUDA everything is sorted, since asking whether the candidates suffice would wait for the device.
+    if scaled.device.type == "cuda" and gpu.available():
+        from gpt_fast.kernels.gpu.least_kept import least_kept
+
+        counts = tensor_of(top_k, torch.int32, scaled.device)
+        return least_kept(scaled, counts, tensor_of(top_p, torch.float32, scaled.device))
+    # Without the kernel CUDA sorts everything: asking whether the candidates suffice would wait for the device.
     if scaled.device.type == "cpu" and vocab_size > _CANDIDATES:
         limits = [k for k in top_k if k < vocab_size]
         count = max([_CANDIDATES if any(p < 1.0 for p in top_p) else 1, *limits])

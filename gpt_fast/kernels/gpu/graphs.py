@@ -6,8 +6,11 @@ would take several times that. A graph is recorded once, with fixed buffers; a s
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from gpt_fast.kernels.gpu.program import GpuProgram
 BUCKETS = (1, 2, 4, 8, 16, 32, MAX_TOKENS)
 
 Run = Callable[[], Tensor]
+_Given = TypeVar("_Given", np.ndarray, Tensor)
 
 
 class CapturedProgram:
@@ -40,7 +44,7 @@ class CapturedProgram:
         # Of each bucket what a step is given, in one tensor and so in one copy: query_start and context_len, then
         # tokens, positions, lengths and write slots.
         self._slots = page_table.shape[0]
-        self._given = {b: self._padding(b).to(program.device) for b in self.buckets}
+        self._given = {b: torch.from_numpy(self._padding(b)).to(program.device) for b in self.buckets}
         self.replays: dict[int, Run] = {}  # the step of a bucket with the inputs that are there, until the next replay
 
     def takes(self, num_tokens: int) -> bool:
@@ -59,7 +63,7 @@ class CapturedProgram:
         """Record all buckets, the largest first, so that the others find its memory. Compiles what is not compiled."""
         for bucket in reversed(self.buckets):
             report(f"recording steps of {bucket} token{'s' * (bucket > 1)}")
-            self._given[bucket].copy_(self._padding(bucket))
+            self._given[bucket].copy_(torch.from_numpy(self._padding(bucket)))
             self.replays[bucket] = self._capture(lambda b=bucket: self._run(b))  # type: ignore[misc]
 
     @torch.inference_mode()
@@ -74,30 +78,29 @@ class CapturedProgram:
             raise ValueError("another page table than the one that the steps were recorded for")
         given = self._padding(bucket)
         start, context_len, own = self._parts(given)
-        start.copy_(layout.query_start)
-        context_len.copy_(layout.context_len)
+        start[:] = layout.query_start.cpu().numpy()
+        context_len[:] = layout.context_len.cpu().numpy()
         on_host = tokens.device.type == "cpu"
-        for target, source in zip(
-            own, (tokens if on_host else None, positions, lengths, layout.write_slots), strict=True
-        ):
+        for i, source in enumerate((tokens if on_host else None, positions, lengths, layout.write_slots)):
             if source is not None:
-                target[:num_tokens].copy_(source)
-        self._given[bucket].copy_(given, non_blocking=True)
+                own[i, :num_tokens] = source.cpu().numpy()
+        target = self._given[bucket]
+        target.copy_(torch.from_numpy(given), non_blocking=True)
         if not on_host:
-            self._parts(self._given[bucket])[2][0, :num_tokens].copy_(tokens)
-        return self.replays[bucket]().index_select(0, rows.to(self.program.device, non_blocking=True))
+            self._parts(target)[2][0, :num_tokens].copy_(tokens)
+        return self.replays[bucket]().index_select(0, rows.to(target.device, non_blocking=True))
 
-    def _padding(self, bucket: int) -> Tensor:
-        """On the host, nothing but rows past the tokens: token 0 at position 0 of a sequence of length 1, written to
-        page 0, seen by nobody."""
-        given = torch.zeros(2 * self._slots + 1 + 4 * bucket, dtype=torch.int64)
-        self._parts(given)[2][2].fill_(1)
+    def _padding(self, bucket: int) -> np.ndarray:
+        """Nothing but rows past the tokens: token 0 at position 0 of a sequence of length 1, written to page 0, seen by
+        nobody."""
+        given = np.zeros(2 * self._slots + 1 + 4 * bucket, dtype=np.int64)
+        self._parts(given)[2][2] = 1
         return given
 
-    def _parts(self, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """query_start [S + 1], context_len [S], and tokens, positions, lengths, write slots [4, bucket]."""
-        start, context_len, rows = given.split((self._slots + 1, self._slots, len(given) - 2 * self._slots - 1))
-        return start, context_len, rows.view(4, -1)
+    def _parts(self, given: _Given) -> tuple[_Given, _Given, _Given]:
+        """Views: query_start [S + 1], context_len [S], and tokens, positions, lengths, write slots [4, bucket]."""
+        behind = 2 * self._slots + 1
+        return given[: self._slots + 1], given[self._slots + 1 : behind], given[behind:].reshape(4, -1)
 
     def _run(self, bucket: int) -> Tensor:
         start, context_len, rows = self._parts(self._given[bucket])
@@ -107,22 +110,26 @@ class CapturedProgram:
 
 
 class CudaCapture:
-    """Records with ``torch.cuda.graph``; all recordings share one pool of memory, so a result lives until the next."""
+    """Records CUDA graphs; all recordings share one pool of memory, so a result lives until the next."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()  # a graph that nobody needs must not be destroyed while another is recorded
 
     def __call__(self, run: Run) -> Run:
         """``run`` recorded, after two plain runs that compile and allocate."""
-        stream = torch.cuda.Stream()
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()
             run()
+            torch.cuda.synchronize()
+            graph.capture_begin(pool=self._pool)  # torch.cuda.graph would collect garbage each time: half a second
+            try:
+                out = run()
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):  # it synchronizes first
-            out = run()
 
         def replay() -> Tensor:
             graph.replay()

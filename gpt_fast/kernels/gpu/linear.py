@@ -31,6 +31,7 @@ from gpt_fast.kernels.gpu.linear_kernel import SQUARES, UNIT, linear_kernel
 _COLUMNS = (16,) if launching.INTERPRETED else (16, 32, 64)
 _PROGRAMS = 512  # that fill a GPU of 132 multiprocessors
 _MOST_SPLITS = 8
+_WIDEST = 128  # rows of weights of a program, at most
 _KINDS = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
 
 
@@ -133,19 +134,20 @@ def tiling(w: Weights, columns: int = _COLUMNS[0]) -> Tiling:
         if k % UNIT.value == 0 and k % (2 * splits * UNIT.value):
             break
         splits *= 2
-    few = columns <= 16
-    if w.kind == "int4" and w.group_size == 32:
-        return Tiling(64, 1, 64 if few else 32, splits, 4)
-    if w.kind == "int4":
-        return Tiling(64, 2, 64, splits, 4)
-    return Tiling(32, 2, 128, splits, 4) if few else Tiling(64, 2, 128, splits, 3)
+    if w.kind != "int4":
+        return Tiling(32, 2, 128, splits, 4) if columns <= 16 else Tiling(64, 2, 128, splits, 3)
+    return {
+        (True, 16): Tiling(32, 2, 64, splits, 4), (True, 32): Tiling(64, 1, 32, splits, 4),
+        (True, 64): Tiling(128, 2, 32, splits, 3), (False, 16): Tiling(64, 2, 128, splits, 3),
+        (False, 32): Tiling(64, 2, 64, splits, 4), (False, 64): Tiling(128, 2, 64, splits, 4),
+    }[w.group_size == 32, columns]  # fmt: skip
 
 
-def make_room(divisions: Iterable[Tiling], device: torch.device) -> Room:
-    """Room for products that are divided in any of these ways."""
-    most = max((max(64, t.tile) * t.splits for t in divisions if t.splits > 1), default=0)
+def make_room(products: Iterable[tuple[int, int]], num_rows: int, device: torch.device) -> Room:
+    """Room for products of at most ``num_rows`` rows, each given by its outputs and its splits."""
+    most = max((-(-outputs // _WIDEST) * _WIDEST * splits for outputs, splits in products if splits > 1), default=0)
     return Room(
-        torch.empty(_PROGRAMS * most * _COLUMNS[-1], device=device),
+        torch.empty(most * -(-num_rows // 64) * 64, device=device),
         torch.zeros(_PROGRAMS, dtype=torch.int32, device=device),
     )
 
@@ -181,7 +183,7 @@ def linear(
     serial = t.splits > 1 and blocks * tiles >= _PROGRAMS
     parts: tuple[Tensor | None, ...] = (None, None)
     if t.splits > 1 and not serial:
-        parts = room or make_room([t], rows.device)
+        parts = room or make_room([(w.out_features, t.splits)], num_rows, rows.device)
     linear_kernel[(blocks, tiles, 1 if serial else t.splits)](
         rows, squares, w.data, w.scale, w.pairs, w.bias, residual, out, *(following or (None, None, None)), *parts,
         num_rows, num_out, out.stride(0), w.in_features, num_squares, eps,

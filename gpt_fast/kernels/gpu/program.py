@@ -68,7 +68,8 @@ class GpuProgram:
         self.device = next(iter(weights[0].tables.values())).device
         self._scratch: dict[tuple[int, int, int], Scratch] = {}  # by the numbers of heads and their dimension
         pieces = [piece for w in weights for matrix in w.matrices.values() for piece in matrix]
-        self._room = make_room(map(tiling, pieces), self.device)
+        products = [(piece.out_features, tiling(piece).splits) for piece in pieces]
+        self._room = make_room(products, MAX_TOKENS, self.device)
         # What the buffers hold while the program is made: Tensor, Row, or queries with their Heads and cache.
         self._made: dict[str, type | tuple[d.Heads, LayerCache]] = {}
         ops = [(op, w) for block, w in zip(description.blocks, weights, strict=True) for op in block.ops]
