@@ -147,7 +147,12 @@ def weights(kind: str, n: int, k: int, dtype: torch.dtype, bias: bool = False, s
     scheme = Scheme(name, int(size or 0))  # type: ignore[arg-type]
     module = QuantizedLinear(k, n, scheme, None if b is None else torch.nn.Parameter(b), DEVICE)
     module.store(0, quantize_rows(w.cpu(), scheme))
-    return module.gpu_weights(dtype), dequantized(module)
+    values = dequantized(module)
+    made = module.gpu_weights(dtype)
+    if name == "int4":  # the layer keeps the kernels' copy of its codes alone, and computes the same from it
+        assert module.weight is made.data
+        assert torch.equal(module._columns(slice(1, n)), values[1:])
+    return made, values
 
 
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)

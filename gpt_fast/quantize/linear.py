@@ -83,22 +83,29 @@ class QuantizedLinear(nn.Module):
         """The weight in the order of its columns, without padding, float32 [N, K]."""
         if self.scheme.kind != "int4":
             return self.weight[rows].float() * self.scale[rows, None]
-        stored = (self.weight[rows], self.scale[rows], self.zero[rows], self.row_scale[rows])
+        stored = (self._codes(rows), self.scale[rows], self.zero[rows], self.row_scale[rows])
         return dequantize_int4(*stored)[:, : self.in_features]
 
+    def _codes(self, rows: slice) -> Tensor:
+        """int4's, in the order of the scheme. :meth:`gpu_weights` leaves them in the order of Triton's kernels."""
+        return self.weight[rows] if self.weight.dim() == 2 else self.weight[:, rows].transpose(0, 1).flatten(1)
+
     def gpu_weights(self, dtype: torch.dtype) -> Weights:
-        """As Triton's kernels take them for activations of ``dtype``. Raises UnsupportedError for what they do not."""
+        """As Triton's kernels take them for activations of ``dtype``; this layer keeps no others. Raises
+        UnsupportedError for what they do not take."""
         if dtype not in self._gpu_weights:
             from gpt_fast.kernels.gpu.linear import prepare
 
             if self.order is not None:
                 raise UnsupportedError("int4 weights with sorted columns")
             int4 = self.scheme.kind == "int4"
-            self._gpu_weights[dtype] = prepare(
-                self.weight, scale=self.row_scale if int4 else self.scale,
+            self._gpu_weights[dtype] = found = prepare(
+                self._codes(_ALL) if int4 else self.weight, scale=self.row_scale if int4 else self.scale,
                 grid=(self.scale, self.zero) if int4 else None, bias=self.bias, in_features=self.in_features,
                 dtype=dtype,
             )  # fmt: skip
+            if int4:
+                self.weight = found.data
         return self._gpu_weights[dtype]
 
     def extra_repr(self) -> str:
