@@ -1,7 +1,8 @@
 """CUDA graphs of a program's steps, one for each of a few numbers of tokens; a step replays the next larger one.
 
-A step of 8B weights in int4 takes a millisecond and some two hundred launches: launched one by one from Python they
-would take several times that. A graph is recorded once, with fixed buffers; a step copies its inputs there and replays.
+A step of 8B weights in int4 takes three milliseconds and some two hundred launches: launched one by one from Python
+they would take several times that. A graph is recorded once, with fixed buffers; a step copies its inputs there and
+replays.
 """
 
 from __future__ import annotations
