@@ -170,7 +170,8 @@ class ModelConfig:
 
 
 DEFAULT_MAX_BATCH = 8
-PREFILL_CHUNKS = {"cpu": 256, "cuda": 2048}  # tokens; beside decodes a quarter of it
+# Tokens; beside decodes a quarter of it. The first one for which memory is not scarce (memory.py), else the last.
+PREFILL_CHUNKS = {"cpu": (256,), "cuda": (2048, 512)}
 MAX_POSITIONS = 2**30  # tokens; more than any model has, and few enough for every integer that counts them
 
 DRAFTS = ("lookup", "int8", "int4")  # drafters that are no checkpoint of their own
@@ -304,9 +305,9 @@ class EngineConfig:
         """``max_batch``, or what it is by default."""
         return self.max_batch or DEFAULT_MAX_BATCH
 
-    def chunk(self, device_type: str) -> int:
-        """``prefill_chunk``, or what it is by default on such a device."""
-        return self.prefill_chunk or PREFILL_CHUNKS[device_type]
+    def chunks(self, device_type: str) -> tuple[int, ...]:
+        """``prefill_chunk``, or what it may be by default on such a device."""
+        return (self.prefill_chunk,) if self.prefill_chunk else PREFILL_CHUNKS[device_type]
 
 
 def read_key(kind: Kind, value: object, name: str) -> Any:

@@ -216,4 +216,5 @@ def plan_cache(spans: Sequence[Span], shapes: Shapes, *, loaded: bool) -> CacheP
     tightest = min(plans, key=lambda plan: plan.num_pages)
     pages = tightest.num_pages + 1  # there is a page 0 as well
     size = sum(plan.num_bytes // (plan.num_pages + 1) * pages for plan in plans)
-    return tightest._replace(num_bytes=size, free=sum(plan.free for plan in plans))
+    chunk = min(plan.prefill_chunk for plan in plans)
+    return tightest._replace(num_bytes=size, free=sum(plan.free for plan in plans), prefill_chunk=chunk)

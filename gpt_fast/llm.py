@@ -183,7 +183,7 @@ class LLM:
         if plan.max_seq_len < plan.wished:
             log.warning("%s", plan.shortened)
         self.max_seq_len = plan.max_seq_len
-        num_pages, chunk = 1 + plan.num_pages, o.chunk(self.device.type)
+        num_pages, chunk = 1 + plan.num_pages, plan.prefill_chunk
         sizes = {"max_batch": plan.max_batch, "max_seq_len": plan.max_seq_len, "prefill_chunk": chunk}
         sizes |= {"num_pages": num_pages, "page_size": plan.page_size}
         make: Callable[..., Runner] = partial(LeadingRunner, ranks) if ranks and not self.follows else Runner

@@ -20,6 +20,7 @@ from gpt_fast.config import EngineConfig, ModelConfig
 from gpt_fast.errors import ConfigError
 from gpt_fast.kernels.cache import padded, token_bytes
 
+_STEP_SHARE = 0.05  # of free memory, for a step of prompts that need not be so long
 SHARES = {"cpu": 0.5, "cuda": 0.9}  # of free memory, for the KV cache: the default of memory_share
 SHORT = 256  # tokens; a cache that has not even room for this of each sequence that was asked for is refused
 _UNTOLD = 0.5  # of all memory, taken as free on systems that do not say what is
@@ -101,6 +102,7 @@ class CachePlan(NamedTuple):
     page_size: int  # tokens
     num_bytes: int
     free: int  # bytes that were free when this was decided
+    prefill_chunk: int  # prompt tokens of a step
 
     @property
     def num_tokens(self) -> int:
@@ -134,8 +136,9 @@ def plan_cache(
 ) -> CachePlan:
     """The KV cache for a model of ``config`` with ``free`` bytes left beside its weights, which have ``dtype``: the
     ``num_pages`` that were asked for, else room for ``max_batch`` sequences of ``max_seq_len`` tokens, or for what
-    fits. A ``draft`` model has as many pages of its shape. Raises ConfigError, naming keys, when what was asked for
-    does not fit; without a ``max_seq_len``, room for ``SHORT`` tokens of each sequence is enough."""
+    fits beside a step of prompts. A ``draft`` model has as many pages of its shape. Raises ConfigError, naming keys,
+    when what was asked for does not fit; without a ``max_seq_len``, room for ``SHORT`` tokens of each sequence is
+    enough."""
     dtype = dtype if options.kv_cache_dtype == "auto" else getattr(torch, options.kv_cache_dtype)
     share, free = options.memory_share or SHARES[device_type], max(0, free)
     longest = options.max_seq_len or config.max_seq_len
@@ -146,8 +149,11 @@ def plan_cache(
         head_dim = padded(c.head_dim) if device_type == "cpu" and options.kernels else c.head_dim
         page_bytes += options.page_size * c.num_layers * token_bytes(c.num_kv_heads, head_dim, dtype)
     each = page_bytes + 2 * 4 * options.num_slots  # two page tables, int32, may hold it in every row
-    rows = max(options.num_slots, options.chunk(device_type))
-    steps = _step_bytes(config, rows, rows) + (_step_bytes(draft, rows, options.num_slots) if draft else 0)
+    for chunk in options.chunks(device_type):
+        rows = max(options.num_slots, chunk)
+        steps = _step_bytes(config, rows, rows) + (_step_bytes(draft, rows, options.num_slots) if draft else 0)
+        if steps <= _STEP_SHARE * free:
+            break
     allowed = int(share * max(0, free - steps))
     fitting = allowed // each - 1  # there is a page 0 as well
     if options.num_pages is not None:
@@ -161,7 +167,7 @@ def plan_cache(
         raise ConfigError(_refusal(options, (least + 1) * page_bytes, allowed, free, share))
     max_seq_len = min(longest, num_pages * options.page_size)
     size = (num_pages + 1) * page_bytes
-    return CachePlan(dtype, options.num_slots, max_seq_len, longest, num_pages, options.page_size, size, free)
+    return CachePlan(dtype, options.num_slots, max_seq_len, longest, num_pages, options.page_size, size, free, chunk)
 
 
 def _step_bytes(config: ModelConfig, rows: int, num_logits: int) -> int:

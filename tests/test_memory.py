@@ -175,6 +175,17 @@ def test_it_takes_its_share_and_no_more(device_type: str, share: float) -> None:
     assert plan(2 * ROOMY).max_seq_len == 1024, "full length still fits, seven times"
 
 
+def test_steps_of_prompts_are_long_where_memory_is_not_scarce() -> None:
+    llama, where = SHAPES["llama-3.1-8b"], {"dtype": torch.bfloat16, "device_type": "cuda"}
+
+    def chunk(free: int, **options: Any) -> int:
+        return plan_cache(llama, EngineConfig(**options), free=free, **where).prefill_chunk  # type: ignore[arg-type]
+
+    assert [chunk(free * GB) for free in (8, 60)] == [512, 2048]
+    assert [chunk(free * GB, prefill_chunk=1000) for free in (8, 60)] == [1000, 1000]
+    assert plan(GB).prefill_chunk == plan(20 * GB).prefill_chunk == 256
+
+
 def test_a_draft_model_takes_pages_and_a_step_of_its_own() -> None:
     tiny = dataclasses.replace(TINY, max_seq_len=10**6)
     wide = dataclasses.replace(tiny, ffn_dim=1500)

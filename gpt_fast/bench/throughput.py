@@ -87,7 +87,7 @@ def build(
     config = opened.config if opened is not None else shape(str(shape_name))
     options |= {
         "max_batch": max(bench.batch_sizes),
-        "max_seq_len": _room(config, bench, options.get("prefill_chunk") or min(PREFILL_CHUNKS.values())),
+        "max_seq_len": _room(config, bench, options.get("prefill_chunk") or min(map(min, PREFILL_CHUNKS.values()))),
         "prefix_cache": False,  # a repeat must not find what the one before has computed
     }
     if opened is not None:
