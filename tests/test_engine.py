@@ -159,9 +159,13 @@ def one(llm: LLM, prompt: list[int], params: SamplingParams | list[SamplingParam
     ids=["batch", "no prefix cache", "chunks", "preemption", "pages of one"],
 )
 @pytest.mark.parametrize("kind", ["fake", "real"])
-def test_the_same_answers_in_any_company(kind: str, options: dict[str, Any], request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_the_same_answers_in_any_company(
+    kind: str, ahead: bool, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
     make = FakeModelLLM if kind == "fake" else partial(load, request.getfixturevalue("checkpoint"))
     with make(**options) as llm:
+        llm.engine.runner.runs_ahead = ahead
         assert answers(llm, mixed_requests()) == request.getfixturevalue(f"{kind}_alone")
         if "num_pages" in options:
             assert llm.engine.scheduler.num_preemptions > 0
@@ -169,7 +173,7 @@ def test_the_same_answers_in_any_company(kind: str, options: dict[str, Any], req
             assert hit_rate(llm) > 0.05
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_random_arrivals_cancellations_and_shortages_keep_the_books(
     fake_alone: list[tuple[int, ...]], data: st.DataObject
@@ -178,6 +182,7 @@ def test_random_arrivals_cancellations_and_shortages_keep_the_books(
     if not BOOKS:
         BOOKS["llm"] = FakeModelLLM(max_batch=5, num_pages=11, prefill_chunk=24)
     llm = BOOKS["llm"]
+    llm.engine.runner.runs_ahead = data.draw(st.booleans())
     chosen = data.draw(st.lists(st.integers(0, len(requests) - 1), min_size=1, max_size=10))
     handles: list[Handle] = []
     actions: list[tuple[int, Callable[[], object]]] = []

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from gpt_fast.engine import ahead
 from gpt_fast.engine.compute import Outcome, Scheduled, attempt, execute, probe, sample_tokens
 from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.request import Request
@@ -53,6 +54,7 @@ class Engine:
         self._handles: dict[str, Handle] = {}
         self._closing = False
         self._fatal: Exception | None = None
+        self._begun: ahead.Begun | None = None  # the next step, if it began before the last one's tokens were known
         self._thread: threading.Thread | None = None
 
     # Any thread.
@@ -141,19 +143,28 @@ class Engine:
             return not self._closing
 
     def step(self) -> None:
-        """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests at fault."""
-        if self.speculation is not None:
-            self.speculation.propose(self.scheduler)
-        plan, parts = self._schedule()
-        if not parts:
-            return
-        computed = attempt(partial(execute, self.runner), parts)
-        outcomes = attempt(sample_tokens, computed)
-        if all(isinstance(outcome, Exception) for outcome in outcomes):
-            probe(self.runner, plan.sequences[0].slot)
+        """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests at fault. On a
+        GPU the next step may begin before this one's tokens are known (ahead.py)."""
+        begun, self._begun = self._begun, None
+        if begun is not None and any(map(ahead.goes_on, begun.parts)):
+            plan, parts = begun.plan, begun.parts
+        else:
+            begun = None
+            if self.speculation is not None:
+                self.speculation.propose(self.scheduler)
+            plan, parts = self._schedule()
+            if not parts:
+                return
+        outcomes: Sequence[Outcome | Exception] | None = self._outcomes_ahead(plan, parts, begun)
+        if outcomes is None and begun is not None:
+            return  # its plan does not have the tokens: the next turn schedules anew
+        if outcomes is None:
+            outcomes = self._outcomes(plan, parts)
         now = time.monotonic()
         with self.changed:
             for (request, own), outcome in zip(parts, outcomes, strict=True):
+                if begun is not None and not ahead.goes_on(Scheduled(request, own)):
+                    continue
                 num_drafts = max(0, own.end - request.num_tokens)
                 self._try(self._advance, request, outcome, num_drafts, now)
             self.changed.notify_all()
@@ -161,6 +172,33 @@ class Engine:
         if self.speculation is not None:
             self.speculation.observe(plan, self._began - began)
         _observe(self.on_step, plan, self._began - began)
+
+    def _outcomes(self, plan: StepPlan, parts: Sequence[Scheduled]) -> Sequence[Outcome | Exception]:
+        computed = attempt(partial(execute, self.runner), parts)
+        outcomes = attempt(sample_tokens, computed)
+        if all(isinstance(outcome, Exception) for outcome in outcomes):
+            probe(self.runner, plan.sequences[0].slot)
+        return outcomes
+
+    def _outcomes_ahead(
+        self, plan: StepPlan, parts: Sequence[Scheduled], begun: ahead.Begun | None
+    ) -> Sequence[Outcome] | None:
+        """The outcomes of a step, ``begun`` already or not, with the step behind it begun before they are known. None
+        where that is not possible, or failed: then :meth:`_outcomes` finds out whose fault it is."""
+        if not self.runner.runs_ahead or self.speculation is not None:
+            return None
+        try:
+            begun = begun or ahead.begin(self.runner, plan, parts)
+            if begun is None:
+                return None
+            self._begun = ahead.begin_behind(self.runner, self.scheduler, begun)
+            outcomes = begun.outcomes()
+        except Exception:
+            log.exception("a step ahead failed; it is computed again")
+            outcomes = None
+        if outcomes is None:
+            self._begun = None
+        return outcomes
 
     def _schedule(self) -> tuple[StepPlan, list[Scheduled]]:
         """The scheduler's next step. Requests that it cannot plan end here."""

@@ -41,11 +41,12 @@ class LeadingRunner(Runner):
     def __init__(self, ranks: Ranks, model: Model, **sizes: Any) -> None:
         super().__init__(model, **sizes)
         self.leader = Leader(ranks)
+        self.runs_ahead = False  # the others would not know the tokens
 
-    def execute(self, plan: StepPlan) -> Tensor:
+    def execute(self, plan: StepPlan, tokens: Tensor | None = None) -> Tensor:
         """See ``Runner``."""
         self.leader.tell(plan)
-        return super().execute(plan)
+        return super().execute(plan, tokens)
 
 
 def follow(runner: Runner, ranks: Ranks) -> None:

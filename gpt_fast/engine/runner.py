@@ -43,6 +43,9 @@ class Runner:
         self.device, self.max_batch, self.prefill_chunk = model.device, max_batch, prefill_chunk
         self.page_size, self.num_pages = page_size, num_pages
         self.pages_per_sequence = -(-max_seq_len // page_size)
+        # Whether a step may begin before the host knows the tokens of the one before (ahead.py). A CPU computes in the
+        # engine's thread and would gain nothing.
+        self.runs_ahead = self.device.type == "cuda"
         sizes = (max_batch, num_pages, page_size, cache_dtype or model.dtype, self.device)
         self.cache = [layer.allocate(*sizes) for layer in model.cache_layers]
         # The pages of each slot's sequence, on the host and [slots, pages_per_sequence] on the device.
@@ -63,13 +66,15 @@ class Runner:
         """Bytes of the cache for each number in it, scales included."""
         return self.cache_bytes / max(1, sum(layer.k.numel() + layer.v.numel() for layer in self.cache))
 
-    def execute(self, plan: StepPlan) -> Tensor:
-        """Run one step; returns logits [R, vocab_size] on the device: ``num_logits`` rows of each sequence in order."""
-        return self._run(plan)
+    def execute(self, plan: StepPlan, tokens: Tensor | None = None) -> Tensor:
+        """Run one step; returns logits [R, vocab_size] on the device: ``num_logits`` rows of each sequence in order.
+        ``tokens`` [N] int64 on the device in place of the plan's."""
+        return self._run(plan, tokens)
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> Tensor:
-        return self._step(*self._arguments(plan))
+    def _run(self, plan: StepPlan, tokens: Tensor | None = None) -> Tensor:
+        arguments = self._arguments(plan)
+        return self._step(arguments[0] if tokens is None else tokens, *arguments[1:])
 
     @torch.inference_mode()
     def chain(self, plan: StepPlan, draws: Sequence[Sequence[Draw]]) -> list[list[int]]:
@@ -94,8 +99,7 @@ class Runner:
             else:
                 ends = [(s, s.end + i - 1) for s in (sequences[j] for j in going)]
                 behind = [s._replace(tokens=(0,), start=end, new_pages=()) for s, end in ends]
-                tokens = drawn[i - 1, where].clamp(min=0)
-                logits = self._step(tokens, *self._arguments(StepPlan(tuple(behind)))[1:])
+                logits = self.execute(StepPlan(tuple(behind)), drawn[i - 1, where].clamp(min=0))
             drawn[i, where] = draw_tokens(logits, [draws[j][i] for j in going])
         return [found[: len(own)] for found, own in zip(drawn.T.tolist(), draws, strict=True)]
 

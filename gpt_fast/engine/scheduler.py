@@ -9,7 +9,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,6 +107,38 @@ class Scheduler:
         chosen.sort(key=lambda choice: choice[0].slot)
         plan = StepPlan(tuple(self._sequence_plan(*choice) for choice in chosen))
         return plan, [request for request, _, _ in chosen]
+
+    def behind(self, parts: Sequence[tuple[Request, SequencePlan]]) -> tuple[StepPlan, list[int]] | None:
+        """The step behind one that is being computed and makes one token of each of ``parts``: its plan, where tokens
+        that nobody knows yet are 0, and which of ``parts`` its sequences are. Requests that have all their tokens then
+        are left out. None where anything else is due: somebody waits for a slot, a prompt goes on, or pages are short.
+        """
+        idle = self.waiting and len(self.running) < self.max_batch
+        if idle or sum(not request.paused for request in self.running) > len(parts):
+            return None
+        index: list[int] = []
+        for i, (request, _) in enumerate(parts):
+            if request.slot < 0 or (self._computed_anew and request.rope_len <= self._long_from <= request.num_tokens):
+                return None
+            if request.num_output + 1 < request.max_tokens:
+                index.append(i)
+        going = [parts[i] for i in index]
+        missing = [self._pages_for(own.end + 1) - len(request.pages) for request, own in going]
+        if not going or sum(missing) > self.pages.num_available:
+            return None
+        sequences = []
+        for (request, own), count in zip(going, missing, strict=True):
+            placed = len(request.pages)
+            request.pages += (self.pages.allocate(count) or []) if count else []
+            new = tuple(request.pages[placed:])
+            sequences.append(SequencePlan(own.slot, (0,), own.end, placed, new, 1, request.rope_len))
+        return StepPlan(tuple(sequences)), index
+
+    def take_back(self, parts: Sequence[tuple[Request, SequencePlan]]) -> None:
+        """Undo :meth:`behind`, whose step did not begin."""
+        for request, own in parts:
+            self.pages.release(request.pages[own.num_placed :])
+            del request.pages[own.num_placed :]
 
     def _next(self, among: Collection[Request] | None) -> Request | None:
         """Whose turn it is: who was preempted, else the first to arrive of the groups that have the fewest running. So

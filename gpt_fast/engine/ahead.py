@@ -1,0 +1,92 @@
+"""Steps that begin before the host knows the tokens of the step before them.
+
+Between two steps a GPU waits for the host: for tokens to be fetched, texts to be put together, the next step to be
+planned and launched. A step whose tokens nothing but logits and a seed decide needs none of it: the tokens go into the
+next step where they are, on the device, and the host deals with them meanwhile. If a request turns out to have ended,
+its row in the next step is thrown away. Whatever else is due (a prompt, a grammar, penalties, log probabilities) waits
+for the host as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt_fast.engine.compute import Outcome, Scheduled, sampling_row
+from gpt_fast.engine.request import Request
+from gpt_fast.engine.runner import Runner
+from gpt_fast.engine.sampling import NO_TOKEN, draw_of, draw_tokens, only_drawn
+from gpt_fast.engine.scheduler import Scheduler, SequencePlan, StepPlan
+from gpt_fast.engine.tensors import Fetched, tensor_of
+from gpt_fast.kernels.race import Draw
+
+
+class Begun(NamedTuple):
+    """A step that is being computed. ``tokens`` [R] int64, one for each of ``parts``, on the device."""
+
+    plan: StepPlan
+    parts: Sequence[Scheduled]
+    tokens: Tensor
+    fetched: Fetched
+
+    def outcomes(self) -> list[Outcome] | None:
+        """Waits for the tokens. None where one could not be drawn: whoever computes the step again finds out why."""
+        found = self.fetched.tolist()
+        if NO_TOKEN in found:
+            return None
+        return [Outcome(len(own.tokens), [], [token]) for (_, own), token in zip(self.parts, found, strict=True)]
+
+
+def goes_on(part: Scheduled) -> bool:
+    """Whether the request of ``part``, of a step that was begun, still wants its token: else that is thrown away."""
+    request, own = part
+    return request.slot == own.slot and request.num_computed == own.start and not request.paused
+
+
+def begin(runner: Runner, plan: StepPlan, parts: Sequence[Scheduled]) -> Begun | None:
+    """Begin the step ``plan``; None where the host has a part in one of its tokens."""
+    draws = [_draw(part.request, 0) if _generates(*part) else None for part in parts]
+    known = [draw for draw in draws if draw is not None]
+    return _begun(plan, parts, runner.execute(plan), known) if len(known) == len(parts) else None
+
+
+def begin_behind(runner: Runner, scheduler: Scheduler, before: Begun) -> Begun | None:
+    """Begin the step behind ``before``, whose tokens the host does not know. None where something else is due."""
+    following = scheduler.behind(before.parts)
+    if following is None:
+        return None
+    plan, index = following
+    parts = [Scheduled(before.parts[i].request, own) for i, own in zip(index, plan.sequences, strict=True)]
+    draws = [_draw(part.request, 1) for part in parts]
+    try:
+        whole = len(index) == len(before.parts)
+        tokens = before.tokens if whole else before.tokens[tensor_of(index, torch.int64, before.tokens.device)]
+        return _begun(plan, parts, runner.execute(plan, tokens.clamp(min=0)), draws)
+    except Exception:
+        scheduler.take_back(parts)
+        raise
+
+
+def _begun(plan: StepPlan, parts: Sequence[Scheduled], logits: Tensor, draws: Sequence[Draw]) -> Begun:
+    with torch.inference_mode():
+        tokens = draw_tokens(logits, draws)
+        return Begun(plan, parts, tokens, Fetched(tokens))
+
+
+def _generates(request: Request, own: SequencePlan) -> bool:
+    """Whether the step makes one token of ``request``, which its logits and its seed decide."""
+    p = request.params
+    asked = p.logprobs is not None or p.prompt_logprobs is not None
+    plain = request.grammar is None and request.rules is None and not asked
+    return (
+        plain and own.num_logits == 1 and own.end == request.num_tokens and only_drawn(sampling_row(request, (), None))
+    )
+
+
+def _draw(request: Request, ahead: int) -> Draw:
+    """How the token behind the next ``ahead`` ones is drawn."""
+    row = sampling_row(request, (), None)
+    return draw_of(row._replace(position=row.position + ahead))
