@@ -141,7 +141,7 @@ def test_shared_beginnings_are_computed_once() -> None:
         ask(llm, [(prompt, params)])
         drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
         run, counts = drafter.runner.execute, []
-        drafter.runner.execute = lambda plan, *tokens: (counts.append(plan.num_tokens), run(plan, *tokens))[1]
+        drafter.runner.execute = lambda plan: (counts.append(plan.num_tokens), run(plan))[1]
         (done,) = ask(llm, [([*prompt, 3], dataclasses.replace(params, seed=2))])
     assert max(counts) < 20
     assert done.num_accepted == done.num_drafted > 0

@@ -99,7 +99,7 @@ class Runner:
             else:
                 ends = [(s, s.end + i - 1) for s in (sequences[j] for j in going)]
                 behind = [s._replace(tokens=(0,), start=end, new_pages=()) for s, end in ends]
-                logits = self.execute(StepPlan(tuple(behind)), drawn[i - 1, where].clamp(min=0))
+                logits = self._run(StepPlan(tuple(behind)), drawn[i - 1, where].clamp(min=0))
             drawn[i, where] = draw_tokens(logits, [draws[j][i] for j in going])
         return [found[: len(own)] for found, own in zip(drawn.T.tolist(), draws, strict=True)]
 
