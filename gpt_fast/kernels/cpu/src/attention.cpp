@@ -39,6 +39,7 @@ struct Piece {
 template <class Cached>
 void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, int64_t kv_end, int64_t split,
                   AttentionBlock<Cached, KeysOf<Cached>>& block, float* state) {
+    constexpr int64_t kKeys = KeysOf<Cached>::kKeys;
     const int64_t first = piece.first, last = piece.last, kv_heads = kv_end - kv_begin;
     const int64_t states = (last - first) * p.group(), record = state_floats(p.state_dim());
     const int64_t end = p.query_start[piece.slot + 1], length = p.context_len[piece.slot];
@@ -49,7 +50,7 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
     int64_t places[kSplit];
     p.locate(piece.slot, begin, key_end, places);
     for (int64_t base = begin / kKeys * kKeys; base < key_end; base += kKeys) {
-        Rows<Cached> rows;
+        Rows<Cached, kKeys> rows;
         rows.from = std::max<int64_t>(begin - base, 0), rows.end = std::min(key_end - base, kKeys);
         for (int64_t i = 0; i < kKeys; ++i) {
             rows.place[i] = places[base - begin + std::clamp(i, rows.from, rows.end - 1)];

@@ -9,11 +9,11 @@ namespace gpt_fast {
 
 // A block of one sequence as the cache has it: keys and values of all heads of each token. Of the block only [from,
 // end) is to be loaded; nobody gives the rest a weight, and the nearest of the others stands there.
-template <class Cached>
+template <class Cached, int64_t N>
 struct Rows {
     int64_t from, end;
-    int64_t place[kKeys];  // of a token's first head, in heads of the cache
-    const Cached *keys[kKeys], *values[kKeys];
+    int64_t place[N];  // of a token's first head, in heads of the cache
+    const Cached *keys[N], *values[N];
 };
 
 // Brings the next keys and values into the CPU's cache, a few lines at a time between the parts of the work for a
@@ -102,6 +102,7 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
 // It brings
 //   Keys(p, queries): `queries` is how many queries of one head will use each block
 //   Number: the type of queries
+//   kKeys: how many keys are a block; kRough: whether weights are rounded to bytes
 //   query_numbers(dim): how many of them a query takes, for heads of `dim`
 //   store_query(q, to): a query [D] to what scores() takes, in units of what is returned, a factor of the score
 //   column(d, dim): where column d of the values stands in what add_values() adds to, for heads of `dim`
@@ -118,6 +119,7 @@ template <class Cached, class Keys>
 class AttentionBlock {
 public:
     using Number = typename Keys::Number;
+    static constexpr int64_t kKeys = Keys::kKeys;
 
     // Tokens [first, last), heads [kv_begin, kv_end) of the cache.
     AttentionBlock(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_begin, int64_t kv_end)
@@ -135,7 +137,7 @@ public:
                 }
     }
 
-    void load(const Rows<Cached>& rows, int64_t kv_head, Ahead& ahead) { keys_.load(rows, kv_head, ahead); }
+    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead& ahead) { keys_.load(rows, kv_head, ahead); }
 
     // All rows: tokens with what each sees, heads of kv_head; states [tokens, heads of kv_head].
     void attend(const View* views, int64_t kv_head, float* states, Ahead& ahead) {
@@ -174,12 +176,12 @@ private:
                 for (int64_t i = 0; i < view.begin && i < kKeys; ++i) weights[r][i] = -__builtin_inff();
                 for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) weights[r][i] = -__builtin_inff();
             }
-            if (adjust) adjust_scores(weights[r], adjust, head, view.distance);
+            if (adjust) adjust_scores(weights[r], kKeys, adjust, head, view.distance);
             into[r] = states + (row + r) * state_floats(state_dim);
             partials[r] = partial(into[r], state_dim);
             if (++head == group) ++token, head = 0;
         }
-        softmax_block<R>(weights, partials, kept);
+        softmax_block<R, Keys::kRough>(weights, partials, kept);
         keys_.template add_values<R>(into, kept, weights, ahead);
     }
 

@@ -24,6 +24,8 @@ template <class Cached>
 class FloatKeys {
 public:
     using Number = float;
+    static constexpr int64_t kKeys = gpt_fast::kKeys;
+    static constexpr bool kRough = false;
 
     FloatKeys(const Paged<Cached>& p, int64_t queries)
         : p_(p), dim_(p.head_dim), columns_(p.state_dim()), few_(queries <= kFewQueries && in_pairs(dim_)) {
@@ -45,7 +47,7 @@ public:
 
     int64_t load_work() const { return kLoadRows * dim_; }
 
-    void load(const Rows<Cached>& rows, int64_t kv_head, Ahead& ahead) {
+    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead& ahead) {
         from_ = rows.from, end_ = rows.end, cached_ = rows.values, at_ = kv_head * dim_;
         for (int64_t i = 0; i < kKeys; i += 8) {
             ahead.fetch(kLoadRows * dim_ * 8 / kKeys);

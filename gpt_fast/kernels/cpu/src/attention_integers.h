@@ -1,5 +1,5 @@
 // Attention to one block of a cache of int8 by products of integers, whose sums are exact: nothing is rounded but a
-// query, to multiples of a scale, and the weights of a block, each times the scale of its value, to multiples of
+// query, to multiples of a scale, and the weights of kPart keys, each times the scale of its value, to multiples of
 // another one. The order of what is added does not matter.
 //
 // Sixteen keys lie in the lanes of a vector, two or four neighbours of the head in each lane; for the values sixteen
@@ -31,6 +31,7 @@ struct Words {
     using Query = int16_t;
     using Weight = int16_t;
     static constexpr int64_t kEach = 2;
+    static constexpr int64_t kKeys = gpt_fast::kKeys;
     static constexpr float kMostWeight = 32767.0f;
 
     static float most_of_query(int64_t dim) {
@@ -78,6 +79,7 @@ struct Bytes {
     using Query = int8_t;
     using Weight = uint8_t;
     static constexpr int64_t kEach = 4;
+    static constexpr int64_t kKeys = kRegisters >= 32 ? 64 : gpt_fast::kKeys;  // what a block costs once is a lot
     static constexpr float kMostWeight = 255.0f;
 
     static float most_of_query(int64_t) { return 127.0f; }
@@ -112,6 +114,8 @@ template <class Numbers>
 class IntegerKeys {
 public:
     using Number = typename Numbers::Query;
+    static constexpr int64_t kKeys = Numbers::kKeys;
+    static constexpr bool kRough = Numbers::kMostWeight < 256.0f;
 
     IntegerKeys(const Paged<int8_t>& p, int64_t)
         : p_(p),
@@ -137,7 +141,7 @@ public:
 
     int64_t load_work() const { return kLoadRows * p_.head_dim; }
 
-    void load(const Rows<int8_t>& rows, int64_t kv_head, Ahead& ahead) {
+    void load(const Rows<int8_t, kKeys>& rows, int64_t kv_head, Ahead& ahead) {
         const int64_t dim = p_.head_dim, at = kv_head * dim;
         first_ = rows.from / kEach, last_ = ceil_div(rows.end, kEach);
         F16 finite = splat16(0.0f);
@@ -162,7 +166,7 @@ public:
 
     template <int R>
     void scores(const Number* q, const float* factors, float (*scores)[kKeys], Ahead& ahead) const {
-        constexpr int some = kRegisters >= 32 || R < 4 ? R : 4, V = kRegisters >= 32 || R < 3 ? kKeys / 16 : 1;
+        constexpr int some = kRegisters >= 32 || R < 4 ? R : 4, V = kRegisters >= 32 || R < 3 ? 2 : 1;
         for (int r = 0; r < R; r += some)
             for (int64_t i = 0; i < kKeys; i += 16 * V) {
                 ahead.fetch(some * p_.head_dim * 16 * V / kKeys);
@@ -173,8 +177,10 @@ public:
     template <int R>
     void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) const {
         alignas(64) Weight rounded[R][kKeys];
-        float factors[R];
-        for (int r = 0; r < R; ++r) factors[r] = round_weights(weights[r], rounded[r]);
+        float factors[R][kParts];
+        for (int r = 0; r < R; ++r)
+            for (int64_t part = 0; part < kParts; ++part)
+                factors[r][part] = round_weights(weights[r], part, rounded[r]);
         constexpr int some = R < 4 ? R : 4, W = kRegisters >= 32 ? 4 : R < 3 ? 2 : 1;
         for (int r = 0; r < R; r += some) {
             int64_t d = 0;
@@ -194,6 +200,7 @@ private:
     using Weight = typename Numbers::Weight;
     static constexpr int64_t kEach = Numbers::kEach, kBytes = sizeof(Number), kLane = kEach * kBytes;
     static constexpr int64_t kLoadRows = 2;  // whose scores take as long as to turn keys
+    static constexpr int64_t kPart = 32, kParts = kKeys / kPart;
 
     // Columns [d, d + 32) of the head at `at`, of keys [first, first + 8).
     void turn(const int8_t* const* keys, int64_t at, int64_t d, int64_t first) {
@@ -213,15 +220,16 @@ private:
         for (int i = 0; i < 8; ++i) Numbers::store_keys(rows[i], keys_ + (d + 4 * i) * kKeys * kBytes + first * kLane);
     }
 
-    // A row of weights times the scales of the values, in multiples of what is returned.
-    float round_weights(const float* weights, Weight* to) const {
-        F16 largest = splat16(0.0f), w[kKeys / 16];
-        for (int64_t i = 0; i < kKeys / 16; ++i) {
-            w[i] = load16(weights + 16 * i) * load16(v_scale_ + 16 * i);
+    // A part of a row of weights times the scales of the values, in multiples of what is returned.
+    float round_weights(const float* weights, int64_t part, Weight* to) const {
+        F16 largest = splat16(0.0f), w[kPart / 16];
+        const int64_t first = part * kPart;
+        for (int64_t i = 0; i < kPart / 16; ++i) {
+            w[i] = load16(weights + first + 16 * i) * load16(v_scale_ + first + 16 * i);
             largest = larger(largest, w[i]);
         }
         const float most = lane_max(largest), inverse = most == 0.0f ? 0.0f : Numbers::kMostWeight / most;
-        for (int64_t i = 0; i < kKeys / 16; ++i) Numbers::store_weights(to + 16 * i, w[i] * splat16(inverse));
+        for (int64_t i = 0; i < kPart / 16; ++i) Numbers::store_weights(to + first + 16 * i, w[i] * splat16(inverse));
         return most * (1.0f / Numbers::kMostWeight) + finite_;
     }
 
@@ -254,29 +262,34 @@ private:
     }
 
     template <int R, int W>
-    void some_values(float* const* into, const float* kept, const Weight (*weights)[kKeys], const float* factors,
-                     int64_t d) const {
-        I16 sum[R][W];
-        clear_sums(sum);
+    void some_values(float* const* into, const float* kept, const Weight (*weights)[kKeys],
+                     const float (*factors)[kParts], int64_t d) const {
+        F16 total[R][W];
+#pragma GCC unroll 2
+        for (int64_t part = 0; part < kParts; ++part) {
+            I16 sum[R][W];
+            clear_sums(sum);
+            const int64_t size = kPart / kEach, end = std::min(last_, (part + 1) * size);
 #pragma GCC unroll 4
-        for (int64_t i = first_; i < last_; ++i) {
-            I16 v[W];
+            for (int64_t i = std::max(first_, part * size); i < end; ++i) {
+                I16 v[W];
 #pragma GCC unroll 8
-            for (int w = 0; w < W; ++w) v[w] = load64(values_ + (i * columns_ + d + 16 * w) * kLane);
+                for (int w = 0; w < W; ++w) v[w] = load64(values_ + (i * columns_ + d + 16 * w) * kLane);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const I16 weight = Numbers::splat(weights[r] + kEach * i);
+                for (int r = 0; r < R; ++r) {
+                    const I16 weight = Numbers::splat(weights[r] + kEach * i);
 #pragma GCC unroll 8
-                for (int w = 0; w < W; ++w) sum[r][w] = Numbers::add_value(sum[r][w], v[w], weight);
+                    for (int w = 0; w < W; ++w) sum[r][w] = Numbers::add_value(sum[r][w], v[w], weight);
+                }
             }
+            if (part == 0) load_values<R, W>(total, into, kept, d);  // now: the sums have had its registers
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                for (int w = 0; w < W; ++w)
+                    total[r][w] = plus_product(total[r][w], to_floats(sum[r][w]), splat16(factors[r][part]));
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int w = 0; w < W; ++w) {
-                float* at = into[r] + d + 16 * w;
-                store16(at, plus_product(load16(at) * splat16(kept[r]), to_floats(sum[r][w]), splat16(factors[r])));
-            }
+        store_values<R, W>(total, into, d);
     }
 
     const Paged<int8_t>& p_;

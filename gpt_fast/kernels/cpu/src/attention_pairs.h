@@ -62,6 +62,8 @@ template <class Cached>
 class PairKeys {
 public:
     using Number = uint16_t;
+    static constexpr int64_t kKeys = gpt_fast::kKeys;
+    static constexpr bool kRough = false;
 
     PairKeys(const Paged<Cached>& p, int64_t) : p_(p), columns_(p.state_dim()) {
         static thread_local Scratch scratch;
@@ -81,7 +83,7 @@ public:
 
     int64_t load_work() const { return 2 * kLoadRows * p_.head_dim; }
 
-    void load(const Rows<Cached>& rows, int64_t kv_head, Ahead& ahead) {
+    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead& ahead) {
         const int64_t dim = p_.head_dim;
         if constexpr (kScaled) {
             const uint16_t *keys[kKeys], *values[kKeys];

@@ -218,6 +218,11 @@ template <int N>
     exp_each(halves);
     for (int i = 0; i < N; ++i) x[i] = {halves[2 * i], halves[2 * i + 1]};
 }
+
+template <int N>
+[[gnu::always_inline]] inline void exp16_rough(F16 (&x)[N]) {
+    exp16_each(x);
+}
 #endif
 
 }  // namespace gpt_fast

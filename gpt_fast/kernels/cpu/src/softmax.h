@@ -1,11 +1,12 @@
-// The running softmax of attention's queries (Milakov & Gimelshein 2018, arXiv 1805.02867), one block of keys at a time.
+// The running softmax of attention's queries (Milakov & Gimelshein 2018, arXiv 1805.02867), one block of keys at a
+// time.
 #pragma once
 
 #include "elementwise.h"
 
 namespace gpt_fast {
 
-constexpr int64_t kKeys = 32;  // of a block
+constexpr int64_t kKeys = 32;  // of a block, where its Keys (attention_block.h) have no other number
 
 // Running softmax of one query head: sum of values weighted by e^(score - max), sums of the weights of keys that are 16
 // apart, max.
@@ -15,8 +16,8 @@ struct Partial {
     float* max;
 };
 
-// Partials lie side by side, each of whole lines of the cache: D values, then sums and max. D is the cache's, rounded up
-// to a multiple of 16.
+// Partials lie side by side, each of whole lines of the cache: D values, then sums and max. D is the cache's, rounded
+// up to a multiple of 16.
 inline int64_t state_dim_of(int64_t head_dim) { return ceil_div(head_dim, 16) * 16; }
 inline int64_t state_floats(int64_t dim) { return dim + 32; }
 inline Partial partial(float* state, int64_t dim) { return {state, state + dim, state + dim + 16}; }
@@ -51,23 +52,24 @@ inline void merge_states(float* into, float* other, int64_t count, int64_t dim) 
 // was summed up needs no other scale then.
 constexpr float kHeadroom = 8.0f;
 
-constexpr int kExpRows = kRegisters < 32 ? 1 : 2;  // rows whose exponentials are made together
+constexpr int kExpVectors = kRegisters < 32 ? 2 : 4;  // whose exponentials are made together
 
-// Scores of one block to weights, in place, for R queries; their sums and what they are relative to into `states`, and
-// into `kept` what the earlier values are to be multiplied with. All largest scores first: then the exponentials of all
-// queries wait for nothing.
-template <int R>
-inline void softmax_block(float (*weights)[kKeys], const Partial* states, float* kept) {
+// Scores of one block of N keys to weights, in place, for R queries; their sums and what they are relative to into
+// `states`, and into `kept` what the earlier values are to be multiplied with. All largest scores first: then the
+// exponentials of all queries wait for nothing. kRough: weights that are rounded to a byte afterwards.
+template <int R, bool kRough, int64_t N>
+[[gnu::noinline]] void softmax_block(float (*weights)[N], const Partial* states, float* kept) {
     for (int r = 0; r < R; ++r) {
         F16 top = load16(weights[r]);
-        for (int64_t i = 16; i < kKeys; i += 16) top = larger(top, load16(weights[r] + i));
+#pragma GCC unroll 4
+        for (int64_t i = 16; i < N; i += 16) top = larger(top, load16(weights[r] + i));
         kept[r] = 1.0f;
         const float old = *states[r].max;
         if (!any_larger(top, old + kHeadroom)) continue;
         *states[r].max = lane_max(top);
         kept[r] = old == -__builtin_inff() ? 0.0f : exp_one(old - *states[r].max);
     }
-    constexpr int rows = R < kExpRows ? R : kExpRows, vectors = kKeys / 16;
+    constexpr int vectors = N / 16, most = kExpVectors / vectors, rows = R < most ? R : most;
     for (int first = 0; first < R; first += rows) {
         F16 e[rows * vectors];
 #pragma GCC unroll 4
@@ -75,14 +77,17 @@ inline void softmax_block(float (*weights)[kKeys], const Partial* states, float*
             const float max = *states[first + r].max;
             // Should all be -infinity, the difference would be NaN: such a block has no weight.
             const F16 shift = splat16(max == -__builtin_inff() ? 0.0f : max);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int v = 0; v < vectors; ++v) e[r * vectors + v] = load16(weights[first + r] + 16 * v) - shift;
         }
-        exp16_each(e);
+        if constexpr (kRough)
+            exp16_rough(e);
+        else
+            exp16_each(e);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
             F16 total = splat16(0.0f);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int v = 0; v < vectors; ++v) {
                 store16(weights[first + r] + 16 * v, e[r * vectors + v]);
                 total = total + e[r * vectors + v];
@@ -108,8 +113,8 @@ struct View {
 };
 
 // The scores of one query head, the `head`-th of its key-value head.
-inline void adjust_scores(float* scores, const Adjust& a, int64_t head, int64_t distance) {
-    for (int64_t i = 0; i < kKeys; i += 8) {
+inline void adjust_scores(float* scores, int64_t count, const Adjust& a, int64_t head, int64_t distance) {
+    for (int64_t i = 0; i < count; i += 8) {
         F8 v = load8(scores + i);
         const F8 hidden = less(v, splat(-3e38f));
         if (a.cap != 0.0f) v = choose(hidden, v, splat(a.cap) * tanh8(v * splat(1.0f / a.cap)));
