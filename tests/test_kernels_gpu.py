@@ -872,10 +872,12 @@ def compile_products(compiled: dict[str, Compiled]) -> None:
             x = noise(rows, 1024).bfloat16()
             linear.linear_residual(linear.Row(x, noise(rows, 8), 1e-5), w, noise(rows, 64).bfloat16(), noise(64), 1e-5)
     linear.linear(x, w, gated=True)
+    few_of_32 = compiled["linear_kernel"].made[9]  # int4-32 with two rows
     for made in compiled["linear_kernel"].made:
         code = made.asm["ptx"]
         assert "mma.sync" in code  # the matrix unit
-        assert "cp.async.c" in code
+        # Copies of 16 bytes; 8 for a tile of int4 that has no more for each thread.
+        assert ("cp.async.ca.shared.global" if made is few_of_32 else "cp.async.cg.shared.global") in code
         # Nothing of the loop waits for a load: weights and constants all come through the pipeline.
         loops = [
             m[2] for m in re.finditer(r"\n(\$L__BB0_\d+):(.*?)bra\S*\s+\1;", code, re.DOTALL) if "mma.sync" in m[2]

@@ -33,6 +33,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from gpt_fast.bench import plots  # noqa: E402
 from gpt_fast.config import ModelConfig  # noqa: E402
 from gpt_fast.kernels.gpu import attention  # noqa: E402
 from gpt_fast.kernels.gpu.program import GpuProgram  # noqa: E402
@@ -117,7 +118,7 @@ def plan(quick: bool) -> Plan:
     one = [(1, 128, 1)]
     verify = [(1, 128, each) for each in (2, 3, 5, 9)] + [(8, 128, each) for each in (2, 3, 4, 5)]
     sweep = [(b, 128, 1) for b in (2, 4, 8, 16, 32, 64)] + [(1, c, 1) for c in (1024, 2048, 8192)] + [(16, 2048, 1)]
-    more = {} if quick else {"bf16": verify + sweep, "int8": verify + sweep, "int4": verify + sweep}
+    more = {} if quick else dict.fromkeys(("bf16", "int8", "int4"), verify + sweep)
     rows: Plan = [("llama-3.1-8b", p, one + more.get(p, [])) for p in PRECISIONS]
     if not quick:
         rows += [(name, p, one) for name in ("tinyllama-1.1b", "llama-2-7b") for p in PRECISIONS]
@@ -281,7 +282,11 @@ def main() -> int:
         "--report", type=Path, metavar="JSON", help="with --plot: draw this earlier report, run nothing"
     )
     args = parser.parse_args()
-    if args.report and args.plot:
+    if args.plot:
+        plots.check(args.plot)  # not after ten minutes
+    if args.report:
+        if not args.plot:
+            parser.error("--report draws an earlier report: name the picture with --plot")
         pictures.draw(json.loads(args.report.read_text(encoding="utf-8")), args.plot)
         return 0
     if args.gpt_fast_precision:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpt_fast.bench import plots
+
 Row = Mapping[str, Any]
 
 _SHORT = 128  # tokens of context of the left panel
@@ -14,8 +16,6 @@ _SHORT = 128  # tokens of context of the left panel
 def draw(report: Mapping[str, Any], path: Path) -> None:
     """Tokens per second of the first shape's steps: against sequences that decode together, each precision beside what
     the copy's bandwidth allows; and of one sequence against its context. Raises MissingPackageError, ValueError."""
-    from gpt_fast.bench import plots
-
     plots.check(path)
     from matplotlib.figure import Figure
 
@@ -28,13 +28,8 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         _line(left, "batch", batches, precision, number)
         limits = [r["tokens_per_second"] / r["share_of_copy"] for r in batches]
         left.plot([r["batch"] for r in batches], limits, "--", color=f"C{number}", alpha=0.5)
-        _line(
-            right,
-            "context",
-            sorted((r for r in mine if r["batch"] == 1), key=lambda r: r["context"]),
-            precision,
-            number,
-        )
+        contexts = sorted((r for r in mine if r["batch"] == 1), key=lambda r: r["context"])
+        _line(right, "context", contexts, precision, number)
     left.set(title=f"behind {_SHORT} tokens; dashed: the copy's bandwidth", xlabel="sequences", yscale="log")
     right.set(title="one sequence", xlabel="context")
     right.set_ylim(bottom=0)

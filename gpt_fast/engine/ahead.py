@@ -18,7 +18,7 @@ from torch import Tensor
 from gpt_fast.engine.compute import Outcome, Scheduled, sampling_row
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
-from gpt_fast.engine.sampling import NO_TOKEN, draw_of, draw_tokens, only_drawn
+from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, draw_of, draw_tokens, only_drawn
 from gpt_fast.engine.scheduler import Scheduler, SequencePlan, StepPlan
 from gpt_fast.engine.tensors import Fetched, tensor_of
 from gpt_fast.kernels.race import Draw
@@ -48,9 +48,10 @@ def goes_on(part: Scheduled) -> bool:
 
 def begin(runner: Runner, plan: StepPlan, parts: Sequence[Scheduled]) -> Begun | None:
     """Begin the step ``plan``; None where the host has a part in one of its tokens."""
-    draws = [_draw(part.request, 0) if _generates(*part) else None for part in parts]
-    known = [draw for draw in draws if draw is not None]
-    return _begun(plan, parts, runner.execute(plan), known) if len(known) == len(parts) else None
+    rows = [_row(part.request) for part in parts if _generates(*part)]
+    if len(rows) < len(parts) or not all(map(only_drawn, rows)):
+        return None
+    return _begun(plan, parts, runner.execute(plan), [draw_of(row) for row in rows])
 
 
 def begin_behind(runner: Runner, scheduler: Scheduler, before: Begun) -> Begun | None:
@@ -60,7 +61,8 @@ def begin_behind(runner: Runner, scheduler: Scheduler, before: Begun) -> Begun |
         return None
     plan, index = following
     parts = [Scheduled(before.parts[i].request, own) for i, own in zip(index, plan.sequences, strict=True)]
-    draws = [_draw(part.request, 1) for part in parts]
+    rows = [_row(part.request) for part in parts]
+    draws = [draw_of(row._replace(position=row.position + 1)) for row in rows]
     try:
         whole = len(index) == len(before.parts)
         tokens = before.tokens if whole else before.tokens[tensor_of(index, torch.int64, before.tokens.device)]
@@ -77,16 +79,12 @@ def _begun(plan: StepPlan, parts: Sequence[Scheduled], logits: Tensor, draws: Se
 
 
 def _generates(request: Request, own: SequencePlan) -> bool:
-    """Whether the step makes one token of ``request``, which its logits and its seed decide."""
+    """Whether the step makes one token of ``request``, and the host has no part in it but what sampling decides."""
     p = request.params
     asked = p.logprobs is not None or p.prompt_logprobs is not None
     plain = request.grammar is None and request.rules is None and not asked
-    return (
-        plain and own.num_logits == 1 and own.end == request.num_tokens and only_drawn(sampling_row(request, (), None))
-    )
+    return plain and own.num_logits == 1 and own.end == request.num_tokens
 
 
-def _draw(request: Request, ahead: int) -> Draw:
-    """How the token behind the next ``ahead`` ones is drawn."""
-    row = sampling_row(request, (), None)
-    return draw_of(row._replace(position=row.position + ahead))
+def _row(request: Request) -> SamplingRow:
+    return sampling_row(request, (), None)

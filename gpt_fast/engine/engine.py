@@ -146,10 +146,11 @@ class Engine:
         """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests at fault. On a
         GPU the next step may begin before this one's tokens are known (ahead.py)."""
         begun, self._begun = self._begun, None
-        if begun is not None and any(map(ahead.goes_on, begun.parts)):
+        if begun is not None and not any(map(ahead.goes_on, begun.parts)):
+            begun = None
+        if begun is not None:
             plan, parts = begun.plan, begun.parts
         else:
-            begun = None
             if self.speculation is not None:
                 self.speculation.propose(self.scheduler)
             plan, parts = self._schedule()
@@ -162,9 +163,10 @@ class Engine:
             outcomes = self._outcomes(plan, parts)
         now = time.monotonic()
         with self.changed:
-            for (request, own), outcome in zip(parts, outcomes, strict=True):
-                if begun is not None and not ahead.goes_on(Scheduled(request, own)):
+            for part, outcome in zip(parts, outcomes, strict=True):
+                if begun is not None and not ahead.goes_on(part):
                     continue
+                request, own = part
                 num_drafts = max(0, own.end - request.num_tokens)
                 self._try(self._advance, request, outcome, num_drafts, now)
             self.changed.notify_all()

@@ -123,13 +123,13 @@ class Scheduler:
             if request.num_output + 1 < request.max_tokens:
                 index.append(i)
         going = [parts[i] for i in index]
-        missing = [self._pages_for(own.end + 1) - len(request.pages) for request, own in going]
-        if not going or sum(missing) > self.pages.num_available:
+        missing = sum(max(0, self._pages_for(own.end + 1) - len(request.pages)) for request, own in going)
+        if not going or missing > self.pages.num_available:
             return None
         sequences = []
-        for (request, own), count in zip(going, missing, strict=True):
+        for request, own in going:
             placed = len(request.pages)
-            request.pages += (self.pages.allocate(count) or []) if count else []
+            self._reserve(request, own.end + 1)  # preempts nobody: the pages are there
             new = tuple(request.pages[placed:])
             sequences.append(SequencePlan(own.slot, (0,), own.end, placed, new, 1, request.rope_len))
         return StepPlan(tuple(sequences)), index

@@ -53,24 +53,21 @@ def run_in_parts(
     groups, long = share_out([end - begin for begin, end in itertools.pairwise(starts)], most)
     if not groups:
         return many(step)
-    out: Tensor | None = None
-    for slots, run in [*((group, few) for group in groups), *([(long, many)] if long else [])]:
-        part, places = _part(step, starts, slots)
-        logits = run(part)
-        if out is None:
-            out = logits.new_empty(len(step.rows), logits.shape[1])
+    parts = [_part(step, starts, slots) for slots in [*groups, long] if slots]
+    found = [few(part) for part, _ in parts[: len(groups)]] + [many(part) for part, _ in parts[len(groups) :]]
+    out = found[0].new_empty(len(step.rows), found[0].shape[1])
+    for (_, places), logits in zip(parts, found, strict=True):
         out.index_copy_(0, places.to(out.device, non_blocking=True), logits)
-    assert out is not None
     return out
 
 
 def _part(step: StepInputs, starts: Sequence[int], slots: Sequence[int]) -> tuple[StepInputs, Tensor]:
     """The step of ``slots`` alone, and which of the whole step's rows are its rows [r] int64."""
     index = torch.cat([torch.arange(starts[slot], starts[slot + 1]) for slot in slots])
-    counts = torch.zeros(len(starts) - 1, dtype=torch.int32)
-    counts[list(slots)] = torch.tensor([starts[slot + 1] - starts[slot] for slot in slots], dtype=torch.int32)
+    own = set(slots)
+    counts = [end - begin if slot in own else 0 for slot, (begin, end) in enumerate(itertools.pairwise(starts))]
     layout = StepLayout(
-        torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)]),
+        torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
         step.layout.context_len,
         step.layout.page_table,
         step.layout.write_slots[index],

@@ -18,10 +18,14 @@ _LOWEST = -2139095041  # -infinity as ``_order`` has it
 
 
 @triton.jit
-def _order(x):
-    """float32 -> int32 in the same order."""
-    bits = x.to(tl.int32, bitcast=True)
+def _flipped(bits):
+    """The bits of a float32 <-> an int32 in the same order."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _order(x):
+    return _flipped(x.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -74,8 +78,7 @@ def least_kept_kernel(scaled, top_k, top_p, out, vocab, lowest, width: tl.conste
     if share < 1.0:
         whole, _, _ = _above(at, vocab, least, least - 1, high, high, most, True, width)
         least = _cut(at, vocab, least, high, most, share * whole, True, width)
-    bits = least ^ ((least >> 31) & 0x7FFFFFFF)
-    tl.store(out + row, bits.to(tl.float32, bitcast=True))
+    tl.store(out + row, _flipped(least).to(tl.float32, bitcast=True))
 
 
 def least_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
