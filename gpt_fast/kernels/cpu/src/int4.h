@@ -50,11 +50,12 @@ struct Int4 {
         for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
         load_sums(sum, acc);
         int64_t at = k / group_size * group_bytes();  // from the beginning of a tile
+        const uint8_t* header = tiles;
         I16 inner[R][T];  // kTiles: the sums over a block of x, times 8
-        for (int64_t b = k / kBlock, last = k_end / kBlock - 1; b <= last;) {
-            const uint8_t* header = tiles + at;
-            at += kHeader;
-            for (const int64_t end = b + group_blocks; b < end; ++b, at += kBlockBytes) {
+        for (int64_t b = k / kBlock, next = b, last = k_end / kBlock - 1; b <= last;) {
+            if (b == next) header = tiles + at, at += kHeader, next += group_blocks;
+            // Where VNNI leaves little else to do, one loop that reads the header for each block takes less than two.
+            for (const int64_t end = kRaisedDots ? b + 1 : next; b < end; ++b, at += kBlockBytes) {
                 fetch_ahead<T>(tiles, tile_bytes, at, kHeader + kBlockBytes);
                 I16 exact[R][T];
                 add_block<R, T>(tiles + at, tile_bytes, xs, b, exact);
