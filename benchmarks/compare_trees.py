@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -63,7 +64,8 @@ class Tree:
         folder, cache, variant = (*spec.split(":"), "", "")[:3]
         setup = common | {"tree": str(Path(folder).resolve()), "cache": cache or "bfloat16", "variant": variant}
         command = [sys.executable, __file__, "--serve", json.dumps(setup)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        env = {"OMP_WAIT_POLICY": "passive", **os.environ}  # as in kernels_cpu.py
+        self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def wait_until_ready(self) -> None:
         if self._read() != "ready":

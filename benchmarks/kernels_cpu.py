@@ -8,7 +8,8 @@ Products: every matrix of the shape in turn, each call with another copy of the 
 cache; ``--torch`` alternates with ``F.linear`` on the plain weights (float32 and bfloat16). Steps: the whole model with
 random weights, or attention alone (``--attention``). Up to 64 rows are new tokens of as many sequences; more rows are
 one prompt, which is also timed at the end of each longer context. The steps are timed in turns. Shares are of the
-bandwidth that ``gpt_fast.kernels.roofline`` measures. Medians; the last line is JSON.
+bandwidth that ``gpt_fast.kernels.roofline`` measures. Medians; the last line is JSON. Unless OMP_WAIT_POLICY says
+otherwise, torch's own threads sleep while they wait: those that drew the inputs would spin on the kernels' cores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -284,6 +287,8 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="F.linear beside the products")
     parser.add_argument("--cache", choices=("float32", "bfloat16", "int8"), help="else bfloat16, or as float32 weights")
     args = parser.parse_args()
+    if "OMP_WAIT_POLICY" not in os.environ:  # which is read when torch is loaded
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"OMP_WAIT_POLICY": "passive"})
     if args.threads:
         torch.set_num_threads(usable_threads(args.threads))
     if not available():

@@ -25,7 +25,8 @@ struct Bfloat16 {
     int64_t tile_bytes() const { return ceil_div(k_total, kBlock) * kBlockPairs * kPairBytes; }
 
     template <int R, int T>
-    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
+               const Fetch& fetch) const {
         const int64_t tile_bytes = this->tile_bytes();
         const int64_t pairs = kBfloat16Dots ? ceil_div(k_end, 2) : k_end / 2;  // rounded rows are filled up
         const uint8_t* tiles = data + tile * tile_bytes;
@@ -35,9 +36,11 @@ struct Bfloat16 {
         for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
         load_sums(sum, acc);
         for (int64_t p = k / 2; p < pairs;) {
-            fetch_ahead<T>(tiles, tile_bytes, p * kPairBytes, kBlockPairs * kPairBytes);
-            for (const int64_t end = p + kBlockPairs < pairs ? p + kBlockPairs : pairs; p < end; ++p)
+            const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, p * kPairBytes);
+            for (const int64_t end = std::min(p + kBlockPairs, pairs); p < end; ++p, next += kPairBytes) {
+                fetch.template line<R, T>(next, tile_bytes, p);
                 add<R, T, 2>(tiles + p * kPairBytes, tile_bytes, xs, 2 * p, sum);
+            }
         }
         if (!kBfloat16Dots && k_end % 2) add<R, T, 1>(tiles + pairs * kPairBytes, tile_bytes, xs, k_end - 1, sum);
         store_sums(sum, acc);

@@ -29,7 +29,8 @@ struct Float32 {
     int64_t tile_bytes() const { return k_total * kTile * static_cast<int64_t>(sizeof(float)); }
 
     template <int R, int T>
-    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
+               const Fetch& fetch) const {
         F16 sum[R][T];
         const float* xs[R];
         const int64_t tile_values = k_total * kTile, value_bytes = sizeof(float);
@@ -38,9 +39,11 @@ struct Float32 {
         for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
         load_sums(sum, acc);
         for (int64_t i = k; i < k_end;) {
-            fetch_ahead<T>(reinterpret_cast<const uint8_t*>(tiles), tile_values * value_bytes, i * kTile * value_bytes,
-                           kStretch * kTile * value_bytes);
-            for (const int64_t end = i + kStretch < k_end ? i + kStretch : k_end; i < end; ++i) {
+            const int64_t tile_bytes = tile_values * value_bytes;
+            const uint8_t* next =
+                fetch.template after<T>(reinterpret_cast<const uint8_t*>(tiles), tile_bytes, i * kTile * value_bytes);
+            for (const int64_t end = std::min(i + kStretch, k_end); i < end; ++i, next += kTile * value_bytes) {
+                fetch.template line<R, T>(next, tile_bytes, i);
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {
                     const F16 wv = load16(tiles + t * tile_values + i * kTile);

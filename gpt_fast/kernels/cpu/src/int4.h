@@ -41,7 +41,8 @@ struct Int4 {
     }
 
     template <int R, int T>
-    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
+               const Fetch& fetch) const {
         const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];
@@ -52,13 +53,15 @@ struct Int4 {
         int64_t at = k / group_size * group_bytes();  // from the beginning of a tile
         const uint8_t* header = tiles;
         I16 inner[R][T];  // kTiles: the sums over a block of x, times 8
-        for (int64_t b = k / kBlock, next = b, last = k_end / kBlock - 1; b <= last;) {
-            if (b == next) header = tiles + at, at += kHeader, next += group_blocks;
+        for (int64_t b = k / kBlock, group_end = b, last = k_end / kBlock - 1; b <= last;) {
+            if (b == group_end) header = tiles + at, at += kHeader, group_end += group_blocks;
             // Where VNNI leaves little else to do, one loop that reads the header for each block takes less than two.
-            for (const int64_t end = kRaisedDots ? b + 1 : next; b < end; ++b, at += kBlockBytes) {
-                fetch_ahead<T>(tiles, tile_bytes, at, kHeader + kBlockBytes);
+            for (const int64_t end = kRaisedDots ? b + 1 : group_end; b < end; ++b, at += kBlockBytes) {
+                const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, at);
+                auto fetch_line = [&](int i) { fetch.template line_of<R, T, 5>(next, tile_bytes, i); };
                 I16 exact[R][T];
-                add_block<R, T>(tiles + at, tile_bytes, xs, b, exact);
+                add_block<R, T>(tiles + at, tile_bytes, xs, b, exact, fetch_line);
+                fetch_line(4);  // a header may lie between two blocks
                 const bool begins = b % kParts == 0, ends = b % kParts == kParts - 1 || b == last;
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {
@@ -87,12 +90,13 @@ struct Int4 {
     }
 
     // exact = the sums over one block of codes, as integers; the weights of each value serve all rows. As add_dots().
-    template <int R, int T>
+    template <int R, int T, class Before>
     [[gnu::always_inline]] static void add_block(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R],
-                                                 int64_t b, I16 (*exact)[T]) {
+                                                 int64_t b, I16 (*exact)[T], Before before) {
         clear_codes<R, T>(exact);
 #pragma GCC unroll 4
         for (int g = 0; g < 4; ++g) {
+            before(g);
             I16 low[T], high[T];
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {

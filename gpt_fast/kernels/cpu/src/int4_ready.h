@@ -80,7 +80,8 @@ struct CodesOfInt4 {
 
     // `tile`: of those in `data`.
     template <int R, int T>
-    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
+               const Fetch&) const {
         QuantizedRow xs[R];
         F16 sum[R][1];
 #pragma GCC unroll 8
@@ -143,7 +144,8 @@ struct ReadyInt4 {
 
     // `tile`: of those in `data`.
     template <int R, int T>
-    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
+               const Fetch&) const {
         const int64_t tile_bytes = blocks * static_cast<int64_t>(sizeof(Block));
         QuantizedRow xs[R];
         F16 sum[R][T];
@@ -157,7 +159,7 @@ struct ReadyInt4 {
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) exact[r][t] = begin_dots16(xs[r].offset(b));
-            add_dots<R, T, true>(w->bytes[0], tile_bytes, xs, b, 0, exact);
+            add_dots<R, T, true>(w->bytes[0], tile_bytes, xs, b, 0, exact, [](int) {});
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
                 if (w[t * blocks].any_rest) take_rest<R, T>(w[t * blocks], xs, b, t, exact);

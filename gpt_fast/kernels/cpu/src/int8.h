@@ -10,13 +10,14 @@
 namespace gpt_fast {
 
 // Adds the products of kBlock neighbours along k, R rows by T tiles: part `part` of block b of x and [8, 16 outputs, 4 k]
-// weights of each tile, `tile_bytes` apart. Raised weights have had 128 added. Were it called, the sums would go through
-// memory: clang has to be told.
-template <int R, int T, bool raised>
+// weights of each tile, `tile_bytes` apart. before(g): what else is done for each eighth of them. Raised weights have had
+// 128 added. Were it called, the sums would go through memory: clang has to be told.
+template <int R, int T, bool raised, class Before>
 [[gnu::always_inline]] inline void add_dots(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R], int64_t b,
-                                            int64_t part, I16 (&exact)[R][T]) {
+                                            int64_t part, I16 (&exact)[R][T], Before before) {
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
+        before(g);
         I16 wv[T];
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) wv[t] = load64(w + t * tile_bytes + g * 64);
@@ -52,7 +53,8 @@ struct Int8 {
     }
 
     template <int R, int T>
-    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+    void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
+               const Fetch& fetch) const {
         const int64_t tile_bytes = this->tile_bytes();
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];
@@ -68,8 +70,9 @@ struct Int8 {
                 for (int t = 0; t < T; ++t) exact[r][t] = begin_dots16(xs[r].offset(b));
             for (int64_t part = 0; part < kParts && b * kParts + part < blocks; ++part) {
                 const int64_t at = (b * kParts + part) * kBlockBytes;
-                fetch_ahead<T>(tiles, tile_bytes, at, kBlockBytes);
-                add_dots<R, T, false>(tiles + at, tile_bytes, xs, b, part, exact);
+                const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, at);
+                add_dots<R, T, false>(tiles + at, tile_bytes, xs, b, part, exact,
+                                      [&](int g) { fetch.template line_of<R, T, 8>(next, tile_bytes, g); });
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {

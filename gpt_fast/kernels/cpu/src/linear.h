@@ -60,13 +60,58 @@ constexpr int64_t kAhead = 4096;  // bytes
 // Few rows wait for memory, and a sum some cycles for the one before; more rows need their sums in registers.
 constexpr int tiles_of_integers(int rows) { return rows <= 2 ? kStreams : kRegisters < 32 ? 1 : 2; }
 
-// Fetches what is read kAhead bytes after [at, at + count) of T tiles. Behind a tile's end T tiles further are next.
+// Whether micro kernels that use the same weights one after the other share out what they ask memory for. Where
+// products take longer than memory, the question whose turn it is costs more.
+constexpr bool kSharedFetches = kRegisters >= 32;
+
+// What a micro kernel asks memory for meanwhile, a line at a time: many at once fill the queue of lines that a core
+// waits for, and it stands still.
+struct Fetch {
+    int64_t distance = kAhead;   // bytes
+    int64_t tiles = 0;           // behind a tile's end so many further are next; 0: as many as a kernel takes by itself
+    int64_t mask = 0, turn = 0;  // of lines those whose number ends in these bits
+
+    // For one of some kernels with the same weights.
+    Fetch part(int64_t kernel, int64_t kernels) const {
+        if (tiles == 0) return *this;
+        Fetch f = *this;
+        while (2 * (f.mask + 1) <= kernels) f.mask = 2 * f.mask + 1;
+        f.turn = kernel;
+        return f;
+    }
+
+    // What is `distance` bytes after `at` of the first of T tiles.
+    template <int T>
+    const uint8_t* after(const uint8_t* from, int64_t tile_bytes, int64_t at) const {
+        const int64_t far = at + (kSharedFetches ? distance : kAhead);
+        return from + (far < tile_bytes ? far : far + ((kSharedFetches && tiles ? tiles : T) - 1) * tile_bytes);
+    }
+
+    // For R rows the line at `next` of T tiles, if number `i` is asked for; kernels that share have some rows.
+    template <int R, int T>
+    [[gnu::always_inline]] void line(const uint8_t* next, int64_t tile_bytes, int64_t i) const {
+        if (T == kStreams || (kSharedFetches && R >= kMaxRows / 2 && (i & mask) != turn)) return;
+#pragma GCC unroll 4
+        for (int64_t t = 0; t < T; ++t) prefetch(next + t * tile_bytes);
+    }
+
+    // The same for line `i` of `count` between the instructions of a block; where few registers are left for addresses
+    // all of them before its first instruction.
+    template <int R, int T, int count>
+    [[gnu::always_inline]] void line_of(const uint8_t* next, int64_t tile_bytes, int64_t i) const {
+        if (kRegisters >= 32) return line<R, T>(next + i * 64, tile_bytes, i);
+#pragma GCC unroll 8
+        for (int64_t l = 0; i == 0 && l < count; ++l) line<R, T>(next + l * 64, tile_bytes, l);
+    }
+};
+
+// What is kAhead bytes after [at, at + count) of T tiles, at once.
 template <int T>
-inline void fetch_ahead(const uint8_t* tiles, int64_t tile_bytes, int64_t at, int64_t count) {
-    if (T == kStreams) return;
-    const int64_t far = at + kAhead, from = far < tile_bytes ? far : far + (T - 1) * tile_bytes;
-    for (int64_t t = 0; t < T; ++t)
-        for (int64_t line = 0; line < count; line += 64) prefetch(tiles + t * tile_bytes + from + line);
+[[gnu::always_inline]] inline void fetch_ahead(const uint8_t* tiles, int64_t tile_bytes, int64_t at, int64_t count) {
+    const Fetch fetch;
+    const uint8_t* next = fetch.after<T>(tiles, tile_bytes, at);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < count; i += 64) fetch.line<1, T>(next + i, tile_bytes, 0);
 }
 
 // Sums of rows and tiles over each part of k: [parts, rows, stride], `part` floats from one part to the next. As long as
@@ -104,27 +149,28 @@ inline void store_sums(const F16 (&sum)[R][T], const Sums& to) {
 // memory.
 template <class Format, int R>
 inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile, int64_t tiles,
-                       int64_t k, int64_t k_end, const Sums& acc) {
+                       int64_t k, int64_t k_end, const Sums& acc, const Fetch& fetch) {
     constexpr int T = Format::tiles_at_once(R);
     const int64_t depth = (k_end - k) / acc.parts;
     int64_t t = 0;
     for (; t + T <= tiles; t += T)
         for (int64_t p = 0; p < acc.parts; ++p)
-            w.template micro<R, T>(x, row, tile + t, k + p * depth, k + (p + 1) * depth, acc.only(p).from(0, t));
+            w.template micro<R, T>(x, row, tile + t, k + p * depth, k + (p + 1) * depth, acc.only(p).from(0, t), fetch);
     if constexpr (T > 1)
         for (; t < tiles; ++t)
             for (int64_t p = 0; p < acc.parts; ++p)
-                w.template micro<R, 1>(x, row, tile + t, k + p * depth, k + (p + 1) * depth, acc.only(p).from(0, t));
+                w.template micro<R, 1>(x, row, tile + t, k + p * depth, k + (p + 1) * depth, acc.only(p).from(0, t),
+                                       fetch);
 }
 
 // Picks the micro kernel for a number of rows that is only known now.
 template <class Format, int R = kMaxRows>
 inline void micro_any(int64_t rows, const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile,
-                      int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
+                      int64_t tiles, int64_t k, int64_t k_end, const Sums& acc, const Fetch& fetch) {
     if constexpr (R > 1) {
-        if (rows < R) return micro_any<Format, R - 1>(rows, x, row, w, tile, tiles, k, k_end, acc);
+        if (rows < R) return micro_any<Format, R - 1>(rows, x, row, w, tile, tiles, k, k_end, acc, fetch);
     }
-    micro_rows<Format, R>(x, row, w, tile, tiles, k, k_end, acc);
+    micro_rows<Format, R>(x, row, w, tile, tiles, k, k_end, acc, fetch);
 }
 
 // body(begin, count) for groups of at most `most` rows, which are whole panels but for those at the ends; `first`: where
@@ -200,13 +246,14 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
 // All rows of one range of k and some tiles; the rows are cut into nearly equal pieces.
 template <class Format, int most = kCachedRows>
 inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
-                     int64_t tiles, int64_t k, int64_t k_end, const Sums& acc) {
+                     int64_t tiles, int64_t k, int64_t k_end, const Sums& acc, const Fetch& fetch = {}) {
     if constexpr (Format::kTiledRows > 0)
         if (rows >= Format::kTiledRows) return w.tiled(x, row, rows, tile, tiles, k, k_end, acc);
     const int64_t pieces = ceil_div(rows, most);
     for (int64_t p = 0; p < pieces; ++p) {
         const int64_t begin = rows * p / pieces, end = rows * (p + 1) / pieces;
-        micro_any<Format, most>(end - begin, x, row + begin, w, tile, tiles, k, k_end, acc.from(begin, 0));
+        micro_any<Format, most>(end - begin, x, row + begin, w, tile, tiles, k, k_end, acc.from(begin, 0),
+                                fetch.part(p, pieces));
     }
 }
 
@@ -235,7 +282,8 @@ void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64
                         continue;
                     }
                 }
-                all_rows<Format>(x, row, count, w, tile + t, now, d, stop, to);
+                const Fetch following = {w.tile_bytes() * (stop - d) / k, group};
+                all_rows<Format>(x, row, count, w, tile + t, now, d, stop, to, kSharedFetches ? following : Fetch{});
             }
         }
 }
