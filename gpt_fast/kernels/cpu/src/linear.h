@@ -7,10 +7,11 @@
 // results do not depend on the number of ranks either.
 //
 // A Format says how a tile is stored and brings micro<R, T>, which adds a range of k for R rows and T tiles. As many
-// rows as micro takes: each weight is read once, from memory, and the next ones are fetched meanwhile. Some more: a
-// tile or a piece of some is read from memory once and used for all rows out of the caches. Many rows: a piece of x
-// stays in the first-level cache for a group of tiles, which stays in the second-level cache for all rows. Of how many
-// tiles, and of how many k, a multiple of every group size, Format says (kManyRowsTiles, kManyRowsDepth).
+// rows as micro takes: each weight is read once, from memory, and the next ones are fetched meanwhile (fetch.h). Some
+// more: a tile or a piece of some is read from memory once and used for all rows out of the caches, while the next piece
+// is fetched. Many rows: a piece of x stays in the first-level cache for a group of tiles, which stays in the
+// second-level cache for all rows. Of how many tiles, and of how many k, a multiple of every group size, Format says
+// (kManyRowsTiles, kManyRowsDepth).
 //
 // A format may bring ready(), which makes another format of a piece of weights, in the caches, that takes less work for
 // each row and gives it the same bits. It says from how many rows on that pays (kReadyRows; 0: never).
@@ -23,7 +24,7 @@
 #include <cmath>
 #include <utility>
 
-#include "common.h"
+#include "fetch.h"
 #include "tiles.h"
 
 namespace gpt_fast {
@@ -49,70 +50,15 @@ constexpr int64_t kTile = 16;  // outputs
 // Rows of one micro kernel. Sums that do not fit the registers cost less than weights that are read twice from memory, but
 // more than weights that are read again from the caches.
 constexpr int kMaxRows = 8, kCachedRows = kRegisters < 32 ? 6 : 8;
+static_assert(!kSharedFetches || kSharingRows <= (kCachedRows + 1) / 2);  // of nearly equal pieces
 constexpr int64_t kFewRows = kRegisters < 32 && !kTiles ? 47 : 16;
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 2;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
 
 constexpr int64_t kRunBytes = 1 << 18;  // of weights that a thread computes at a time with few rows
-constexpr int kStreams = 4;       // tiles at once for which the hardware fetches ahead by itself, and better
-constexpr int64_t kAhead = 4096;  // bytes
 
 // Few rows wait for memory, and a sum some cycles for the one before; more rows need their sums in registers.
 constexpr int tiles_of_integers(int rows) { return rows <= 2 ? kStreams : kRegisters < 32 ? 1 : 2; }
-
-// Whether micro kernels that use the same weights one after the other share out what they ask memory for. Where
-// products take longer than memory, the question whose turn it is costs more.
-constexpr bool kSharedFetches = kRegisters >= 32;
-
-// What a micro kernel asks memory for meanwhile, a line at a time: many at once fill the queue of lines that a core
-// waits for, and it stands still.
-struct Fetch {
-    int64_t distance = kAhead;   // bytes
-    int64_t tiles = 0;           // behind a tile's end so many further are next; 0: as many as a kernel takes by itself
-    int64_t mask = 0, turn = 0;  // of lines those whose number ends in these bits
-
-    // For one of some kernels with the same weights.
-    Fetch part(int64_t kernel, int64_t kernels) const {
-        if (tiles == 0) return *this;
-        Fetch f = *this;
-        while (2 * (f.mask + 1) <= kernels) f.mask = 2 * f.mask + 1;
-        f.turn = kernel;
-        return f;
-    }
-
-    // What is `distance` bytes after `at` of the first of T tiles.
-    template <int T>
-    const uint8_t* after(const uint8_t* from, int64_t tile_bytes, int64_t at) const {
-        const int64_t far = at + (kSharedFetches ? distance : kAhead);
-        return from + (far < tile_bytes ? far : far + ((kSharedFetches && tiles ? tiles : T) - 1) * tile_bytes);
-    }
-
-    // For R rows the line at `next` of T tiles, if number `i` is asked for; kernels that share have some rows.
-    template <int R, int T>
-    [[gnu::always_inline]] void line(const uint8_t* next, int64_t tile_bytes, int64_t i) const {
-        if (T == kStreams || (kSharedFetches && R >= kMaxRows / 2 && (i & mask) != turn)) return;
-#pragma GCC unroll 4
-        for (int64_t t = 0; t < T; ++t) prefetch(next + t * tile_bytes);
-    }
-
-    // The same for line `i` of `count` between the instructions of a block; where few registers are left for addresses
-    // all of them before its first instruction.
-    template <int R, int T, int count>
-    [[gnu::always_inline]] void line_of(const uint8_t* next, int64_t tile_bytes, int64_t i) const {
-        if (kRegisters >= 32) return line<R, T>(next + i * 64, tile_bytes, i);
-#pragma GCC unroll 8
-        for (int64_t l = 0; i == 0 && l < count; ++l) line<R, T>(next + l * 64, tile_bytes, l);
-    }
-};
-
-// What is kAhead bytes after [at, at + count) of T tiles, at once.
-template <int T>
-[[gnu::always_inline]] inline void fetch_ahead(const uint8_t* tiles, int64_t tile_bytes, int64_t at, int64_t count) {
-    const Fetch fetch;
-    const uint8_t* next = fetch.after<T>(tiles, tile_bytes, at);
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < count; i += 64) fetch.line<1, T>(next + i, tile_bytes, 0);
-}
 
 // Sums of rows and tiles over each part of k: [parts, rows, stride], `part` floats from one part to the next. As long as
 // they are not begun, the memory holds anything.
@@ -183,26 +129,6 @@ inline void each_group(int64_t first, int64_t rows, int64_t most, Body body) {
         body(begin, count);
     }
 }
-
-// Brings pieces of some tiles, `bytes` each and `stride` bytes apart, into the second level of the cache, a part after
-// each of some groups of rows: so that memory is read while products are made.
-class FetchPieces {
-public:
-    FetchPieces(const uint8_t* from, int64_t pieces, int64_t bytes, int64_t stride, int64_t rows)
-        : at_(from), lines_(bytes / 64), skip_(stride - lines_ * 64), all_(pieces * lines_), rows_(rows) {}
-
-    void after(int64_t rows) {
-        for (const int64_t due = all_ * rows / rows_; done_ < due; ++done_) {
-            prefetch_to_level2(at_);
-            at_ += 64;
-            if (++line_ == lines_) line_ = 0, at_ += skip_;
-        }
-    }
-
-private:
-    const uint8_t* at_;
-    int64_t lines_, skip_, all_, rows_, done_ = 0, line_ = 0;
-};
 
 // Picks add_tiles for a number of rows that is only known now.
 template <class Format, int R = kTileRows, class... Arguments>
@@ -283,7 +209,7 @@ void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64
                     }
                 }
                 const Fetch following = {w.tile_bytes() * (stop - d) / k, group};
-                all_rows<Format>(x, row, count, w, tile + t, now, d, stop, to, kSharedFetches ? following : Fetch{});
+                all_rows<Format>(x, row, count, w, tile + t, now, d, stop, to, following);
             }
         }
 }

@@ -1,0 +1,86 @@
+// What products ask memory for before they read it, since a core that waits for memory does nothing else.
+#pragma once
+
+#include "common.h"
+
+namespace gpt_fast {
+
+constexpr int kStreams = 4;       // tiles at once for which the hardware fetches ahead by itself, and better
+constexpr int64_t kAhead = 4096;  // bytes
+
+// Whether micro kernels that use the same weights one after the other share out what they ask memory for. Where
+// products take longer than memory, the question whose turn it is costs more.
+constexpr bool kSharedFetches = kRegisters >= 32;
+constexpr int kSharingRows = 4;  // of such a kernel at least
+
+// What a micro kernel asks memory for meanwhile, a line at a time: many at once fill the queue of lines that a core
+// waits for, and it stands still.
+struct Fetch {
+    int64_t distance = kAhead;   // bytes
+    int64_t tiles = 0;           // behind a tile's end so many further are next; 0: as many as a kernel takes by itself
+    int64_t mask = 0, turn = 0;  // of lines those whose number ends in these bits
+
+    // For one of some kernels with the same weights.
+    Fetch part(int64_t kernel, int64_t kernels) const {
+        if (tiles == 0) return *this;
+        Fetch f = *this;
+        while (2 * (f.mask + 1) <= kernels) f.mask = 2 * f.mask + 1;
+        f.turn = kernel;
+        return f;
+    }
+
+    // What is `distance` bytes after `at` of the first of T tiles.
+    template <int T>
+    const uint8_t* after(const uint8_t* from, int64_t tile_bytes, int64_t at) const {
+        const int64_t far = at + (kSharedFetches ? distance : kAhead);
+        return from + (far < tile_bytes ? far : far + ((kSharedFetches && tiles ? tiles : T) - 1) * tile_bytes);
+    }
+
+    // For R rows the line at `next` of T tiles, if number `i` is asked for.
+    template <int R, int T>
+    [[gnu::always_inline]] void line(const uint8_t* next, int64_t tile_bytes, int64_t i) const {
+        if (T == kStreams || (kSharedFetches && R >= kSharingRows && (i & mask) != turn)) return;
+#pragma GCC unroll 4
+        for (int64_t t = 0; t < T; ++t) prefetch(next + t * tile_bytes);
+    }
+
+    // The same for line `i` of `count` between the instructions of a block; where few registers are left for addresses
+    // all of them before its first instruction.
+    template <int R, int T, int count>
+    [[gnu::always_inline]] void line_of(const uint8_t* next, int64_t tile_bytes, int64_t i) const {
+        if (kRegisters >= 32) return line<R, T>(next + i * 64, tile_bytes, i);
+#pragma GCC unroll 8
+        for (int64_t l = 0; i == 0 && l < count; ++l) line<R, T>(next + l * 64, tile_bytes, l);
+    }
+};
+
+// What is kAhead bytes after [at, at + count) of T tiles, at once.
+template <int T>
+[[gnu::always_inline]] inline void fetch_ahead(const uint8_t* tiles, int64_t tile_bytes, int64_t at, int64_t count) {
+    const Fetch fetch;
+    const uint8_t* next = fetch.after<T>(tiles, tile_bytes, at);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < count; i += 64) fetch.line<1, T>(next + i, tile_bytes, 0);
+}
+
+// Brings pieces of some tiles, `bytes` each and `stride` bytes apart, into the second level of the cache, a part after
+// each of some groups of rows: so that memory is read while products are made.
+class FetchPieces {
+public:
+    FetchPieces(const uint8_t* from, int64_t pieces, int64_t bytes, int64_t stride, int64_t rows)
+        : at_(from), lines_(bytes / 64), skip_(stride - lines_ * 64), all_(pieces * lines_), rows_(rows) {}
+
+    void after(int64_t rows) {
+        for (const int64_t due = all_ * rows / rows_; done_ < due; ++done_) {
+            prefetch_to_level2(at_);
+            at_ += 64;
+            if (++line_ == lines_) line_ = 0, at_ += skip_;
+        }
+    }
+
+private:
+    const uint8_t* at_;
+    int64_t lines_, skip_, all_, rows_, done_ = 0, line_ = 0;
+};
+
+}  // namespace gpt_fast
