@@ -232,10 +232,11 @@ inline float finished(float sum, const Linear& layer, int64_t column, float add)
 inline void finish_row(const float* sums, const Linear& layer, int64_t first, int64_t count, const float* add,
                        float* to) {
     const F8 one = splat(1.0f), none = splat(0.0f), factor = splat(static_cast<float>(layer.factor));
+    const float *scales = layer.scale, *biases = layer.bias;  // which a compiler reads again after each store
     int64_t j = 0;
     for (; j + 8 <= count; j += 8) {
-        const F8 scale = layer.scale ? load8(layer.scale + first + j) : one;
-        const F8 bias = layer.bias ? load8(layer.bias + first + j) : none;
+        const F8 scale = scales ? load8(scales + first + j) : one;
+        const F8 bias = biases ? load8(biases + first + j) : none;
         store8(to + j, plus_product(add ? load8(add + j) : none, plus_product(bias, load8(sums + j), scale), factor));
     }
     for (; j < count; ++j) to[j] = finished(sums[j], layer, first + j, add ? add[j] : 0.0f);
