@@ -241,7 +241,7 @@ private:
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) sum[r][v] = Numbers::begin(q + r * stride_, p_.head_dim);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int64_t d = 0; d < p_.head_dim; d += kEach) {
             I16 key[V];
 #pragma GCC unroll 8
