@@ -11,14 +11,14 @@ constexpr int64_t kAhead = 4096;  // bytes
 // Whether micro kernels that use the same weights one after the other share out what they ask memory for. Where
 // products take longer than memory, the question whose turn it is costs more.
 constexpr bool kSharedFetches = kRegisters >= 32;
-constexpr int kSharingRows = 4;  // of such a kernel at least
+constexpr int kSharingRows = 4;  // the least that such a kernel has
 
 // What a micro kernel asks memory for meanwhile, a line at a time: many at once fill the queue of lines that a core
 // waits for, and it stands still.
 struct Fetch {
-    int64_t distance = kAhead;   // bytes
-    int64_t tiles = 0;           // behind a tile's end so many further are next; 0: as many as a kernel takes by itself
-    int64_t mask = 0, turn = 0;  // of lines those whose number ends in these bits
+    int64_t distance = kAhead;   // bytes from what is read now to what is asked for
+    int64_t tiles = 0;           // from a tile that ends to the one that is read next; 0: T, and nothing is shared
+    int64_t mask = 0, turn = 0;  // the kernel asks for line i if i & mask is turn
 
     // For one of some kernels with the same weights.
     Fetch part(int64_t kernel, int64_t kernels) const {
@@ -29,7 +29,7 @@ struct Fetch {
         return f;
     }
 
-    // What is `distance` bytes after `at` of the first of T tiles.
+    // What is `distance` bytes after `at` of the first of T tiles. Where nothing is shared these are constants.
     template <int T>
     const uint8_t* after(const uint8_t* from, int64_t tile_bytes, int64_t at) const {
         const int64_t far = at + (kSharedFetches ? distance : kAhead);

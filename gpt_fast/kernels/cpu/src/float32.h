@@ -33,13 +33,12 @@ struct Float32 {
                const Fetch& fetch) const {
         F16 sum[R][T];
         const float* xs[R];
-        const int64_t tile_values = k_total * kTile, value_bytes = sizeof(float);
+        const int64_t tile_values = k_total * kTile, value_bytes = sizeof(float), tile_bytes = this->tile_bytes();
         const float* tiles = data + tile * tile_values;
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
         load_sums(sum, acc);
         for (int64_t i = k; i < k_end;) {
-            const int64_t tile_bytes = tile_values * value_bytes;
             const uint8_t* next =
                 fetch.template after<T>(reinterpret_cast<const uint8_t*>(tiles), tile_bytes, i * kTile * value_bytes);
             for (const int64_t end = std::min(i + kStretch, k_end); i < end; ++i, next += kTile * value_bytes) {

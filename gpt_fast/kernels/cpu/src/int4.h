@@ -20,7 +20,7 @@ struct Int4 {
     static constexpr int tiles_at_once(int rows) {
         return kRegisters < 32 || kTiles ? tiles_of_integers(rows) : rows == 1 ? 1 : 2;
     }
-    static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2,
+    static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2, kBlockLines = kBlockBytes / 64,
                              kRoundedBytes = kTile * kRounded;
 
     const uint8_t* data;
@@ -58,10 +58,10 @@ struct Int4 {
             // Where VNNI leaves little else to do, one loop that reads the header for each block takes less than two.
             for (const int64_t end = kRaisedDots ? b + 1 : group_end; b < end; ++b, at += kBlockBytes) {
                 const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, at);
-                auto fetch_line = [&](int i) { fetch.template line_of<R, T, 5>(next, tile_bytes, i); };
+                auto fetch_line = [&](int i) { fetch.template line_of<R, T, kBlockLines + 1>(next, tile_bytes, i); };
                 I16 exact[R][T];
                 add_block<R, T>(tiles + at, tile_bytes, xs, b, exact, fetch_line);
-                fetch_line(4);  // a header may lie between two blocks
+                fetch_line(kBlockLines);  // of the header that may lie between two blocks
                 const bool begins = b % kParts == 0, ends = b % kParts == kParts - 1 || b == last;
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {

@@ -71,8 +71,9 @@ struct Int8 {
             for (int64_t part = 0; part < kParts && b * kParts + part < blocks; ++part) {
                 const int64_t at = (b * kParts + part) * kBlockBytes;
                 const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, at);
-                add_dots<R, T, false>(tiles + at, tile_bytes, xs, b, part, exact,
-                                      [&](int g) { fetch.template line_of<R, T, 8>(next, tile_bytes, g); });
+                add_dots<R, T, false>(tiles + at, tile_bytes, xs, b, part, exact, [&](int g) {
+                    fetch.template line_of<R, T, kBlockBytes / 64>(next, tile_bytes, g);
+                });
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {

@@ -54,22 +54,6 @@ inline F16 low_bfloat16(I16 pairs) { return {low_bfloat16(pairs.a), low_bfloat16
 inline F16 high_bfloat16(I16 pairs) { return {high_bfloat16(pairs.a), high_bfloat16(pairs.b)}; }
 #endif
 
-// As assembly, since compilers take loops of fetches away, and functions that do nothing else.
-inline void prefetch(const void* at) {
-#ifdef __aarch64__
-    asm volatile("prfm pldl1keep, %0" : : "Q"(*static_cast<const char*>(at)));
-#else
-    asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(at)));
-#endif
-}
-inline void prefetch_to_level2(const void* at) {
-#ifdef __aarch64__
-    asm volatile("prfm pldl2keep, %0" : : "Q"(*static_cast<const char*>(at)));
-#else
-    asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(at)));
-#endif
-}
-
 // 32 bits everywhere: one weight's neighbours along k.
 inline I16 splat_four(const void* bytes) { return splat16(load_four(bytes)); }
 

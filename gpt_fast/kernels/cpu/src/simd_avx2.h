@@ -168,6 +168,10 @@ inline void store16_bytes(uint8_t* to, F8 a, F8 b) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
 }
 
+// As assembly, since compilers take loops of fetches away, and functions that do nothing else.
+inline void prefetch(const void* at) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(at))); }
+inline void prefetch_to_level2(const void* at) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(at))); }
+
 // The bytes of four rows side by side, columns [i, count).
 inline void join_rows_from(int64_t i, const int8_t* const* rows, int64_t count, uint8_t* to) {
     for (; i + 16 <= count; i += 16) {

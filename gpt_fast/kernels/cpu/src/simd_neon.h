@@ -150,6 +150,12 @@ inline I8 odd_words(I8 bytes) {
     return of_words(vmovl_s8(vget_low_s8(vuzp1q_s8(odd, odd))), vmovl_s8(vget_low_s8(vuzp2q_s8(odd, odd))));
 }
 
+// Fetches, as assembly for the reason that simd_avx2.h has.
+inline void prefetch(const void* at) { asm volatile("prfm pldl1keep, %0" : : "Q"(*static_cast<const char*>(at))); }
+inline void prefetch_to_level2(const void* at) {
+    asm volatile("prfm pldl2keep, %0" : : "Q"(*static_cast<const char*>(at)));
+}
+
 // a[i] and b[i] side by side, as dot_words() wants them: eight of a, then eight of b.
 inline void join_words(const int8_t* a, const int8_t* b, int64_t count, int16_t* to) {
     for (int64_t i = 0; i < count; i += 8) {  // heads are multiples of 8
