@@ -75,5 +75,5 @@ def _part(step: StepInputs, starts: Sequence[int], slots: Sequence[int]) -> tupl
     new = torch.full((starts[-1],), -1)  # where each token of the whole step stands in the part
     new[index] = torch.arange(len(index))
     places = (new[step.rows] >= 0).nonzero()[:, 0]
-    tokens = step.tokens[index.to(step.tokens.device)]
+    tokens = step.tokens[index.to(step.tokens.device, non_blocking=True)]
     return StepInputs(tokens, step.positions[index], step.lengths[index], layout, new[step.rows[places]]), places
