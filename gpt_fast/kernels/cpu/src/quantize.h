@@ -73,10 +73,13 @@ struct Best {
     bool seen = false;
 
     void see(F8 new_error, Fit other) {
-        const F8 better = less(new_error, error);
-        fit = seen ? Fit{choose(better, other.step, fit.step), choose(better, other.zero, fit.zero)} : other;
-        error = seen ? choose(better, new_error, error) : new_error;
-        seen = true;
+        if (seen) {
+            const F8 better = less(new_error, error);
+            fit = {choose(better, other.step, fit.step), choose(better, other.zero, fit.zero)};
+            error = choose(better, new_error, error);
+        } else {
+            fit = other, error = new_error, seen = true;
+        }
     }
 };
 
