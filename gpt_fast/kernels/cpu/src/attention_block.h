@@ -48,7 +48,6 @@ public:
 
 private:
     static constexpr int kBits = 24;  // of lines for a unit of work behind the point: divisions are slow
-    static constexpr int64_t kLine = 64;
 
     template <class Body>
     void walk(int64_t lines, Body body) {

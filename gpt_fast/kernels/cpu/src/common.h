@@ -17,6 +17,8 @@ using std::int8_t;
 using std::uint16_t;
 using std::uint8_t;
 
+constexpr int64_t kLine = 64;  // bytes of a line of the CPU's caches
+
 // Memory that is kept for the next call: grows, never shrinks, aligned to a cache line.
 class Scratch {
 public:

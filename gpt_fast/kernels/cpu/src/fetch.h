@@ -48,9 +48,9 @@ struct Fetch {
     // all of them before its first instruction.
     template <int R, int T, int count>
     [[gnu::always_inline]] void line_of(const uint8_t* next, int64_t tile_bytes, int64_t i) const {
-        if (kRegisters >= 32) return line<R, T>(next + i * 64, tile_bytes, i);
+        if (kRegisters >= 32) return line<R, T>(next + i * kLine, tile_bytes, i);
 #pragma GCC unroll 8
-        for (int64_t l = 0; i == 0 && l < count; ++l) line<R, T>(next + l * 64, tile_bytes, l);
+        for (int64_t l = 0; i == 0 && l < count; ++l) line<R, T>(next + l * kLine, tile_bytes, l);
     }
 };
 
@@ -60,7 +60,7 @@ template <int T>
     const Fetch fetch;
     const uint8_t* next = fetch.after<T>(tiles, tile_bytes, at);
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < count; i += 64) fetch.line<1, T>(next + i, tile_bytes, 0);
+    for (int64_t i = 0; i < count; i += kLine) fetch.line<1, T>(next + i, tile_bytes, 0);
 }
 
 // Brings pieces of some tiles, `bytes` each and `stride` bytes apart, into the second level of the cache, a part after
@@ -68,12 +68,12 @@ template <int T>
 class FetchPieces {
 public:
     FetchPieces(const uint8_t* from, int64_t pieces, int64_t bytes, int64_t stride, int64_t rows)
-        : at_(from), lines_(bytes / 64), skip_(stride - lines_ * 64), all_(pieces * lines_), rows_(rows) {}
+        : at_(from), lines_(bytes / kLine), skip_(stride - lines_ * kLine), all_(pieces * lines_), rows_(rows) {}
 
     void after(int64_t rows) {
         for (const int64_t due = all_ * rows / rows_; done_ < due; ++done_) {
             prefetch_to_level2(at_);
-            at_ += 64;
+            at_ += kLine;
             if (++line_ == lines_) line_ = 0, at_ += skip_;
         }
     }

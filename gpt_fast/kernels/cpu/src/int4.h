@@ -20,7 +20,7 @@ struct Int4 {
     static constexpr int tiles_at_once(int rows) {
         return kRegisters < 32 || kTiles ? tiles_of_integers(rows) : rows == 1 ? 1 : 2;
     }
-    static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2, kBlockLines = kBlockBytes / 64,
+    static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2, kBlockLines = kBlockBytes / kLine,
                              kRoundedBytes = kTile * kRounded;
 
     const uint8_t* data;

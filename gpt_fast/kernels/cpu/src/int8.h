@@ -72,7 +72,7 @@ struct Int8 {
                 const int64_t at = (b * kParts + part) * kBlockBytes;
                 const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, at);
                 add_dots<R, T, false>(tiles + at, tile_bytes, xs, b, part, exact, [&](int g) {
-                    fetch.template line_of<R, T, kBlockBytes / 64>(next, tile_bytes, g);
+                    fetch.template line_of<R, T, kBlockBytes / kLine>(next, tile_bytes, g);
                 });
             }
 #pragma GCC unroll 8
@@ -144,14 +144,14 @@ struct Int8 {
     template <int R, bool fetch>
     static void add_block(const int32_t (&exact)[kTileRows][kTileRows], const TiledPiece& piece, int64_t b,
                           F16 (&sum)[R][1], const uint8_t* following) {
-        constexpr int lines = kRoundedBytes / 64;
+        constexpr int lines = kRoundedBytes / kLine;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const I16 integers = load64(reinterpret_cast<const uint8_t*>(exact[r]));
             sum[r][0] = plus_product(sum[r][0], to_floats(integers), splat16(piece.scales[r * kChunk + b]));
             for (int i = lines * r / R; fetch && i < lines * (r + 1) / R; ++i) {
-                prefetch(following + i * 64);
-                prefetch_to_level2(following + kAhead + i * 64);
+                prefetch(following + i * kLine);
+                prefetch_to_level2(following + kAhead + i * kLine);
             }
         }
     }
