@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from gpt_fast.kernels.huge_pages import empty
 from gpt_fast.kernels.reference import quantize_heads
 
 LANES = 8  # numbers of a vector of the C++ kernels
+TOGETHER = 16  # tokens that lie together in a cache of int8 of the C++ kernels
 
 
 def token_bytes(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -28,7 +30,8 @@ def padded(head_dim: int) -> int:
 class LayerCache(NamedTuple):
     """Keys and values of one layer, [num_pages, G, K, D] each; scales float32 [num_pages, G, K], for int8 alone.
 
-    Legend: G page size, K key-value heads, D head dimension.
+    Legend: G page size, K key-value heads, D head dimension. The C++ kernels keep int8 in the order of their products
+    (kernels/cpu/src/attention_bytes.h): there the shapes say how much there is, and not where it is.
     """
 
     k: Tensor
@@ -39,13 +42,16 @@ class LayerCache(NamedTuple):
     @classmethod
     def zeros(cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> LayerCache:
         """An empty cache of ``shape`` = [num_pages, G, K, D]."""
+        num_pages, page_size = shape[:2]
+        step = TOGETHER // math.gcd(TOGETHER, page_size) if dtype == torch.int8 and device.type == "cpu" else 1
+        held = (-(-num_pages // step) * step, *shape[1:])  # memory of whole groups, of which some pages are not used
         if device.type == "cpu":
-            k, v = (empty(shape, dtype).zero_() for _ in range(2))
+            k, v = (empty(held, dtype).zero_()[:num_pages] for _ in range(2))
         else:
-            k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            k, v = (torch.zeros(held, dtype=dtype, device=device) for _ in range(2))
         if dtype != torch.int8:
             return cls(k, v)
-        return cls(k, v, *(torch.zeros(shape[:3], dtype=torch.float32, device=device) for _ in range(2)))
+        return cls(k, v, *(torch.zeros(held[:3], dtype=torch.float32, device=device)[:num_pages] for _ in range(2)))
 
     @property
     def num_bytes(self) -> int:
@@ -112,3 +118,10 @@ def check_cache(cache: Sequence[LayerCache]) -> Tensor:
         if len(scales) != (2 if first.dtype == torch.int8 else 0):
             raise ValueError("a cache of int8, and no other, has scales of keys and of values")
     return first
+
+
+def holds_whole_groups(part: Tensor) -> bool:
+    """Whether the memory of a cache's keys, values or scales, [num_pages, G, ...], ends where TOGETHER tokens end."""
+    num_tokens, each = part.shape[0] * part.shape[1], part[0, 0].numel() * part.itemsize
+    held = part.untyped_storage().nbytes() - part.storage_offset() * part.itemsize
+    return held >= -(-num_tokens // TOGETHER) * TOGETHER * each

@@ -52,21 +52,17 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
     for (int64_t base = begin / kKeys * kKeys; base < key_end; base += kKeys) {
         Rows<Cached, kKeys> rows;
         rows.from = std::max<int64_t>(begin - base, 0), rows.end = std::min(key_end - base, kKeys);
-        for (int64_t i = 0; i < kKeys; ++i) {
+        for (int64_t i = 0; i < kKeys; ++i)
             rows.place[i] = places[base - begin + std::clamp(i, rows.from, rows.end - 1)];
-            rows.keys[i] = p.k_cache + rows.place[i] * p.head_dim;
-            rows.values[i] = p.v_cache + rows.place[i] * p.head_dim;
-        }
+        rows.find(p);
         View views[kQueryPiece];
         for (int64_t token = first; token < last; ++token) {
             const int64_t position = length - end + token, oldest = p.window ? position + 1 - p.window : 0;
             views[token - first] = {std::max<int64_t>(oldest - base, 0), std::min(position + 1 - base, rows.end),
                                     base - position};
         }
-        constexpr int64_t size = sizeof(Cached);
-        const int64_t head = kv_begin * p.head_dim, next = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
-        Ahead ahead(p.k_cache + head, p.v_cache + head, places + (base + kKeys - begin), next, p.head_dim * size,
-                    kv_heads * p.head_dim * size, kv_heads * block.work(), last - first == 1);
+        const int64_t next = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
+        Ahead ahead(p, kv_begin, kv_end, places + (base + kKeys - begin), next, kv_heads * block.work(), last - first == 1);
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
             block.load(rows, kv_head, ahead);
             block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record, ahead);

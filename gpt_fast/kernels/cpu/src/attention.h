@@ -34,24 +34,43 @@ inline int64_t attention_scratch(int threads, int64_t slots, int64_t longest, in
     return std::max(few, decoding) * ceil_div(longest, kSplit) * state_floats(state_dim_of(head_dim));
 }
 
-// One head's numbers to int8: the rule of reference.py, quantize_heads.
-inline void quantize_head(const float* x, int64_t dim, int8_t* values, float* scale) {
+// One head's numbers to int8, eight at a time to store(d, eight); returns their scale. The rule of reference.py,
+// quantize_heads.
+template <class Store>
+float quantize_head(const float* x, int64_t dim, Store store) {
     F8 largest = splat(0.0f);
     for (int64_t d = 0; d < dim; d += 8) largest = larger(largest, magnitude(load8(x + d)));
     const float most = lane_max(largest), inverse = most == 0.0f ? 0.0f : 127.0f / most;
-    for (int64_t d = 0; d < dim; ++d) values[d] = static_cast<int8_t>(__builtin_rintf(x[d] * inverse));
-    *scale = most / 127.0f;
+    for (int64_t d = 0; d < dim; d += 8) {
+        int8_t eight[8];
+        for (int i = 0; i < 8; ++i) eight[i] = static_cast<int8_t>(__builtin_rintf(x[d + i] * inverse));
+        store(d, eight);
+    }
+    return most / 127.0f;
 }
 
-// One token's keys or values [K, D] to its slot of the cache.
+// One token's keys and values [K, D] to its place in the cache.
 template <class Cached>
-void write_row(const float* x, int64_t kv_heads, int64_t head_dim, int64_t slot, Cached* cache, float* scales) {
-    const int64_t place = slot * kv_heads;
-    if constexpr (std::is_same_v<Cached, int8_t>)
-        for (int64_t h = 0; h < kv_heads; ++h)
-            quantize_head(x + h * head_dim, head_dim, cache + (place + h) * head_dim, scales + place + h);
-    else
-        for (int64_t d = 0; d < kv_heads * head_dim; ++d) store_as(x[d], cache + place * head_dim + d);
+void write_token(const float* k, const float* v, int64_t kv_heads, int64_t dim, int64_t place, Cached* k_cache,
+                 Cached* v_cache, float* k_scale, float* v_scale) {
+    if constexpr (std::is_same_v<Cached, int8_t>) {
+        const int64_t lane = place % kSixteen;
+        for (int64_t h = 0; h < kv_heads; ++h) {
+            const int64_t head = place / kSixteen * kv_heads + h, at = head * dim * kSixteen;
+            int8_t *key = k_cache + at + 4 * lane, *value = v_cache + at + lane / 4 * 4 * dim + lane % 4;
+            k_scale[head * kSixteen + lane] = quantize_head(k + h * dim, dim, [&](int64_t d, const int8_t* eight) {
+                std::memcpy(key + d * kSixteen, eight, 4);
+                std::memcpy(key + (d + 4) * kSixteen, eight + 4, 4);
+            });
+            v_scale[head * kSixteen + lane] = quantize_head(v + h * dim, dim, [&](int64_t d, const int8_t* eight) {
+                for (int64_t i = 0; i < 8; ++i) value[4 * (d + i)] = eight[i];
+            });
+        }
+    } else {
+        const int64_t each = kv_heads * dim;
+        for (int64_t i = 0; i < each; ++i) store_as(k[i], k_cache + place * each + i);
+        for (int64_t i = 0; i < each; ++i) store_as(v[i], v_cache + place * each + i);
+    }
 }
 
 }  // namespace gpt_fast

@@ -11,9 +11,15 @@ namespace gpt_fast {
 // end) is to be loaded; nobody gives the rest a weight, and the nearest of the others stands there.
 template <class Cached, int64_t N>
 struct Rows {
-    int64_t from, end;
-    int64_t place[N];  // of a token's first head, in heads of the cache
+    int64_t from, end, place[N];
     const Cached *keys[N], *values[N];
+
+    void find(const Paged<Cached>& p) {
+        for (int64_t i = 0; i < N; ++i) {
+            keys[i] = p.k_cache + place[i] * p.kv_heads * p.head_dim;
+            values[i] = p.v_cache + place[i] * p.kv_heads * p.head_dim;
+        }
+    }
 };
 
 // Brings the next keys and values into the CPU's cache, a few lines at a time between the parts of the work for a
@@ -21,18 +27,19 @@ struct Rows {
 // time, into its first level; prompts need that for their sums.
 class Ahead {
 public:
-    // `bytes` of the keys and of the values at each of `count` places, evenly over so much work. `each`: bytes from one
-    // place to the next.
-    Ahead(const void* keys, const void* values, const int64_t* places, int64_t count, int64_t each, int64_t bytes,
-          int64_t work, bool near)
+    // Heads [kv_begin, kv_end) of the keys and of the values at `count` places, evenly over so much work.
+    template <class Cached>
+    Ahead(const Paged<Cached>& p, int64_t kv_begin, int64_t kv_end, const int64_t* places, int64_t count, int64_t work,
+          bool near)
         : near_(near),
-          each_(each),
-          bytes_(bytes),
+          step_(p.kTogether),
+          each_(p.kv_heads * p.head_dim * static_cast<int64_t>(sizeof(Cached))),
+          bytes_(each_ * step_ / p.kv_heads * (kv_end - kv_begin)),
           places_(places),
           places_end_(places + count),
-          memory_(static_cast<const char*>(keys)),
-          values_(static_cast<const char*>(values)) {
-        left_ = 2 * count * ceil_div(bytes, kLine), rate_ = (left_ << kBits) / work + 1;
+          memory_(reinterpret_cast<const char*>(p.k_cache + kv_begin * p.head_dim * step_)),
+          values_(reinterpret_cast<const char*>(p.v_cache + kv_begin * p.head_dim * step_)) {
+        left_ = 2 * ceil_div(count, step_) * ceil_div(bytes_, kLine), rate_ = (left_ << kBits) / work + 1;
         if (count > 0) go_to(places);
     }
 
@@ -55,16 +62,16 @@ private:
             body(at_);
             at_ += kLine;
             if (at_ < end_) continue;
-            const bool last = now_ + 1 == places_end_;
+            const bool last = places_end_ - now_ <= step_;
             if (last) memory_ = values_;
-            go_to(last ? places_ : now_ + 1);
+            go_to(last ? places_ : now_ + step_);
         }
     }
 
     void go_to(const int64_t* place) { now_ = place, at_ = memory_ + *place * each_, end_ = at_ + bytes_; }
 
     const bool near_;
-    const int64_t each_, bytes_;
+    const int64_t step_, each_, bytes_;  // places that are fetched at once, bytes of one, and of what is fetched
     const int64_t *const places_, *const places_end_, *now_ = nullptr;
     const char *memory_, *const values_, *at_ = nullptr, *end_ = nullptr;
     int64_t left_, rate_, due_ = 0;
@@ -107,8 +114,8 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
 //   column(d, dim): where column d of the values stands in what add_values() adds to, for heads of `dim`
 //   load(rows, kv_head, ahead): a block of that head
 //   load_work(): of one load()
-//   scores<R>(q, factors, scores, ahead): scores[r][i] = factors[r] * q[r] . keys[i], zero where no key was loaded; q
-//     [R, query_numbers]
+//   scores<R>(q, factors, scores, ahead): scores[r][i] = factors[r] * q[r] . keys[i], anything where no key was loaded;
+//     q [R, query_numbers]
 //   add_values<R>(into, kept, weights, ahead): into[r] = into[r] * kept[r] + the sum of weights[r][i] * values[i], in
 //     ascending order of i; the weights may be changed
 // They tell `ahead` of their work: of products, rows times columns. What a row gets is the same for every R. Keys that

@@ -2,12 +2,13 @@
 // query, to multiples of a scale, and the weights of kPart keys, each times the scale of its value, to multiples of
 // another one. The order of what is added does not matter.
 //
-// Sixteen keys lie in the lanes of a vector, two or four neighbours of the head in each lane; for the values sixteen
-// columns, two or four keys. The cache has neither, so a block is rearranged once for all queries of its head.
+// Sixteen keys lie in the lanes of a vector, four neighbours of the head in each lane; for the values sixteen columns,
+// four keys. So the cache has them (attention_bytes.h). Where pairs of 16 bits are multiplied, a block is widened once
+// for all queries of its head.
 #pragma once
 
 #include "activations.h"
-#include "attention_block.h"
+#include "attention_bytes.h"
 
 namespace gpt_fast {
 
@@ -18,12 +19,11 @@ namespace gpt_fast {
 //   most_of_query(dim): to which the largest number of a query is rounded, for heads of `dim`
 //   query_numbers(dim): how many Query a query takes
 //   store_query(q, scale, dim, to): a query [dim] times `scale`, rounded
-//   store_keys(turned, to): eight fours of bytes of a key each, turned; `to` [32 / kEach, kKeys, kEach]
-//   join(rows, count, to): `count` columns of kEach rows, those of a column side by side
+//   load_keys(p): a vector of keys, as add_score() wants it
 //   begin(q, dim): what sums of scores begin with
 //   add_score(sum, keys, q), add_value(sum, values, weights): sum + products; splat(): the neighbours of a query, or
 //     weights, in every lane
-//   store_weights(to, v): sixteen, rounded
+//   store_weights(to, v): sixteen, rounded, in the order that the values have
 
 // Pairs of 16 bits (simd.h, dot_words): two instructions for 16 products, where float32 takes two for 8 after bytes
 // have been widened to it.
@@ -40,35 +40,47 @@ struct Words {
     }
     static int64_t query_numbers(int64_t dim) { return dim; }
 
-    // Of each four neighbours the second and the third change places: bytes of four columns are widened to the first
-    // and the third, and to the second and the fourth.
     static void store_query(const float* q, float scale, int64_t dim, int16_t* to) {
         for (int64_t d = 0; d < dim; d += 8) {
             int16_t rounded[16];
             const F8 x = load8(q + d) * gpt_fast::splat(scale);
             store16_words(rounded, x, x);
-            for (int i = 0; i < 8; i += 4) {
-                uint64_t four;
-                std::memcpy(&four, rounded + i, sizeof four);
-                four = (four & 0xffff00000000ffff) | (four >> 16 & 0xffff0000) | (four << 16 & 0xffff00000000);
-                std::memcpy(to + d + i, &four, sizeof four);
-            }
+            reorder(rounded, 8, to + d);
         }
     }
 
-    static void store_keys(I8 turned, uint8_t* to) {
-        store32(to, even_words(turned));
-        store32(to + 4 * kKeys, odd_words(turned));
-    }
-    static void join(const int8_t* const* rows, int64_t count, uint8_t* to) {
-        join_words(rows[0], rows[1], count, reinterpret_cast<int16_t*>(to));
+    // `count` fours of bytes to as many pairs at `first` and at `second`: of each four the first and the third, and the
+    // second and the fourth.
+    static void widen(const int8_t* fours, int64_t count, uint8_t* first, uint8_t* second) {
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < count; i += 8) {
+            const I8 eight = load32(reinterpret_cast<const uint8_t*>(fours + 4 * i));
+            store32(first + 4 * i, even_words(eight));
+            store32(second + 4 * i, odd_words(eight));
+        }
     }
 
+    static I16 load_keys(const uint8_t* p) { return load64(p); }
     static I16 begin(const int16_t*, int64_t) { return I16{}; }
     static I16 splat(const int16_t* two) { return splat_words(two); }
     static I16 add_score(I16 sum, I16 keys, I16 q) { return dot_words(sum, keys, q); }
     static I16 add_value(I16 sum, I16 values, I16 weights) { return dot_words(sum, values, weights); }
-    static void store_weights(int16_t* to, F16 v) { store16_words(to, v); }
+    static void store_weights(int16_t* to, F16 v) {
+        int16_t rounded[16];
+        store16_words(rounded, v);
+        reorder(rounded, 16, to);
+    }
+
+private:
+    // As widen() does it: of each four the second and the third change places.
+    static void reorder(const int16_t* from, int64_t count, int16_t* to) {
+        for (int64_t i = 0; i < count; i += 4) {
+            uint64_t four;
+            std::memcpy(&four, from + i, sizeof four);
+            four = (four & 0xffff00000000ffff) | (four >> 16 & 0xffff0000) | (four << 16 & 0xffff00000000);
+            std::memcpy(to + i, &four, sizeof four);
+        }
+    }
 };
 
 #ifdef GPT_FAST_DPBUSD
@@ -98,9 +110,7 @@ struct Bytes {
         std::memcpy(to + dim, &begin, sizeof begin);
     }
 
-    static void store_keys(I8 turned, uint8_t* to) { store32(to, raise(turned)); }
-    static void join(const int8_t* const* rows, int64_t count, uint8_t* to) { join_rows(rows, count, to); }
-
+    static I16 load_keys(const uint8_t* p) { return raise(load64(p)); }
     static I16 begin(const int8_t* q, int64_t dim) { return begin_dots16(load_four(q + dim)); }
     static I16 splat(const void* four) { return splat_four(four); }
     static I16 add_score(I16 sum, I16 keys, I16 q) { return dot_raised(sum, keys, q); }
@@ -121,11 +131,12 @@ public:
         : p_(p),
           columns_(p.state_dim()),
           stride_(query_numbers(p.head_dim)),
-          most_(Numbers::most_of_query(p.head_dim)) {
-        static thread_local Scratch scratch;
-        const int64_t turned = ceil_div(p.head_dim, 32) * 32;
-        keys_ = scratch.get<uint8_t>(kKeys * (turned + columns_) * kBytes);
-        values_ = keys_ + kKeys * turned * kBytes;
+          most_(Numbers::most_of_query(p.head_dim)),
+          block_(p) {
+        if constexpr (kWidened) {
+            static thread_local Scratch scratch;
+            widened_ = scratch.get<uint8_t>(kKeys * (p.head_dim + columns_) * kBytes);
+        }
     }
 
     static int64_t column(int64_t d, int64_t) { return d; }
@@ -139,28 +150,19 @@ public:
         return most / most_ + (most - most);  // NaN if a number is not finite
     }
 
-    int64_t load_work() const { return kLoadRows * p_.head_dim; }
+    int64_t load_work() const { return 2 * kLoadRows * p_.head_dim; }
 
     void load(const Rows<int8_t, kKeys>& rows, int64_t kv_head, Ahead& ahead) {
-        const int64_t dim = p_.head_dim, at = kv_head * dim;
-        first_ = rows.from / kEach, last_ = ceil_div(rows.end, kEach);
+        block_.find(rows, kv_head);
         F16 finite = splat16(0.0f);
-        for (int64_t i = 0; i < kKeys; ++i) {
-            k_scale_[i] = p_.k_scale[rows.place[i] + kv_head];
-            v_scale_[i] = p_.v_scale[rows.place[i] + kv_head];
-        }
-        for (int64_t i = 0; i < kKeys; i += 16) finite = plus_product(finite, finite, load16(v_scale_ + i));
+        for (int64_t i = 0; i < kKeys; i += 16) finite = plus_product(finite, finite, load16(block_.v_scale + i));
         finite_ = lane_sum(finite);
-        for (int64_t i = 0; i < kKeys; i += 8) {
-            ahead.fetch(kLoadRows * dim * 8 / kKeys);
-            for (int64_t d = 0; d < dim; d += 32) turn(rows.keys + i, at, d, i);
-        }
-        for (int64_t i = first_; i < last_; ++i) {
-            const int8_t* some[kEach];
-            for (int64_t j = 0; j < kEach; ++j) some[j] = rows.values[kEach * i + j] + at;
-            uint8_t* to = values_ + i * columns_ * kLane;
-            Numbers::join(some, dim, to);
-            if (dim < columns_) std::memset(to + dim * kLane, 0, static_cast<size_t>((columns_ - dim) * kLane));
+        first_ = rows.from / 4 * kOfFour, last_ = ceil_div(rows.end, 4) * kOfFour;
+        if constexpr (kWidened) {
+            widen(ahead);
+        } else {
+            for (int64_t i = 0; i < kKeys / 16; ++i) keys_[i] = reinterpret_cast<const uint8_t*>(block_.keys[i]);
+            for (int64_t i = first_; i < last_; ++i) values_[i] = reinterpret_cast<const uint8_t*>(block_.values[i]);
         }
     }
 
@@ -198,26 +200,28 @@ public:
 
 private:
     using Weight = typename Numbers::Weight;
-    static constexpr int64_t kEach = Numbers::kEach, kBytes = sizeof(Number), kLane = kEach * kBytes;
-    static constexpr int64_t kLoadRows = 2;  // whose scores take as long as to turn keys
+    static constexpr int64_t kEach = Numbers::kEach, kBytes = sizeof(Number), kLane = kEach * kBytes, kVector = 16 * kLane;
+    static constexpr bool kWidened = kEach == 2;
+    static constexpr int64_t kOfFour = 4 / kEach;                // groups of kEach values in four
+    static constexpr int64_t kLoadRows = kWidened ? 1 : 0;       // whose products take as long as to widen a block
     static constexpr int64_t kPart = 32, kParts = kKeys / kPart;
 
-    // Columns [d, d + 32) of the head at `at`, of keys [first, first + 8).
-    void turn(const int8_t* const* keys, int64_t at, int64_t d, int64_t first) {
-        I8 rows[8];
-        if (d + 32 <= p_.head_dim) {
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) rows[i] = load32(reinterpret_cast<const uint8_t*>(keys[i] + (at + d)));
-        } else {
-            for (int i = 0; i < 8; ++i) {
-                uint8_t last[32] = {};
-                std::memcpy(last, keys[i] + (at + d), static_cast<size_t>(p_.head_dim - d));
-                rows[i] = load32(last);
-            }
+    void widen(Ahead& ahead) {
+        const int64_t dim = p_.head_dim;
+        uint8_t* to = widened_;
+        for (int64_t i = 0; i < kKeys / 16; ++i) {
+            ahead.fetch(kLoadRows * dim * 16 / kKeys);
+            keys_[i] = to;
+            for (int64_t d = 0; d < dim; d += 4, to += 2 * kVector)
+                Numbers::widen(block_.keys[i] + d * 16, 16, to, to + kVector);
         }
-        turn8(rows);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) Numbers::store_keys(rows[i], keys_ + (d + 4 * i) * kKeys * kBytes + first * kLane);
+        for (int64_t i = first_; i < last_; i += 2) {
+            const int64_t bytes = columns_ * kLane;
+            ahead.fetch(kLoadRows * dim * 4 / kKeys);
+            values_[i] = to, values_[i + 1] = to + bytes;
+            Numbers::widen(block_.values[i / 2], columns_, to, to + bytes);
+            to += 2 * bytes;
+        }
     }
 
     // A part of a row of weights times the scales of the values, in multiples of what is returned.
@@ -225,7 +229,7 @@ private:
         F16 largest = splat16(0.0f), w[kPart / 16];
         const int64_t first = part * kPart;
         for (int64_t i = 0; i < kPart / 16; ++i) {
-            w[i] = load16(weights + first + 16 * i) * load16(v_scale_ + first + 16 * i);
+            w[i] = load16(weights + first + 16 * i) * load16(block_.v_scale + first + 16 * i);
             largest = larger(largest, w[i]);
         }
         const float most = lane_max(largest), inverse = most == 0.0f ? 0.0f : Numbers::kMostWeight / most;
@@ -245,7 +249,7 @@ private:
         for (int64_t d = 0; d < p_.head_dim; d += kEach) {
             I16 key[V];
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) key[v] = load64(keys_ + d * kKeys * kBytes + (first + 16 * v) * kLane);
+            for (int v = 0; v < V; ++v) key[v] = Numbers::load_keys(keys_[first / 16 + v] + d * 16 * kBytes);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const I16 x = Numbers::splat(q + r * stride_ + d);
@@ -258,7 +262,7 @@ private:
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v)
                 store16(scores[r] + first + 16 * v,
-                        to_floats(sum[r][v]) * splat16(factors[r]) * load16(k_scale_ + first + 16 * v));
+                        to_floats(sum[r][v]) * splat16(factors[r]) * load16(block_.k_scale + first + 16 * v));
     }
 
     template <int R, int W>
@@ -274,7 +278,7 @@ private:
             for (int64_t i = std::max(first_, part * size); i < end; ++i) {
                 I16 v[W];
 #pragma GCC unroll 8
-                for (int w = 0; w < W; ++w) v[w] = load64(values_ + (i * columns_ + d + 16 * w) * kLane);
+                for (int w = 0; w < W; ++w) v[w] = load64(values_[i] + (d + 16 * w) * kLane);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
                     const I16 weight = Numbers::splat(weights[r] + kEach * i);
@@ -297,8 +301,10 @@ private:
     const float most_;                // of a rounded query
     int64_t first_ = 0, last_ = 0;    // groups of kEach values
     float finite_ = 0.0f;             // else NaN: a scale is not
-    uint8_t *keys_, *values_;         // [D / kEach, kKeys, kEach], [kKeys / kEach, columns, kEach]
-    alignas(64) float k_scale_[kKeys], v_scale_[kKeys];
+    ByteBlock<kKeys> block_;
+    const uint8_t* keys_[kKeys / 16];       // [D / kEach, 16, kEach] each
+    const uint8_t* values_[kKeys / kEach];  // [columns, kEach] each
+    uint8_t* widened_ = nullptr;            // these, one behind the other
 };
 
 }  // namespace gpt_fast

@@ -1,10 +1,11 @@
 // Attention to one block of keys by products of pairs of bfloat16 (simd.h, kBfloat16Dots), summed in float32. Queries
 // and weights are rounded to bfloat16, as torch does it for a model of that type.
 //
-// Sixteen keys lie in the lanes of a vector, pairs along the head; for the values sixteen columns, pairs of keys. The
-// cache has neither, so a block is rearranged once for all queries of its head.
+// Sixteen keys lie in the lanes of a vector, pairs along the head; for the values sixteen columns, pairs of keys. A cache
+// of bfloat16 has neither, so a block is rearranged once for all queries of its head; one of int8 has both, in bytes.
 #pragma once
 
+#include "attention_bytes.h"
 #include "attention_tiles.h"
 
 namespace gpt_fast {
@@ -56,6 +57,11 @@ inline void add_pair_values(float* const* value, const float* kept, const uint16
     store_values(sum, value, d);
 }
 
+struct NoBytes {
+    template <class Cached>
+    explicit NoBytes(const Paged<Cached>&) {}
+};
+
 // Keys of attention_block.h. Numbers of int8 are exact in bfloat16; their scales are applied to scores and weights,
 // which are fewer than keys and values.
 template <class Cached>
@@ -65,11 +71,10 @@ public:
     static constexpr int64_t kKeys = gpt_fast::kKeys;
     static constexpr bool kRough = false;
 
-    PairKeys(const Paged<Cached>& p, int64_t) : p_(p), columns_(p.state_dim()) {
+    PairKeys(const Paged<Cached>& p, int64_t) : p_(p), columns_(p.state_dim()), bytes_(p) {
         static thread_local Scratch scratch;
-        const int64_t block = kKeys * columns_;
-        keys_ = scratch.get<uint16_t>((kScaled ? 4 : 2) * block);
-        values_ = keys_ + block, widened_ = values_ + block;
+        keys_ = scratch.get<uint16_t>(2 * kKeys * columns_);
+        values_ = keys_ + kKeys * columns_;
     }
 
     static int64_t column(int64_t d, int64_t) { return d; }
@@ -84,18 +89,11 @@ public:
     int64_t load_work() const { return 2 * kLoadRows * p_.head_dim; }
 
     void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead& ahead) {
-        const int64_t dim = p_.head_dim;
         if constexpr (kScaled) {
-            const uint16_t *keys[kKeys], *values[kKeys];
-            for (int64_t i = 0; i < kKeys; ++i) {
-                k_scale_[i] = p_.k_scale[rows.place[i] + kv_head];
-                v_scale_[i] = p_.v_scale[rows.place[i] + kv_head];
-                keys[i] = widen(rows.keys[i] + kv_head * dim, widened_ + 2 * i * columns_);
-                values[i] = widen(rows.values[i] + kv_head * dim, widened_ + (2 * i + 1) * columns_);
-            }
-            rearrange(keys, values, 0, ahead);
+            bytes_.find(rows, kv_head);
+            widen(ahead);
         } else {
-            rearrange(rows.keys, rows.values, kv_head * dim, ahead);
+            rearrange(rows.keys, rows.values, kv_head * p_.head_dim, ahead);
         }
     }
 
@@ -106,13 +104,13 @@ public:
             tiles_.template scores<R>(q, keys_, p_.head_dim, factors[0], scores);  // they are all the same
         else
             pair_scores<R>(q, keys_, p_.head_dim, factors[0], scores);
-        if constexpr (kScaled) multiply<R>(scores, k_scale_);
+        if constexpr (kScaled) multiply<R>(scores, bytes_.k_scale);
     }
 
     template <int R>
     void add_values(float* const* into, const float* kept, float (*weights)[kKeys], Ahead& ahead) {
         alignas(64) uint16_t rounded[R][kKeys];
-        if constexpr (kScaled) multiply<R>(weights, v_scale_);
+        if constexpr (kScaled) multiply<R>(weights, bytes_.v_scale);
         for (int r = 0; r < R; ++r)
             for (int64_t i = 0; i < kKeys; i += 16) store16_bfloat16(rounded[r] + i, load16(weights[r] + i));
         if (tiled_) {
@@ -131,7 +129,7 @@ public:
     }
 
 private:
-    static constexpr int64_t kLoadRows = 4;  // whose products take as long as to turn keys, or to join values
+    static constexpr int64_t kLoadRows = 4;  // whose products take as long as to turn or widen keys, or to join values
     static constexpr bool kScaled = std::is_same_v<Cached, int8_t>;
 
     // A head of each row, from column `at` on.
@@ -148,13 +146,21 @@ private:
         }
     }
 
-    // A head in bfloat16.
-    const uint16_t* widen(const int8_t* from, uint16_t* to) const {
-        int64_t d = 0;
-        for (; d + 16 <= p_.head_dim; d += 16)
-            store16_bfloat16(to + d, join(load8_int8(from + d), load8_int8(from + d + 8)));
-        for (; d < p_.head_dim; ++d) store_as(static_cast<float>(from[d]), to + d);
-        return to;
+    void widen(Ahead& ahead) {
+        for (int64_t i = 0; i < kKeys; i += 16) {
+            ahead.fetch(kLoadRows * p_.head_dim * 16 / kKeys);
+            for (int64_t d = 0; d < p_.head_dim; d += 4) {
+                uint16_t* to = keys_ + d * kKeys + 2 * i;
+                pairs_of_bytes(bytes_.keys[i / 16] + 16 * d, to, to + 2 * kKeys);
+            }
+        }
+        for (int64_t i = 0; i < kKeys; i += 4) {
+            ahead.fetch(kLoadRows * p_.head_dim * 4 / kKeys);
+            for (int64_t d = 0; d < columns_; d += 16) {
+                uint16_t* to = values_ + i * columns_ + 2 * d;
+                pairs_of_bytes(bytes_.values[i / 4] + 4 * d, to, to + 2 * columns_);
+            }
+        }
     }
 
     template <int R>
@@ -167,8 +173,8 @@ private:
     const int64_t columns_;
     const bool tiled_ = kTiles && p_.head_dim % 32 == 0;
     AttentionTiles<> tiles_;
-    uint16_t *keys_, *values_, *widened_;  // widened_ [kKeys, 2, columns]: keys and values
-    alignas(64) float k_scale_[kKeys], v_scale_[kKeys];
+    uint16_t *keys_, *values_;
+    std::conditional_t<kScaled, ByteBlock<kKeys>, NoBytes> bytes_;
 };
 
 }  // namespace gpt_fast

@@ -5,16 +5,20 @@
 
 namespace gpt_fast {
 
-// Shapes as in attention.py. q and out [N, H, D] (row strides below), cache [pages, page_size, K, D].
-// Cached: float, uint16_t (bfloat16), or int8_t with a scale for each head of each place.
+constexpr int64_t kSixteen = 16;  // places of a cache of int8 that lie together (attention_bytes.h)
+
+// Shapes as in attention.py. q and out [N, H, D] (row strides below). Cached: float or uint16_t (bfloat16), with a cache
+// of [pages, page_size, K, D]; or int8_t, as attention_bytes.h has it, with a scale for each head of each place.
 template <class Cached>
 struct Paged {
+    static constexpr int64_t kTogether = std::is_same_v<Cached, int8_t> ? kSixteen : 1;
+
     const float* q;
     int64_t q_stride;  // floats from one token's heads to the next one's
     float* out;        // [N, H, out_dim], contiguous
     const Cached* k_cache;
     const Cached* v_cache;
-    const float* k_scale;  // [pages, page_size, K], int8_t only
+    const float* k_scale;  // int8_t only
     const float* v_scale;
     const int32_t* query_start;
     const int32_t* context_len;
@@ -32,13 +36,14 @@ struct Paged {
     int64_t state_dim() const { return state_dim_of(head_dim); }
     Adjust adjust(int64_t kv_head) const { return {cap, slopes ? slopes + kv_head * group() : nullptr}; }
 
-    // The first head of positions [begin, end) of a slot, in heads of a cache; page by page, as divisions are slow.
-    void locate(int64_t slot, int64_t begin, int64_t end, int64_t* places) const {
+    // Where positions [begin, end) of a sequence are in the cache: page * page_size + offset. Page by page, as divisions
+    // are slow.
+    void locate(int64_t sequence, int64_t begin, int64_t end, int64_t* places) const {
         for (int64_t position = begin; position < end;) {
             const int64_t in_page = position % page_size, left = page_size - in_page;
-            const int64_t place = page_table[slot * pages_per_slot + position / page_size] * page_size + in_page;
+            const int64_t place = page_table[sequence * pages_per_slot + position / page_size] * page_size + in_page;
             const int64_t count = end - position < left ? end - position : left;
-            for (int64_t i = 0; i < count; ++i) *places++ = (place + i) * kv_heads;
+            for (int64_t i = 0; i < count; ++i) *places++ = place + i;
             position += count;
         }
     }

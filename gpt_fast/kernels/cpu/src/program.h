@@ -268,8 +268,8 @@ private:
             }
             if (padded != d) x = pad_heads(x, all + op.num_kv_heads, d, padded, row(op.out, i));
             const float* keys = x + op.num_heads * padded;
-            write_row(keys, op.num_kv_heads, padded, s.write_slots[i], k_cache, op.k_scale);
-            write_row(keys + op.num_kv_heads * padded, op.num_kv_heads, padded, s.write_slots[i], v_cache, op.v_scale);
+            write_token(keys, keys + op.num_kv_heads * padded, op.num_kv_heads, padded, s.write_slots[i], k_cache,
+                        v_cache, op.k_scale, op.v_scale);
         });
         team.barrier();
     }

@@ -154,6 +154,12 @@ inline void turn_pairs(const uint16_t* const* rows, int64_t at, uint16_t* to, in
 inline void join_pairs(const uint16_t* a, const uint16_t* b, int64_t count, uint16_t* to) {
     for (int64_t i = 0; i < count; ++i) to[2 * i] = a[i], to[2 * i + 1] = b[i];
 }
+
+// Four bytes of each of sixteen lanes as pairs of bfloat16: the first two, and the last two.
+inline void pairs_of_bytes(const int8_t* from, uint16_t* first, uint16_t* second) {
+    for (int i = 0; i < 32; ++i) store_as(static_cast<float>(from[i / 2 * 4 + i % 2]), first + i);
+    for (int i = 0; i < 32; ++i) store_as(static_cast<float>(from[i / 2 * 4 + 2 + i % 2]), second + i);
+}
 #endif
 
 // The eight lowest bits of each lane as the exponent of a float32: 2^(bits - 127).

@@ -53,10 +53,6 @@ inline F8 load8_bfloat16(const uint16_t* p) {
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
 }
 
-inline F8 load8_int8(const int8_t* p) {
-    return to_floats(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-}
-
 inline F8 load8_uint8(const uint8_t* p) {
     return to_floats(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
@@ -142,19 +138,6 @@ inline I8 dot_words(I8 sum, I8 w, I8 x) {
 inline I8 even_words(I8 bytes) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), bytes); }
 inline I8 odd_words(I8 bytes) { return _mm256_srai_epi16(bytes, 8); }
 
-// a[i] and b[i] side by side.
-inline void join_words(const int8_t* a, const int8_t* b, int64_t count, int16_t* to) {
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a + i));
-        const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b + i));
-        auto* at = reinterpret_cast<__m256i*>(to + 2 * i);
-        _mm256_storeu_si256(at, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y)));
-        _mm256_storeu_si256(at + 1, _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x, y)));
-    }
-    for (; i < count; ++i) to[2 * i] = a[i], to[2 * i + 1] = b[i];
-}
-
 // The nearest whole numbers, at most 32,767 in magnitude.
 inline void store16_words(int16_t* to, F8 a, F8 b) {
     const __m256i packed = _mm256_packs_epi32(nearest(a), nearest(b));
@@ -171,26 +154,6 @@ inline void store16_bytes(uint8_t* to, F8 a, F8 b) {
 // As assembly, since compilers take loops of fetches away, and functions that do nothing else.
 inline void prefetch(const void* at) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(at))); }
 inline void prefetch_to_level2(const void* at) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(at))); }
-
-// The bytes of four rows side by side, columns [i, count).
-inline void join_rows_from(int64_t i, const int8_t* const* rows, int64_t count, uint8_t* to) {
-    for (; i + 16 <= count; i += 16) {
-        auto load = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + i)); };
-        const __m128i a = load(0), b = load(1), c = load(2), d = load(3);
-        const __m128i low_ab = _mm_unpacklo_epi8(a, b), low_cd = _mm_unpacklo_epi8(c, d);
-        const __m128i high_ab = _mm_unpackhi_epi8(a, b), high_cd = _mm_unpackhi_epi8(c, d);
-        auto* fours = reinterpret_cast<__m128i*>(to + 4 * i);
-        _mm_storeu_si128(fours, _mm_unpacklo_epi16(low_ab, low_cd));
-        _mm_storeu_si128(fours + 1, _mm_unpackhi_epi16(low_ab, low_cd));
-        _mm_storeu_si128(fours + 2, _mm_unpacklo_epi16(high_ab, high_cd));
-        _mm_storeu_si128(fours + 3, _mm_unpackhi_epi16(high_ab, high_cd));
-    }
-    for (; i < count; ++i)
-        for (int row = 0; row < 4; ++row) to[4 * i + row] = static_cast<uint8_t>(rows[row][i]);
-}
-#ifndef __AVX512VNNI__
-inline void join_rows(const int8_t* const* rows, int64_t count, uint8_t* to) { join_rows_from(0, rows, count, to); }
-#endif
 
 // ---- products of bytes ----
 

@@ -94,6 +94,17 @@ inline void join_pairs(const uint16_t* a, const uint16_t* b, int64_t count, uint
     }
     for (; i < count; ++i) to[2 * i] = a[i], to[2 * i + 1] = b[i];
 }
+
+// Four bytes of each of sixteen lanes as pairs of bfloat16: the first two, and the last two.
+inline void pairs_of_bytes(const int8_t* from, uint16_t* first, uint16_t* second) {
+    const I16 fours = _mm512_loadu_si512(from);
+    auto widen = [](I16 highest) {
+        return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(highest, 24)));
+    };
+    auto pair = [&](I16 low, I16 high) { return _mm512_srli_epi32(widen(low), 16) | widen(high); };
+    _mm512_storeu_si512(first, pair(_mm512_slli_epi32(fours, 24), _mm512_slli_epi32(fours, 16)));
+    _mm512_storeu_si512(second, pair(_mm512_slli_epi32(fours, 8), fours));
+}
 #endif
 
 inline void pin(I16& sum) { asm("" : "+v"(sum)); }
@@ -108,25 +119,6 @@ inline void store16_words(int16_t* to, F16 v) {
 }
 inline void store16_bytes(uint8_t* to, F16 v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
-}
-inline void join_rows(const int8_t* const* rows, int64_t count, uint8_t* to) {
-    int64_t i = 0;
-    for (; i + 64 <= count; i += 64) {
-        auto load = [&](int row) { return _mm512_loadu_si512(rows[row] + i); };
-        const I16 a = load(0), b = load(1), c = load(2), d = load(3);
-        const I16 low_ab = _mm512_unpacklo_epi8(a, b), low_cd = _mm512_unpacklo_epi8(c, d);
-        const I16 high_ab = _mm512_unpackhi_epi8(a, b), high_cd = _mm512_unpackhi_epi8(c, d);
-        // Each has four columns of each sixteen.
-        const I16 x = _mm512_unpacklo_epi16(low_ab, low_cd), y = _mm512_unpackhi_epi16(low_ab, low_cd);
-        const I16 z = _mm512_unpacklo_epi16(high_ab, high_cd), w = _mm512_unpackhi_epi16(high_ab, high_cd);
-        const I16 even_xy = _mm512_shuffle_i32x4(x, y, 0x88), odd_xy = _mm512_shuffle_i32x4(x, y, 0xdd);
-        const I16 even_zw = _mm512_shuffle_i32x4(z, w, 0x88), odd_zw = _mm512_shuffle_i32x4(z, w, 0xdd);
-        store64(to + 4 * i, _mm512_shuffle_i32x4(even_xy, even_zw, 0x88));
-        store64(to + 4 * i + 64, _mm512_shuffle_i32x4(odd_xy, odd_zw, 0x88));
-        store64(to + 4 * i + 128, _mm512_shuffle_i32x4(even_xy, even_zw, 0xdd));
-        store64(to + 4 * i + 192, _mm512_shuffle_i32x4(odd_xy, odd_zw, 0xdd));
-    }
-    join_rows_from(i, rows, count, to);
 }
 inline I16 begin_dots16(int32_t offset) { return splat16(offset); }
 inline I16 raise(I16 w) { return w ^ _mm512_set1_epi8(-128); }

@@ -68,11 +68,6 @@ inline F8 load8_bfloat16(const uint16_t* p) {
     return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(v), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(v, 16))};
 }
 
-inline F8 load8_int8(const int8_t* p) {
-    const int16x8_t v = vmovl_s8(vld1_s8(p));
-    return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(v))), vcvtq_f32_s32(vmovl_high_s16(v))};
-}
-
 inline F8 load8_uint8(const uint8_t* p) {
     const uint16x8_t v = vmovl_u8(vld1_u8(p));
     return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(v))), vcvtq_f32_u32(vmovl_high_u16(v))};
@@ -154,14 +149,6 @@ inline I8 odd_words(I8 bytes) {
 inline void prefetch(const void* at) { asm volatile("prfm pldl1keep, %0" : : "Q"(*static_cast<const char*>(at))); }
 inline void prefetch_to_level2(const void* at) {
     asm volatile("prfm pldl2keep, %0" : : "Q"(*static_cast<const char*>(at)));
-}
-
-// a[i] and b[i] side by side, as dot_words() wants them: eight of a, then eight of b.
-inline void join_words(const int8_t* a, const int8_t* b, int64_t count, int16_t* to) {
-    for (int64_t i = 0; i < count; i += 8) {  // heads are multiples of 8
-        vst1q_s16(to + 2 * i, vmovl_s8(vld1_s8(a + i)));
-        vst1q_s16(to + 2 * i + 8, vmovl_s8(vld1_s8(b + i)));
-    }
 }
 
 // The nearest whole numbers, at most 32,767 in magnitude.
