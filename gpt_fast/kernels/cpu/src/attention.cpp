@@ -29,6 +29,10 @@ struct KeysOfCache<int8_t> {
 template <class Cached>
 using KeysOf = typename KeysOfCache<Cached>::Type;
 
+// Of tokens that lie together each head is some lines one behind the other: so many heads before they are needed they
+// are fetched, and not a whole block before, which would not fit the CPU's first cache.
+constexpr int64_t kHeadsAhead = 2;
+
 // What the threads share out: pieces of queries, found by walking the slots.
 struct Piece {
     int64_t slot, first, last, split_begin, split_end;
@@ -53,17 +57,25 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
         Rows<Cached, kKeys> rows;
         rows.from = std::max<int64_t>(begin - base, 0), rows.end = std::min(key_end - base, kKeys);
         for (int64_t i = 0; i < kKeys; ++i)
-            rows.place[i] = places[base - begin + std::clamp(i, rows.from, rows.end - 1)];
-        rows.find(p);
+            rows.set(p, i, places[base - begin + std::clamp(i, rows.from, rows.end - 1)]);
         View views[kQueryPiece];
         for (int64_t token = first; token < last; ++token) {
             const int64_t position = length - end + token, oldest = p.window ? position + 1 - p.window : 0;
             views[token - first] = {std::max<int64_t>(oldest - base, 0), std::min(position + 1 - base, rows.end),
                                     base - position};
         }
-        const int64_t next = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
-        Ahead ahead(p, kv_begin, kv_end, places + (base + kKeys - begin), next, kv_heads * block.work(), last - first == 1);
+        const int64_t* next = places + (base + kKeys - begin);
+        const int64_t count = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
+        const bool near = last - first == 1;
+        Ahead<Cached> ahead(p, kv_begin, kv_end, next, count, kv_heads * block.work(), near);
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
+            if (Paged<Cached>::kTogether > 1) {
+                const int64_t later = kv_head + kHeadsAhead;
+                const bool here = later < kv_end;
+                const int64_t head = here ? later : std::min(later - kv_heads, kv_end - 1);
+                ahead = Ahead<Cached>(p, head, head + 1, here ? places + (base + rows.from - begin) : next,
+                              here ? rows.end - rows.from : count, block.work(), near);
+            }
             block.load(rows, kv_head, ahead);
             block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record, ahead);
         }

@@ -37,7 +37,7 @@ inline int64_t attention_scratch(int threads, int64_t slots, int64_t longest, in
 // One head's numbers to int8, eight at a time to store(d, eight); returns their scale. The rule of reference.py,
 // quantize_heads.
 template <class Store>
-float quantize_head(const float* x, int64_t dim, Store store) {
+inline float quantize_head(const float* x, int64_t dim, Store store) {
     F8 largest = splat(0.0f);
     for (int64_t d = 0; d < dim; d += 8) largest = larger(largest, magnitude(load8(x + d)));
     const float most = lane_max(largest), inverse = most == 0.0f ? 0.0f : 127.0f / most;
@@ -49,7 +49,7 @@ float quantize_head(const float* x, int64_t dim, Store store) {
     return most / 127.0f;
 }
 
-// One token's keys and values [K, D] to its place in the cache.
+// One token's keys and values [K, D] to its place in the cache: of int8 as attention_bytes.h has it.
 template <class Cached>
 void write_token(const float* k, const float* v, int64_t kv_heads, int64_t dim, int64_t place, Cached* k_cache,
                  Cached* v_cache, float* k_scale, float* v_scale) {
@@ -58,7 +58,8 @@ void write_token(const float* k, const float* v, int64_t kv_heads, int64_t dim, 
         for (int64_t h = 0; h < kv_heads; ++h) {
             const int64_t head = place / kSixteen * kv_heads + h, at = head * dim * kSixteen;
             int8_t *key = k_cache + at + 4 * lane, *value = v_cache + at + lane / 4 * 4 * dim + lane % 4;
-            k_scale[head * kSixteen + lane] = quantize_head(k + h * dim, dim, [&](int64_t d, const int8_t* eight) {
+            k_scale[head * kSixteen + lane] = quantize_head(k + h * dim, dim, [&](int64_t d, int8_t* eight) {
+                for (int i = 0; i < 8; ++i) eight[i] = static_cast<int8_t>(eight[i] ^ -128);
                 std::memcpy(key + d * kSixteen, eight, 4);
                 std::memcpy(key + (d + 4) * kSixteen, eight + 4, 4);
             });

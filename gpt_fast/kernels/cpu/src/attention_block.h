@@ -11,35 +11,34 @@ namespace gpt_fast {
 // end) is to be loaded; nobody gives the rest a weight, and the nearest of the others stands there.
 template <class Cached, int64_t N>
 struct Rows {
-    int64_t from, end, place[N];
+    int64_t from, end;
     const Cached *keys[N], *values[N];
 
-    void find(const Paged<Cached>& p) {
-        for (int64_t i = 0; i < N; ++i) {
-            keys[i] = p.k_cache + place[i] * p.kv_heads * p.head_dim;
-            values[i] = p.v_cache + place[i] * p.kv_heads * p.head_dim;
-        }
+    void set(const Paged<Cached>& p, int64_t i, int64_t place) {
+        const int64_t at = place * p.kv_heads * p.head_dim;
+        keys[i] = p.k_cache + at, values[i] = p.v_cache + at;
     }
 };
 
 // Brings the next keys and values into the CPU's cache, a few lines at a time between the parts of the work for a
 // block: many at once would fill the queue of lines that a core waits for. For one token, whose products take little
 // time, into its first level; prompts need that for their sums.
+template <class Cached>
 class Ahead {
 public:
-    // Heads [kv_begin, kv_end) of the keys and of the values at `count` places, evenly over so much work.
-    template <class Cached>
+    // Heads [kv_begin, kv_end) of the keys and of the values at `count` places, evenly over so much work; of int8 one
+    // head, whose scales are a line.
     Ahead(const Paged<Cached>& p, int64_t kv_begin, int64_t kv_end, const int64_t* places, int64_t count, int64_t work,
           bool near)
         : near_(near),
-          step_(p.kTogether),
           each_(p.kv_heads * p.head_dim * static_cast<int64_t>(sizeof(Cached))),
-          bytes_(each_ * step_ / p.kv_heads * (kv_end - kv_begin)),
+          bytes_(each_ / p.kv_heads * kStep * (kv_end - kv_begin)),
           places_(places),
           places_end_(places + count),
-          memory_(reinterpret_cast<const char*>(p.k_cache + kv_begin * p.head_dim * step_)),
-          values_(reinterpret_cast<const char*>(p.v_cache + kv_begin * p.head_dim * step_)) {
-        left_ = 2 * ceil_div(count, step_) * ceil_div(bytes_, kLine), rate_ = (left_ << kBits) / work + 1;
+          memory_(reinterpret_cast<const char*>(p.k_cache + kv_begin * p.head_dim * kStep)),
+          values_(reinterpret_cast<const char*>(p.v_cache + kv_begin * p.head_dim * kStep)) {
+        if (kScales) each_scale_ = p.kv_heads, scales_ = p.k_scale + kv_begin * kStep, v_scales_ = p.v_scale + kv_begin * kStep;
+        left_ = 2 * ceil_div(count, kStep) * ceil_div(bytes_, kLine), rate_ = (left_ << kBits) / work + 1;
         if (count > 0) go_to(places);
     }
 
@@ -54,6 +53,8 @@ public:
     }
 
 private:
+    static constexpr int64_t kStep = Paged<Cached>::kTogether;
+    static constexpr bool kScales = std::is_same_v<Cached, int8_t>;
     static constexpr int kBits = 24;  // of lines for a unit of work behind the point: divisions are slow
 
     template <class Body>
@@ -62,18 +63,23 @@ private:
             body(at_);
             at_ += kLine;
             if (at_ < end_) continue;
-            const bool last = places_end_ - now_ <= step_;
-            if (last) memory_ = values_;
-            go_to(last ? places_ : now_ + step_);
+            const bool last = places_end_ - now_ <= kStep;
+            if (last) memory_ = values_, scales_ = v_scales_;
+            go_to(last ? places_ : now_ + kStep);
         }
     }
 
-    void go_to(const int64_t* place) { now_ = place, at_ = memory_ + *place * each_, end_ = at_ + bytes_; }
+    void go_to(const int64_t* place) {
+        const int64_t first = *place & -kStep;
+        now_ = place, at_ = memory_ + first * each_, end_ = at_ + bytes_;
+        if (kScales) prefetch(scales_ + first * each_scale_);
+    }
 
-    const bool near_;
-    const int64_t step_, each_, bytes_;  // places that are fetched at once, bytes of one, and of what is fetched
-    const int64_t *const places_, *const places_end_, *now_ = nullptr;
-    const char *memory_, *const values_, *at_ = nullptr, *end_ = nullptr;
+    bool near_;
+    int64_t each_, bytes_, each_scale_ = 0;  // bytes of a place, and of what is fetched there; scales of a place
+    const int64_t *places_, *places_end_, *now_ = nullptr;
+    const char *memory_, *values_, *at_ = nullptr, *end_ = nullptr;
+    const float *scales_ = nullptr, *v_scales_ = nullptr;
     int64_t left_, rate_, due_ = 0;
 };
 
@@ -143,10 +149,10 @@ public:
                 }
     }
 
-    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead& ahead) { keys_.load(rows, kv_head, ahead); }
+    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) { keys_.load(rows, kv_head, ahead); }
 
     // All rows: tokens with what each sees, heads of kv_head; states [tokens, heads of kv_head].
-    void attend(const View* views, int64_t kv_head, float* states, Ahead& ahead) {
+    void attend(const View* views, int64_t kv_head, float* states, Ahead<Cached>& ahead) {
         for (int64_t row = 0; row < rows_;) {
             const int64_t left = rows_ - row;
             if (kMostQueries > 8 && left >= kMostQueries)
@@ -167,7 +173,7 @@ public:
 
 private:
     template <int R>
-    [[gnu::noinline]] void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states, Ahead& ahead) {
+    [[gnu::noinline]] void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states, Ahead<Cached>& ahead) {
         alignas(64) float weights[R][kKeys];
         float *into[R], kept[R];
         Partial partials[R];

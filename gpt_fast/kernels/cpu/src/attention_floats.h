@@ -47,7 +47,7 @@ public:
 
     int64_t load_work() const { return kLoadRows * dim_; }
 
-    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead& ahead) {
+    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) {
         from_ = rows.from, end_ = rows.end, cached_ = rows.values, at_ = kv_head * dim_;
         for (int64_t i = 0; i < kKeys; i += 8) {
             ahead.fetch(kLoadRows * dim_ * 8 / kKeys);
@@ -78,14 +78,14 @@ public:
     }
 
     template <int R>
-    void scores(const float* q, const float* factors, float (*scores)[kKeys], Ahead& ahead) const {
+    void scores(const float* q, const float* factors, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
         if constexpr (kFewQueries > 0)
             if (few_) return scores_of<R, true>(q, factors, scores, ahead);
         scores_of<R, false>(q, factors, scores, ahead);
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) const {
+    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead<Cached>& ahead) const {
         if constexpr (kFewQueries > 0)
             if (few_) return values_of<R, true>(into, kept, weights, ahead);
         values_of<R, false>(into, kept, weights, ahead);
@@ -123,7 +123,7 @@ private:
     }
 
     template <int R, bool few>
-    void scores_of(const float* q, const float* factors, float (*scores)[kKeys], Ahead& ahead) const {
+    void scores_of(const float* q, const float* factors, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
         constexpr int some = kRegisters >= 32 || R < 2 ? R : few && R > 2 ? 4 : 2, V = few && some > 2 ? 1 : kKeys / 16;
         for (int r = 0; r < R; r += some)
             for (int64_t i = 0; i < kKeys; i += 16 * V) {
@@ -133,7 +133,7 @@ private:
     }
 
     template <int R, bool few>
-    void values_of(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) const {
+    void values_of(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead<Cached>& ahead) const {
         constexpr int some = R < 4 ? R : 4;
         // One or two queries take a line of the cache at a time: the lines of all tokens may fall into one set of it.
         constexpr int W = kRegisters >= 32 ? 4 : few && R <= 2 ? 2 : 1;

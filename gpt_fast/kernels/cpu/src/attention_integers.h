@@ -19,7 +19,6 @@ namespace gpt_fast {
 //   most_of_query(dim): to which the largest number of a query is rounded, for heads of `dim`
 //   query_numbers(dim): how many Query a query takes
 //   store_query(q, scale, dim, to): a query [dim] times `scale`, rounded
-//   load_keys(p): a vector of keys, as add_score() wants it
 //   begin(q, dim): what sums of scores begin with
 //   add_score(sum, keys, q), add_value(sum, values, weights): sum + products; splat(): the neighbours of a query, or
 //     weights, in every lane
@@ -49,18 +48,19 @@ struct Words {
         }
     }
 
-    // `count` fours of bytes to as many pairs at `first` and at `second`: of each four the first and the third, and the
-    // second and the fourth.
-    static void widen(const int8_t* fours, int64_t count, uint8_t* first, uint8_t* second) {
+    // `count` fours of bytes, `raised` by 128 or not, to as many pairs at `first` and at `second`: of each four the first
+    // and the third, and the second and the fourth.
+    template <bool raised>
+    static void widen(const uint8_t* fours, int64_t count, uint8_t* first, uint8_t* second) {
 #pragma GCC unroll 2
         for (int64_t i = 0; i < count; i += 8) {
-            const I8 eight = load32(reinterpret_cast<const uint8_t*>(fours + 4 * i));
+            I8 eight = load32(fours + 4 * i);
+            if (raised) eight = raise(eight);
             store32(first + 4 * i, even_words(eight));
             store32(second + 4 * i, odd_words(eight));
         }
     }
 
-    static I16 load_keys(const uint8_t* p) { return load64(p); }
     static I16 begin(const int16_t*, int64_t) { return I16{}; }
     static I16 splat(const int16_t* two) { return splat_words(two); }
     static I16 add_score(I16 sum, I16 keys, I16 q) { return dot_words(sum, keys, q); }
@@ -85,8 +85,8 @@ private:
 
 #ifdef GPT_FAST_DPBUSD
 // Fours of bytes, half as many products as Words where one instruction multiplies and adds four. One side of it is
-// unsigned: 128 is added to each key, and what sums begin with, behind the query, takes that off; weights are never
-// negative. Coarser steps than those of Words, as fine as the cache's own.
+// unsigned: keys have 128 added, and what sums begin with, behind the query, takes that off; weights are never negative.
+// Coarser steps than those of Words, as fine as the cache's own.
 struct Bytes {
     using Query = int8_t;
     using Weight = uint8_t;
@@ -110,7 +110,6 @@ struct Bytes {
         std::memcpy(to + dim, &begin, sizeof begin);
     }
 
-    static I16 load_keys(const uint8_t* p) { return raise(load64(p)); }
     static I16 begin(const int8_t* q, int64_t dim) { return begin_dots16(load_four(q + dim)); }
     static I16 splat(const void* four) { return splat_four(four); }
     static I16 add_score(I16 sum, I16 keys, I16 q) { return dot_raised(sum, keys, q); }
@@ -152,7 +151,7 @@ public:
 
     int64_t load_work() const { return 2 * kLoadRows * p_.head_dim; }
 
-    void load(const Rows<int8_t, kKeys>& rows, int64_t kv_head, Ahead& ahead) {
+    void load(const Rows<int8_t, kKeys>& rows, int64_t kv_head, Ahead<int8_t>& ahead) {
         block_.find(rows, kv_head);
         F16 finite = splat16(0.0f);
         for (int64_t i = 0; i < kKeys; i += 16) finite = plus_product(finite, finite, load16(block_.v_scale + i));
@@ -161,13 +160,13 @@ public:
         if constexpr (kWidened) {
             widen(ahead);
         } else {
-            for (int64_t i = 0; i < kKeys / 16; ++i) keys_[i] = reinterpret_cast<const uint8_t*>(block_.keys[i]);
-            for (int64_t i = first_; i < last_; ++i) values_[i] = reinterpret_cast<const uint8_t*>(block_.values[i]);
+            for (int64_t i = 0; i < kKeys / 16; ++i) keys_[i] = block_.keys[i];
+            for (int64_t i = first_; i < last_; ++i) values_[i] = block_.values[i];
         }
     }
 
     template <int R>
-    void scores(const Number* q, const float* factors, float (*scores)[kKeys], Ahead& ahead) const {
+    void scores(const Number* q, const float* factors, float (*scores)[kKeys], Ahead<int8_t>& ahead) const {
         constexpr int some = kRegisters >= 32 || R < 4 ? R : 4, V = kRegisters >= 32 || R < 3 ? 2 : 1;
         for (int r = 0; r < R; r += some)
             for (int64_t i = 0; i < kKeys; i += 16 * V) {
@@ -177,7 +176,7 @@ public:
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead& ahead) const {
+    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead<int8_t>& ahead) const {
         alignas(64) Weight rounded[R][kKeys];
         float factors[R][kParts];
         for (int r = 0; r < R; ++r)
@@ -206,20 +205,20 @@ private:
     static constexpr int64_t kLoadRows = kWidened ? 1 : 0;       // whose products take as long as to widen a block
     static constexpr int64_t kPart = 32, kParts = kKeys / kPart;
 
-    void widen(Ahead& ahead) {
+    void widen(Ahead<int8_t>& ahead) {
         const int64_t dim = p_.head_dim;
         uint8_t* to = widened_;
         for (int64_t i = 0; i < kKeys / 16; ++i) {
             ahead.fetch(kLoadRows * dim * 16 / kKeys);
             keys_[i] = to;
             for (int64_t d = 0; d < dim; d += 4, to += 2 * kVector)
-                Numbers::widen(block_.keys[i] + d * 16, 16, to, to + kVector);
+                Numbers::template widen<true>(block_.keys[i] + d * 16, 16, to, to + kVector);
         }
         for (int64_t i = first_; i < last_; i += 2) {
             const int64_t bytes = columns_ * kLane;
             ahead.fetch(kLoadRows * dim * 4 / kKeys);
             values_[i] = to, values_[i + 1] = to + bytes;
-            Numbers::widen(block_.values[i / 2], columns_, to, to + bytes);
+            Numbers::template widen<false>(block_.values[i / 2], columns_, to, to + bytes);
             to += 2 * bytes;
         }
     }
@@ -249,7 +248,7 @@ private:
         for (int64_t d = 0; d < p_.head_dim; d += kEach) {
             I16 key[V];
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) key[v] = Numbers::load_keys(keys_[first / 16 + v] + d * 16 * kBytes);
+            for (int v = 0; v < V; ++v) key[v] = load64(keys_[first / 16 + v] + d * 16 * kBytes);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const I16 x = Numbers::splat(q + r * stride_ + d);

@@ -88,7 +88,7 @@ public:
 
     int64_t load_work() const { return 2 * kLoadRows * p_.head_dim; }
 
-    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead& ahead) {
+    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) {
         if constexpr (kScaled) {
             bytes_.find(rows, kv_head);
             widen(ahead);
@@ -98,7 +98,7 @@ public:
     }
 
     template <int R>
-    void scores(const uint16_t* q, const float* factors, float (*scores)[kKeys], Ahead& ahead) {
+    void scores(const uint16_t* q, const float* factors, float (*scores)[kKeys], Ahead<Cached>& ahead) {
         ahead.fetch(R * p_.head_dim);
         if (tiled_)
             tiles_.template scores<R>(q, keys_, p_.head_dim, factors[0], scores);  // they are all the same
@@ -108,7 +108,7 @@ public:
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, float (*weights)[kKeys], Ahead& ahead) {
+    void add_values(float* const* into, const float* kept, float (*weights)[kKeys], Ahead<Cached>& ahead) {
         alignas(64) uint16_t rounded[R][kKeys];
         if constexpr (kScaled) multiply<R>(weights, bytes_.v_scale);
         for (int r = 0; r < R; ++r)
@@ -133,7 +133,7 @@ private:
     static constexpr bool kScaled = std::is_same_v<Cached, int8_t>;
 
     // A head of each row, from column `at` on.
-    void rearrange(const uint16_t* const* keys, const uint16_t* const* values, int64_t at, Ahead& ahead) {
+    void rearrange(const uint16_t* const* keys, const uint16_t* const* values, int64_t at, Ahead<Cached>& ahead) {
         for (int64_t d = 0; d < p_.head_dim; d += 8)
             for (int64_t i = 0; i < kKeys; i += 16) {
                 ahead.fetch(kLoadRows * 8 * 16 / kKeys);
@@ -146,19 +146,19 @@ private:
         }
     }
 
-    void widen(Ahead& ahead) {
+    void widen(Ahead<Cached>& ahead) {
         for (int64_t i = 0; i < kKeys; i += 16) {
             ahead.fetch(kLoadRows * p_.head_dim * 16 / kKeys);
             for (int64_t d = 0; d < p_.head_dim; d += 4) {
                 uint16_t* to = keys_ + d * kKeys + 2 * i;
-                pairs_of_bytes(bytes_.keys[i / 16] + 16 * d, to, to + 2 * kKeys);
+                pairs_of_bytes<true>(bytes_.keys[i / 16] + 16 * d, to, to + 2 * kKeys);
             }
         }
         for (int64_t i = 0; i < kKeys; i += 4) {
             ahead.fetch(kLoadRows * p_.head_dim * 4 / kKeys);
             for (int64_t d = 0; d < columns_; d += 16) {
                 uint16_t* to = values_ + i * columns_ + 2 * d;
-                pairs_of_bytes(bytes_.values[i / 4] + 4 * d, to, to + 2 * columns_);
+                pairs_of_bytes<false>(bytes_.values[i / 4] + 4 * d, to, to + 2 * columns_);
             }
         }
     }

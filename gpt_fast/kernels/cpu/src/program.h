@@ -254,7 +254,9 @@ private:
         const float* sin = op.rotary ? s.angles[2 * op.rope + 1] : nullptr;
         const int64_t half = op.rotary / 2;
         const float eps = static_cast<float>(op.eps);
-        team.share(n, 1, [&](int64_t i, int64_t) {
+        const int64_t most = 16;
+        team.share(n, std::min(most, ceil_div(n, 2 * team.size)), [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
             float* x = row(op.x, i);
             const int64_t turn = (s.turns ? s.turns[i] : i) * half;
             if (op.q_norm && op.norm_rows) {
@@ -270,6 +272,7 @@ private:
             const float* keys = x + op.num_heads * padded;
             write_token(keys, keys + op.num_kv_heads * padded, op.num_kv_heads, padded, s.write_slots[i], k_cache,
                         v_cache, op.k_scale, op.v_scale);
+          }
         });
         team.barrier();
     }

@@ -155,10 +155,13 @@ inline void join_pairs(const uint16_t* a, const uint16_t* b, int64_t count, uint
     for (int64_t i = 0; i < count; ++i) to[2 * i] = a[i], to[2 * i + 1] = b[i];
 }
 
-// Four bytes of each of sixteen lanes as pairs of bfloat16: the first two, and the last two.
-inline void pairs_of_bytes(const int8_t* from, uint16_t* first, uint16_t* second) {
-    for (int i = 0; i < 32; ++i) store_as(static_cast<float>(from[i / 2 * 4 + i % 2]), first + i);
-    for (int i = 0; i < 32; ++i) store_as(static_cast<float>(from[i / 2 * 4 + 2 + i % 2]), second + i);
+// Four bytes of each of sixteen lanes, `raised` by 128 or not, as pairs of bfloat16: the first two, and the last two.
+template <bool raised>
+inline void pairs_of_bytes(const uint8_t* from, uint16_t* first, uint16_t* second) {
+    for (int i = 0; i < 64; ++i) {
+        const float x = raised ? static_cast<float>(from[i] - 128) : static_cast<float>(static_cast<int8_t>(from[i]));
+        store_as(x, (i % 4 < 2 ? first : second) + i / 4 * 2 + i % 2);
+    }
 }
 #endif
 

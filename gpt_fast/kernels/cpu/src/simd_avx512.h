@@ -50,6 +50,7 @@ inline F16 load16_uint8(const uint8_t* p) { return to_floats(load16_bytes(p)); }
 inline I16 splat16(int32_t x) { return _mm512_set1_epi32(x); }
 inline I16 load64(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline void store64(uint8_t* p, I16 v) { _mm512_storeu_si512(p, v); }
+inline I16 raise(I16 w) { return w ^ _mm512_set1_epi8(-128); }
 
 // bfloat16 is the upper half of a float32; two stand side by side.
 inline F16 low_bfloat16(I16 pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
@@ -95,9 +96,10 @@ inline void join_pairs(const uint16_t* a, const uint16_t* b, int64_t count, uint
     for (; i < count; ++i) to[2 * i] = a[i], to[2 * i + 1] = b[i];
 }
 
-// Four bytes of each of sixteen lanes as pairs of bfloat16: the first two, and the last two.
-inline void pairs_of_bytes(const int8_t* from, uint16_t* first, uint16_t* second) {
-    const I16 fours = _mm512_loadu_si512(from);
+// Four bytes of each of sixteen lanes, `raised` by 128 or not, as pairs of bfloat16: the first two, and the last two.
+template <bool raised>
+inline void pairs_of_bytes(const uint8_t* from, uint16_t* first, uint16_t* second) {
+    const I16 fours = raised ? raise(load64(from)) : load64(from);
     auto widen = [](I16 highest) {
         return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(highest, 24)));
     };
@@ -121,7 +123,6 @@ inline void store16_bytes(uint8_t* to, F16 v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
 }
 inline I16 begin_dots16(int32_t offset) { return splat16(offset); }
-inline I16 raise(I16 w) { return w ^ _mm512_set1_epi8(-128); }
 inline I16 dot_raised(I16 sum, I16 raised, I16 x) {
     sum = _mm512_dpbusd_epi32(sum, raised, x);
     pin(sum);

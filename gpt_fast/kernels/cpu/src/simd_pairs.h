@@ -44,7 +44,6 @@ inline I16 splat_words(const int16_t* pair) {
 }
 inline I16 dot_words(I16 sum, I16 w, I16 x) { return {dot_words(sum.a, w.a, x.a), dot_words(sum.b, w.b, x.b)}; }
 inline void store16_words(int16_t* to, F16 v) { store16_words(to, v.a, v.b); }
-inline I16 raise(I16 w) { return {raise(w.a), raise(w.b)}; }
 inline I16 begin_dots16(int32_t offset) { return {begin_dots(offset), begin_dots(offset)}; }
 inline I16 dot_raised(I16 sum, I16 raised, I16 x) {
     return {dot_raised(sum.a, raised.a, x.a), dot_raised(sum.b, raised.b, x.b)};
