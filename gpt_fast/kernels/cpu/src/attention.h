@@ -49,13 +49,14 @@ inline float quantize_head(const float* x, int64_t dim, Store store) {
     return most / 127.0f;
 }
 
-// One token's keys and values [K, D] to its place in the cache: of int8 as attention_bytes.h has it.
+// Of one token's keys and values [K, D] heads [first, first + count) to its place in the cache: of int8 as
+// attention_bytes.h has it.
 template <class Cached>
-void write_token(const float* k, const float* v, int64_t kv_heads, int64_t dim, int64_t place, Cached* k_cache,
-                 Cached* v_cache, float* k_scale, float* v_scale) {
+void write_token(const float* k, const float* v, int64_t first, int64_t count, int64_t kv_heads, int64_t dim,
+                 int64_t place, Cached* k_cache, Cached* v_cache, float* k_scale, float* v_scale) {
     if constexpr (std::is_same_v<Cached, int8_t>) {
         const int64_t lane = place % kSixteen;
-        for (int64_t h = 0; h < kv_heads; ++h) {
+        for (int64_t h = first; h < first + count; ++h) {
             const int64_t head = place / kSixteen * kv_heads + h, at = head * dim * kSixteen;
             int8_t *key = k_cache + at + 4 * lane, *value = v_cache + at + lane / 4 * 4 * dim + lane % 4;
             k_scale[head * kSixteen + lane] = quantize_head(k + h * dim, dim, [&](int64_t d, int8_t* eight) {
@@ -68,9 +69,9 @@ void write_token(const float* k, const float* v, int64_t kv_heads, int64_t dim, 
             });
         }
     } else {
-        const int64_t each = kv_heads * dim;
-        for (int64_t i = 0; i < each; ++i) store_as(k[i], k_cache + place * each + i);
-        for (int64_t i = 0; i < each; ++i) store_as(v[i], v_cache + place * each + i);
+        const int64_t begin = first * dim, end = (first + count) * dim, at = place * kv_heads * dim;
+        for (int64_t i = begin; i < end; ++i) store_as(k[i], k_cache + at + i);
+        for (int64_t i = begin; i < end; ++i) store_as(v[i], v_cache + at + i);
     }
 }
 

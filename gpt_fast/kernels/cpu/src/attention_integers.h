@@ -22,7 +22,7 @@ namespace gpt_fast {
 //   begin(q, dim): what sums of scores begin with
 //   add_score(sum, keys, q), add_value(sum, values, weights): sum + products; splat(): the neighbours of a query, or
 //     weights, in every lane
-//   store_weights(to, v): sixteen, rounded, in the order that the values have
+//   store_weights(to, v): sixteen, rounded
 
 // Pairs of 16 bits (simd.h, dot_words): two instructions for 16 products, where float32 takes two for 8 after bytes
 // have been widened to it.
@@ -44,20 +44,19 @@ struct Words {
             int16_t rounded[16];
             const F8 x = load8(q + d) * gpt_fast::splat(scale);
             store16_words(rounded, x, x);
-            reorder(rounded, 8, to + d);
+            std::memcpy(to + d, rounded, 8 * sizeof *to);
         }
     }
 
-    // `count` fours of bytes, `raised` by 128 or not, to as many pairs at `first` and at `second`: of each four the first
-    // and the third, and the second and the fourth.
+    // `count` fours of bytes, `raised` by 128 or not, to pairs: the first two of each four, the last two.
     template <bool raised>
-    static void widen(const uint8_t* fours, int64_t count, uint8_t* first, uint8_t* second) {
+    static void widen(const uint8_t* fours, int64_t count, uint8_t* first, uint8_t* last) {
 #pragma GCC unroll 2
         for (int64_t i = 0; i < count; i += 8) {
             I8 eight = load32(fours + 4 * i);
             if (raised) eight = raise(eight);
-            store32(first + 4 * i, even_words(eight));
-            store32(second + 4 * i, odd_words(eight));
+            store32(first + 4 * i, first_words(eight));
+            store32(last + 4 * i, last_words(eight));
         }
     }
 
@@ -65,22 +64,7 @@ struct Words {
     static I16 splat(const int16_t* two) { return splat_words(two); }
     static I16 add_score(I16 sum, I16 keys, I16 q) { return dot_words(sum, keys, q); }
     static I16 add_value(I16 sum, I16 values, I16 weights) { return dot_words(sum, values, weights); }
-    static void store_weights(int16_t* to, F16 v) {
-        int16_t rounded[16];
-        store16_words(rounded, v);
-        reorder(rounded, 16, to);
-    }
-
-private:
-    // As widen() does it: of each four the second and the third change places.
-    static void reorder(const int16_t* from, int64_t count, int16_t* to) {
-        for (int64_t i = 0; i < count; i += 4) {
-            uint64_t four;
-            std::memcpy(&four, from + i, sizeof four);
-            four = (four & 0xffff00000000ffff) | (four >> 16 & 0xffff0000) | (four << 16 & 0xffff00000000);
-            std::memcpy(to + i, &four, sizeof four);
-        }
-    }
+    static void store_weights(int16_t* to, F16 v) { store16_words(to, v); }
 };
 
 #ifdef GPT_FAST_DPBUSD

@@ -244,37 +244,42 @@ private:
     }
 
     // Queries and keys normed and rotated in place, keys and values to the cache. Heads whose size is no multiple of 8
-    // are filled up with zeros, into `out`.
+    // are filled up with zeros, into `out`. A thread takes a key-value head, with its queries, of several tokens: in a
+    // cache of int8 these share lines, and threads that write to one line wait for each other.
     template <class Cached>
     void heads(Team& team, const Op& op, Cached*) const {
-        const int64_t d = op.head_dim, padded = op.padded_dim, all = op.num_heads + op.num_kv_heads;
+        const int64_t d = op.head_dim, padded = op.padded_dim, keys = op.num_heads * padded, all_kv = op.num_kv_heads;
         auto* k_cache = static_cast<Cached*>(op.k_cache);
         auto* v_cache = static_cast<Cached*>(op.v_cache);
-        const float* cos = op.rotary ? s.angles[2 * op.rope] : nullptr;
-        const float* sin = op.rotary ? s.angles[2 * op.rope + 1] : nullptr;
-        const int64_t half = op.rotary / 2;
-        const float eps = static_cast<float>(op.eps);
-        const int64_t most = 16;
-        team.share(n, std::min(most, ceil_div(n, 2 * team.size)), [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) {
-            float* x = row(op.x, i);
-            const int64_t turn = (s.turns ? s.turns[i] : i) * half;
-            if (op.q_norm && op.norm_rows) {
-                rms_norm(x, op.q_norm, op.num_heads * d, eps, x, nullptr);
-                rms_norm(x + op.num_heads * d, op.k_norm, op.num_kv_heads * d, eps, x + op.num_heads * d, nullptr);
+        const bool whole = (op.q_norm && op.norm_rows) || padded != d;
+        const int64_t parts = whole ? 1 : all_kv, kv = all_kv / parts, queries = op.num_heads / parts;
+        const int64_t tokens = std::clamp<int64_t>(ceil_div(n * parts, 2 * team.size), 1, kSixteen);
+        team.share(ceil_div(n, tokens) * parts, 1, [&](int64_t index, int64_t) {
+            const int64_t part = index % parts, first = index / parts * tokens;
+            for (int64_t i = first; i < std::min(first + tokens, n); ++i) {
+                float* x = row(op.x, i);
+                if (op.q_norm && op.norm_rows) {
+                    const float eps = static_cast<float>(op.eps);
+                    rms_norm(x, op.q_norm, op.num_heads * d, eps, x, nullptr);
+                    rms_norm(x + op.num_heads * d, op.k_norm, all_kv * d, eps, x + op.num_heads * d, nullptr);
+                }
+                turn(op, x + part * queries * d, queries, op.q_norm, i);
+                turn(op, x + (op.num_heads + part * kv) * d, kv, op.k_norm, i);
+                if (padded != d) x = pad_heads(x, op.num_heads + 2 * all_kv, d, padded, row(op.out, i));
+                write_token(x + keys, x + keys + all_kv * padded, part * kv, kv, all_kv, padded, s.write_slots[i],
+                            k_cache, v_cache, op.k_scale, op.v_scale);
             }
-            for (int64_t head = 0; head < all; ++head) {
-                if (op.q_norm && !op.norm_rows)
-                    rms_norm(x + head * d, head < op.num_heads ? op.q_norm : op.k_norm, d, eps, x + head * d, nullptr);
-                if (half) rope_head(x + head * d, cos + turn, sin + turn, half);
-            }
-            if (padded != d) x = pad_heads(x, all + op.num_kv_heads, d, padded, row(op.out, i));
-            const float* keys = x + op.num_heads * padded;
-            write_token(keys, keys + op.num_kv_heads * padded, op.num_kv_heads, padded, s.write_slots[i], k_cache,
-                        v_cache, op.k_scale, op.v_scale);
-          }
         });
         team.barrier();
+    }
+
+    // `count` heads of token i at `x`: each normed, unless all heads of a row are together, and rotated.
+    void turn(const Op& op, float* x, int64_t count, const float* norm, int64_t i) const {
+        const int64_t d = op.head_dim, half = op.rotary / 2, at = (s.turns ? s.turns[i] : i) * half;
+        for (int64_t head = 0; head < count; ++head, x += d) {
+            if (norm && !op.norm_rows) rms_norm(x, norm, d, static_cast<float>(op.eps), x, nullptr);
+            if (half) rope_head(x, s.angles[2 * op.rope] + at, s.angles[2 * op.rope + 1] + at, half);
+        }
     }
 
     template <class Cached>

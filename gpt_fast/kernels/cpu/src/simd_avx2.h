@@ -134,9 +134,15 @@ inline I8 dot_words(I8 sum, I8 w, I8 x) {
     return sum;
 }
 
-// Of each four bytes b the pairs b0, b2 and b1, b3.
-inline I8 even_words(I8 bytes) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), bytes); }
-inline I8 odd_words(I8 bytes) { return _mm256_srai_epi16(bytes, 8); }
+// The first two and the last two of each four bytes, as pairs of 16 bits.
+inline I8 first_words(I8 bytes) {
+    const __m128i order = _mm_setr_epi8(0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13);
+    return _mm256_srai_epi16(_mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(order)), 8);
+}
+inline I8 last_words(I8 bytes) {
+    const __m128i order = _mm_setr_epi8(2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11, 14, 14, 15, 15);
+    return _mm256_srai_epi16(_mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(order)), 8);
+}
 
 // The nearest whole numbers, at most 32,767 in magnitude.
 inline void store16_words(int16_t* to, F8 a, F8 b) {

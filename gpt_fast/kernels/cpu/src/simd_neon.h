@@ -135,14 +135,16 @@ inline I8 dot_words(I8 sum, I8 w, I8 x) {
     return sum;
 }
 
-// Of each four bytes b the pairs b0, b2 and b1, b3.
-inline I8 even_words(I8 bytes) {
+// The first two and the last two of each four bytes, as pairs of 16 bits.
+inline I8 first_words(I8 bytes) {
     const int8x16_t even = vuzp1q_s8(vreinterpretq_s8_s32(bytes.a), vreinterpretq_s8_s32(bytes.b));
-    return of_words(vmovl_s8(vget_low_s8(vuzp1q_s8(even, even))), vmovl_s8(vget_low_s8(vuzp2q_s8(even, even))));
-}
-inline I8 odd_words(I8 bytes) {
     const int8x16_t odd = vuzp2q_s8(vreinterpretq_s8_s32(bytes.a), vreinterpretq_s8_s32(bytes.b));
-    return of_words(vmovl_s8(vget_low_s8(vuzp1q_s8(odd, odd))), vmovl_s8(vget_low_s8(vuzp2q_s8(odd, odd))));
+    return of_words(vmovl_s8(vget_low_s8(vuzp1q_s8(even, even))), vmovl_s8(vget_low_s8(vuzp1q_s8(odd, odd))));
+}
+inline I8 last_words(I8 bytes) {
+    const int8x16_t even = vuzp1q_s8(vreinterpretq_s8_s32(bytes.a), vreinterpretq_s8_s32(bytes.b));
+    const int8x16_t odd = vuzp2q_s8(vreinterpretq_s8_s32(bytes.a), vreinterpretq_s8_s32(bytes.b));
+    return of_words(vmovl_s8(vget_low_s8(vuzp2q_s8(even, even))), vmovl_s8(vget_low_s8(vuzp2q_s8(odd, odd))));
 }
 
 // Fetches, as assembly for the reason that simd_avx2.h has.
