@@ -114,9 +114,10 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
 // It brings
 //   Keys(p, queries): `queries` is how many queries of one head will use each block
 //   Number: the type of queries
-//   kKeys: how many keys are a block; kRough: whether weights are rounded to bytes
+//   kKeys: how many keys are a block
+//   kRough: whether weights are rounded to bytes. Then scores() leaves the factors out, and the softmax has them.
 //   query_numbers(dim): how many of them a query takes, for heads of `dim`
-//   store_query(q, to): a query [D] to what scores() takes, in units of what is returned, a factor of the score
+//   store_query(q, to): a query [D] to what scores() takes, in units of what is returned: a factor of the score, not 0
 //   column(d, dim): where column d of the values stands in what add_values() adds to, for heads of `dim`
 //   load(rows, kv_head, ahead): a block of that head
 //   load_work(): of one load()
@@ -172,6 +173,8 @@ public:
     int64_t work() const { return keys_.load_work() + rows_ * (p_.head_dim + p_.state_dim()); }
 
 private:
+    static constexpr float kOnes[kMostQueries] = {1, 1, 1, 1, 1, 1, 1, 1};
+
     template <int R>
     [[gnu::noinline]] void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states, Ahead<Cached>& ahead) {
         alignas(64) float weights[R][kKeys];
@@ -180,7 +183,13 @@ private:
         const int64_t group = p_.group(), state_dim = p_.state_dim();
         const Adjust adjust = p_.adjust(kv_head);
         const int64_t query = (kv_head - kv_begin_) * rows_ + row;
-        keys_.template scores<R>(q_ + query * each_, factors_ + query, weights, ahead);
+        const float* factors = factors_ + query;
+        keys_.template scores<R>(q_ + query * each_, factors, weights, ahead);
+        if (Keys::kRough && (adjust || !(p_.scale > 0.0f))) {  // else the largest is the same before and after it
+            for (int r = 0; r < R; ++r)
+                for (int64_t i = 0; i < kKeys; i += 16) store16(weights[r] + i, load16(weights[r] + i) * splat16(factors[r]));
+            factors = kOnes;
+        }
         int64_t token = row / group, head = row % group;
         for (int r = 0; r < R; ++r) {
             const View& view = views[token];
@@ -193,7 +202,7 @@ private:
             partials[r] = partial(into[r], state_dim);
             if (++head == group) ++token, head = 0;
         }
-        softmax_block<R, Keys::kRough>(weights, partials, kept);
+        softmax_block<R, Keys::kRough>(weights, factors, partials, kept);
         keys_.template add_values<R>(into, kept, weights, ahead);
     }
 

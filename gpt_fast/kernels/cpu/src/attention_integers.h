@@ -129,8 +129,9 @@ public:
         I8 largest = splat(0);
         for (int64_t d = 0; d < p_.head_dim; d += 8) largest = larger_magnitude(largest, load8(q + d));
         const float most = largest_lane(largest);
-        Numbers::store_query(q, most == 0.0f ? 0.0f : most_ / most, p_.head_dim, to);
-        return most / most_ + (most - most);  // NaN if a number is not finite
+        const bool nothing = most < 1e-30f;
+        Numbers::store_query(q, nothing ? 0.0f : most_ / most, p_.head_dim, to);
+        return nothing ? 1.0f : most / most_ + (most - most);  // NaN if a number is not finite
     }
 
     int64_t load_work() const { return 2 * kLoadRows * p_.head_dim; }
@@ -243,9 +244,11 @@ private:
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v)
-                store16(scores[r] + first + 16 * v,
-                        to_floats(sum[r][v]) * splat16(factors[r]) * load16(block_.k_scale + first + 16 * v));
+            for (int v = 0; v < V; ++v) {
+                F16 score = to_floats(sum[r][v]);
+                if (!kRough) score = score * splat16(factors[r]);
+                store16(scores[r] + first + 16 * v, score * load16(block_.k_scale + first + 16 * v));
+            }
     }
 
     template <int R, int W>

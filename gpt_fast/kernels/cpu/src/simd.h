@@ -224,8 +224,10 @@ template <int N>
     for (int i = 0; i < N; ++i) x[i] = {halves[2 * i], halves[2 * i + 1]};
 }
 
+// e^(x * factor - shift)
 template <int N>
-[[gnu::always_inline]] inline void exp16_rough(F16 (&x)[N]) {
+[[gnu::always_inline]] inline void exp16_rough(F16 (&x)[N], float factor, float shift) {
+    for (int i = 0; i < N; ++i) x[i] = plus_product(splat16(-shift), x[i], splat16(factor));
     exp16_each(x);
 }
 #endif

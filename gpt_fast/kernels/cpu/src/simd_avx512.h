@@ -22,13 +22,15 @@ inline __mmask16 less(F16 x, F16 y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ
 inline bool any_larger(F16 v, float limit) { return less(splat16(limit), v) != 0; }
 inline F16 choose(__mmask16 mask, F16 yes, F16 no) { return _mm512_mask_blend_ps(mask, no, yes); }
 inline F16 power_of_low_bits(F16 v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23)); }
-// e^x of some vectors, relative error below 2e-4, 0 below e^-103: for weights that are rounded to a byte. x = n ln 2 +
-// r ln 2, the polynomial of degree 3 with the least relative error for 2^r, |r| <= 1 / 2. NaN stays NaN.
+// e^(x * factor - shift) of some vectors, relative error below 2e-4, 0 below e^-103: for weights that are rounded to a
+// byte. As 2^n 2^r, the polynomial of degree 3 with the least relative error for 2^r, |r| <= 1 / 2. NaN stays NaN.
 template <int N>
-[[gnu::always_inline]] inline void exp16_rough(F16 (&x)[N]) {
+[[gnu::always_inline]] inline void exp16_rough(F16 (&x)[N], float factor, float shift) {
+    const F16 by = splat16(factor * 1.44269504f), from = splat16(shift * -1.44269504f);
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) {
-        const F16 t = larger(splat16(-150.0f), x[i] * splat16(1.44269504f)), n = _mm512_roundscale_ps(t, 0), r = t - n;
+        const F16 t = plus_product(from, x[i], by);
+        const F16 u = larger(splat16(-150.0f), t), n = _mm512_roundscale_ps(u, 0), r = u - n;
         F16 p = plus_product(splat16(0.24261112f), splat16(0.05517166f), r);
         p = plus_product(splat16(0.69326099f), p, r);
         x[i] = _mm512_scalef_ps(plus_product(splat16(0.99992807f), p, r), n);

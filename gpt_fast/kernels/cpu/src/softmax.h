@@ -56,34 +56,42 @@ constexpr int kExpVectors = kRegisters < 32 ? 2 : 4;  // whose exponentials are 
 
 // Scores of one block of N keys to weights, in place, for R queries; their sums and what they are relative to into
 // `states`, and into `kept` what the earlier values are to be multiplied with. All largest scores first: then the
-// exponentials of all queries wait for nothing. kRough: weights that are rounded to a byte afterwards.
+// exponentials of all queries wait for nothing. kRough: weights that are rounded to a byte afterwards, of scores that
+// are to be multiplied by `factors` first.
 template <int R, bool kRough, int64_t N>
-[[gnu::noinline]] void softmax_block(float (*weights)[N], const Partial* states, float* kept) {
+[[gnu::noinline]] void softmax_block(float (*weights)[N], const float* factors, const Partial* states, float* kept) {
+    F16 tops[R], above = splat16(-1.0f);
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-        F16 top = load16(weights[r]);
+        tops[r] = load16(weights[r]);
 #pragma GCC unroll 4
-        for (int64_t i = 16; i < N; i += 16) top = larger(top, load16(weights[r] + i));
+        for (int64_t i = 16; i < N; i += 16) tops[r] = larger(tops[r], load16(weights[r] + i));
+        if (kRough) tops[r] = tops[r] * splat16(factors[r]);
+        above = larger(tops[r] - splat16(*states[r].max + kHeadroom), above);  // which stays where the first is NaN
         kept[r] = 1.0f;
-        const float old = *states[r].max;
-        if (!any_larger(top, old + kHeadroom)) continue;
-        *states[r].max = lane_max(top);
-        kept[r] = old == -__builtin_inff() ? 0.0f : exp_one(old - *states[r].max);
     }
+    if (any_larger(above, 0.0f))  // seldom, behind a prompt's first blocks
+        for (int r = 0; r < R; ++r) {
+            const float old = *states[r].max;
+            if (!any_larger(tops[r], old + kHeadroom)) continue;
+            *states[r].max = lane_max(tops[r]);
+            kept[r] = old == -__builtin_inff() ? 0.0f : exp_one(old - *states[r].max);
+        }
+    // Should all be -infinity, the difference to the largest would be NaN: such a block has no weight.
+    auto shift = [&](int r) { return *states[r].max == -__builtin_inff() ? 0.0f : *states[r].max; };
     constexpr int vectors = N / 16, most = kExpVectors / vectors, rows = R < most ? R : most;
     for (int first = 0; first < R; first += rows) {
         F16 e[rows * vectors];
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; ++r) {
-            const float max = *states[first + r].max;
-            // Should all be -infinity, the difference would be NaN: such a block has no weight.
-            const F16 shift = splat16(max == -__builtin_inff() ? 0.0f : max);
+        for (int i = 0; i < rows * vectors; ++i) e[i] = load16(weights[first + i / vectors] + i % vectors * 16);
+        if constexpr (kRough) {
+            static_assert(rows == 1, "one factor");
+            exp16_rough(e, factors[first], shift(first));
+        } else {
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; ++v) e[r * vectors + v] = load16(weights[first + r] + 16 * v) - shift;
-        }
-        if constexpr (kRough)
-            exp16_rough(e);
-        else
+            for (int i = 0; i < rows * vectors; ++i) e[i] = e[i] - splat16(shift(first + i / vectors));
             exp16_each(e);
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
             F16 total = splat16(0.0f);
