@@ -58,7 +58,7 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
         rows.from = std::max<int64_t>(begin - base, 0), rows.end = std::min(key_end - base, kKeys);
         for (int64_t i = 0; i < kKeys; ++i)
             rows.set(p, i, places[base - begin + std::clamp(i, rows.from, rows.end - 1)]);
-        View views[kQueryPiece];
+        View views[kLongestPiece];
         for (int64_t token = first; token < last; ++token) {
             const int64_t position = length - end + token, oldest = p.window ? position + 1 - p.window : 0;
             views[token - first] = {std::max<int64_t>(oldest - base, 0), std::min(position + 1 - base, rows.end),
@@ -94,25 +94,38 @@ void finish(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_head
         }
 }
 
+// Pieces of at most `size` tokens.
 template <class Cached>
-int64_t count_pieces(const Paged<Cached>& p) {
+int64_t count_pieces(const Paged<Cached>& p, int64_t size) {
     int64_t count = 0;
-    for (int64_t s = 0; s < p.slots; ++s) count += ceil_div(p.query_start[s + 1] - p.query_start[s], kQueryPiece);
+    for (int64_t s = 0; s < p.slots; ++s) count += ceil_div(p.query_start[s + 1] - p.query_start[s], size);
     return count;
 }
 
 template <class Cached>
-Piece find_piece(const Paged<Cached>& p, int64_t index) {
+Piece find_piece(const Paged<Cached>& p, int64_t size, int64_t index) {
     int64_t slot = 0;
     for (;; ++slot) {
-        const int64_t here = ceil_div(p.query_start[slot + 1] - p.query_start[slot], kQueryPiece);
+        const int64_t here = ceil_div(p.query_start[slot + 1] - p.query_start[slot], size);
         if (index < here) break;
         index -= here;
     }
-    const int64_t first = p.query_start[slot] + index * kQueryPiece, end = p.query_start[slot + 1];
-    const int64_t last = first + kQueryPiece < end ? first + kQueryPiece : end;
+    const int64_t first = p.query_start[slot] + index * size, end = p.query_start[slot + 1];
+    const int64_t last = std::min(first + size, end);
     const int64_t length = p.context_len[slot], lowest = p.window ? length - end + first + 1 - p.window : 0;
     return {slot, first, last, lowest > 0 ? lowest / kSplit : 0, ceil_div(length - end + last, kSplit)};
+}
+
+// Tokens of a piece of prompts, for one key-value head after the other. Long pieces read keys less often, but their
+// sums no longer fit the first level of a core's cache, which pays only where contexts are long.
+template <class Cached>
+int64_t tokens_of_piece(const Paged<Cached>& p, int64_t sums_of_token, int threads) {
+    int64_t tokens = kQueryPiece;
+    if (*std::max_element(p.context_len, p.context_len + p.slots) <= kSplit) return tokens;
+    while (2 * tokens <= kLongestPiece && 2 * tokens * sums_of_token <= kMostSums &&
+           count_pieces(p, 2 * tokens) * p.kv_heads >= 4 * threads)
+        tokens *= 2;
+    return tokens;
 }
 
 }  // namespace
@@ -120,14 +133,15 @@ Piece find_piece(const Paged<Cached>& p, int64_t index) {
 template <class Cached>
 void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
     static thread_local Scratch own_scratch;
-    const int64_t pieces = count_pieces(p), items = pieces * p.kv_heads;
-    const bool decoding = pieces == p.query_start[p.slots];  // one token each
-    // Of the states of one key-value head:
-    const int64_t size = (decoding ? 1 : kQueryPiece) * p.group() * state_floats(p.state_dim());
+    const int64_t pieces = count_pieces(p, kQueryPiece), items = pieces * p.kv_heads;
+    const bool decoding = pieces == p.query_start[p.slots];            // one token each
+    const int64_t each = p.group() * state_floats(p.state_dim());  // of the states of a token and a key-value head
     if (!decoding && items >= 2 * team.size) {
+        const int64_t tokens = tokens_of_piece(p, each, team.size), size = tokens * each;
+        const int64_t last = count_pieces(p, tokens) - 1;  // first of all, as it sees the most keys of its prompt
         float* own = own_scratch.get<float>(2 * size);
-        team.share(items, 1, [&](int64_t index, int64_t) {
-            const Piece piece = find_piece(p, index / p.kv_heads);
+        team.share((last + 1) * p.kv_heads, 1, [&](int64_t index, int64_t) {
+            const Piece piece = find_piece(p, tokens, last - index / p.kv_heads);
             const int64_t kv_head = index % p.kv_heads, states = (piece.last - piece.first) * p.group();
             AttentionBlock<Cached, KeysOf<Cached>> block(p, piece.first, piece.last, kv_head, kv_head + 1);
             for (int64_t split = piece.split_begin; split < piece.split_end; ++split) {
@@ -139,9 +153,10 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
         });
         return;
     }
+    const int64_t size = (decoding ? 1 : kQueryPiece) * each;
     int64_t most = 1;  // splits of a piece
     for (int64_t i = 0; i < pieces; ++i) {
-        const Piece piece = find_piece(p, i);
+        const Piece piece = find_piece(p, kQueryPiece, i);
         most = std::max(most, piece.split_end - piece.split_begin);
     }
     const int64_t together = decoding && pieces * most >= 2 * team.size ? p.kv_heads : 1, parts = p.kv_heads / together;
@@ -150,7 +165,7 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
     };
     team.share(pieces * most * parts, 1, [&](int64_t index, int64_t) {
         const int64_t which = index / parts / most, split = index / parts % most, kv_head = index % parts * together;
-        const Piece piece = find_piece(p, which);
+        const Piece piece = find_piece(p, kQueryPiece, which);
         if (piece.split_begin + split >= piece.split_end) return;
         AttentionBlock<Cached, KeysOf<Cached>> block(p, piece.first, piece.last, kv_head, kv_head + together);
         attend_split(p, piece, kv_head, kv_head + together, piece.split_begin + split, block,
@@ -159,7 +174,7 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
     team.barrier();
     team.share(items, 1, [&](int64_t index, int64_t) {
         const int64_t which = index / p.kv_heads, kv_head = index % p.kv_heads;
-        const Piece piece = find_piece(p, which);
+        const Piece piece = find_piece(p, kQueryPiece, which);
         float* total = part_of(which, 0, kv_head);
         for (int64_t split = 1; split < piece.split_end - piece.split_begin; ++split)
             merge_states(total, part_of(which, split, kv_head), (piece.last - piece.first) * p.group(), p.state_dim());

@@ -21,6 +21,8 @@ namespace gpt_fast {
 
 constexpr int64_t kSplit = 512;
 constexpr int64_t kQueryPiece = kBfloat16Dots ? 16 : 8;  // tokens of one sequence that share a pass over its keys
+constexpr int64_t kLongestPiece = 64;                    // or so many, behind long contexts
+constexpr int64_t kMostSums = 1 << 16;                   // floats of a piece's sums, a quarter of a MB
 
 // Called by the whole team; keys and values of the step must be in the cache. Ends without a barrier.
 // `shared` has room for attention_scratch() floats. Cached: as in Paged.
