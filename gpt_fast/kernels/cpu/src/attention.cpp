@@ -138,10 +138,9 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
     const int64_t each = p.group() * state_floats(p.state_dim());  // of the states of a token and a key-value head
     if (!decoding && items >= 2 * team.size) {
         const int64_t tokens = tokens_of_piece(p, each, team.size), size = tokens * each;
-        const int64_t last = count_pieces(p, tokens) - 1;  // first of all, as it sees the most keys of its prompt
         float* own = own_scratch.get<float>(2 * size);
-        team.share((last + 1) * p.kv_heads, 1, [&](int64_t index, int64_t) {
-            const Piece piece = find_piece(p, tokens, last - index / p.kv_heads);
+        team.share(count_pieces(p, tokens) * p.kv_heads, 1, [&](int64_t index, int64_t) {
+            const Piece piece = find_piece(p, tokens, index / p.kv_heads);
             const int64_t kv_head = index % p.kv_heads, states = (piece.last - piece.first) * p.group();
             AttentionBlock<Cached, KeysOf<Cached>> block(p, piece.first, piece.last, kv_head, kv_head + 1);
             for (int64_t split = piece.split_begin; split < piece.split_end; ++split) {
