@@ -28,11 +28,11 @@ class Cache:
         self.table = (torch.randperm(slots * each, generator=g) + 1).view(slots, each).int()
         self.page, self.fast = page, fast
         sizes = (slots * each + 1, page, self.kv_heads, padded(self.head_dim) if fast else self.head_dim)
-        if dtype == torch.int8:
-            k, v = torch.full(sizes, 127, dtype=dtype), torch.full(sizes, -128, dtype=dtype)
-            self.layer = LayerCache(k, v, torch.full(sizes[:3], torch.nan), torch.full(sizes[:3], torch.inf))
-        else:
-            self.layer = LayerCache(*(torch.full(sizes, value, dtype=dtype) for value in (torch.nan, torch.inf)))
+        self.layer = LayerCache.zeros(sizes, dtype, torch.device("cpu"))
+        worst = (127, -128, torch.nan, torch.inf) if dtype == torch.int8 else (torch.nan, torch.inf)
+        for part, value in zip(self.layer, worst, strict=False):
+            assert part is not None
+            part.fill_(value)
 
     def places(self, slot: int, begin: int, end: int) -> list[int]:
         return [int(self.table[slot, p // self.page]) * self.page + p % self.page for p in range(begin, end)]
@@ -135,6 +135,42 @@ def test_attention_to_int8_is_near_the_eager_seam(spread: float, window: int, sh
 
 
 @needs_cpp
+@pytest.mark.parametrize("shape", [(4, 2, 16), (3, 3, 40)], ids=str)
+def test_attention_to_int8_is_the_same_for_pages_of_any_size(shape: tuple[int, int, int]) -> None:
+    """Sixteen places lie together in such a cache, whatever a page is."""
+    qkv = sequences([1, 130, 77], *shape)
+    steps = [[(1, 0, 100)], [(0, 0, 1), (1, 100, 101), (2, 0, 77)], [(1, 101, 130)]]
+
+    def with_pages_of(page: int, window: int) -> Tensor:
+        cache = Cache(3, 130, shape, torch.int8, page, fast=True)
+        return torch.cat([cache.attend(step, qkv, Scoring(window, shape[2] ** -0.5)) for step in steps])
+
+    for window in (0, 9):
+        usual = with_pages_of(16, window)
+        for page in (1, 3, 8, 20, 32, 48, 130):
+            assert torch.equal(with_pages_of(page, window), usual), page
+
+
+@needs_cpp
+def test_a_cache_of_int8_that_ends_within_a_group_is_refused() -> None:
+    cache = Cache(1, 5, (1, 1, 8), torch.int8, 5, fast=True)
+    cache.layer = LayerCache(*(part.clone() for part in cache.layer if part is not None))
+    with pytest.raises(ValueError, match="ends within a group"):
+        cache.attend([(0, 0, 5)], sequences([5], 1, 1, 8), Scoring(0, 1.0))
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.3])
+def test_attention_with_any_scale_and_with_queries_of_nothing(scale: float, dtype: torch.dtype) -> None:
+    q, k, v = sequences([90], 4, 2, 16)[0]
+    q[::3, 0], q[1::3, 1] = 0.0, 1e-37
+    steps = [[(0, 0, 70)], [(0, 70, 71)], [(0, 71, 90)]]
+    for got, expected in fast_and_eager([(q, k, v)], (4, 2, 16), dtype, steps, Scoring(0, scale)):
+        torch.testing.assert_close(got, expected, atol=2e-6 if dtype == torch.float32 else 0.05, rtol=1e-4)
+
+
+@needs_cpp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.01, 0.1, 0.5, 4.0])
 def test_attention_where_later_keys_score_more(scale: float, dtype: torch.dtype) -> None:
@@ -148,7 +184,9 @@ def test_attention_where_later_keys_score_more(scale: float, dtype: torch.dtype)
 
 
 @needs_cpp
-@pytest.mark.parametrize(("dtype", "atol", "rtol"), [(torch.float32, 5e-6, 1e-4), (torch.bfloat16, 0.03, 0.0)])
+@pytest.mark.parametrize(
+    ("dtype", "atol", "rtol"), [(torch.float32, 5e-6, 1e-4), (torch.bfloat16, 0.03, 0.0), (torch.int8, 0.05, 0.0)]
+)
 @pytest.mark.parametrize("window", [0, 70])
 def test_attention_with_caps_slopes_and_sinks_equals_the_eager_seam(
     window: int, dtype: torch.dtype, atol: float, rtol: float
