@@ -29,8 +29,8 @@ struct KeysOfCache<int8_t> {
 template <class Cached>
 using KeysOf = typename KeysOfCache<Cached>::Type;
 
-// Of tokens that lie together each head is some lines one behind the other: so many heads before they are needed they
-// are fetched, and not a whole block before, which would not fit the CPU's first cache.
+// Where tokens lie together, a head of a block is a few pieces of memory. They are fetched so many heads before they are
+// needed: all heads of the next block would not fit the first level of a core's cache.
 constexpr int64_t kHeadsAhead = 2;
 
 // What the threads share out: pieces of queries, found by walking the slots.
@@ -74,7 +74,7 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
                 const bool here = later < kv_end;
                 const int64_t head = here ? later : std::min(later - kv_heads, kv_end - 1);
                 ahead = Ahead<Cached>(p, head, head + 1, here ? places + (base + rows.from - begin) : next,
-                              here ? rows.end - rows.from : count, block.work(), near);
+                                      here ? rows.end - rows.from : count, block.work(), near);
             }
             block.load(rows, kv_head, ahead);
             block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record, ahead);
@@ -116,12 +116,13 @@ Piece find_piece(const Paged<Cached>& p, int64_t size, int64_t index) {
     return {slot, first, last, lowest > 0 ? lowest / kSplit : 0, ceil_div(length - end + last, kSplit)};
 }
 
-// Tokens of a piece of prompts, for one key-value head after the other. Long pieces read keys less often, but their
-// sums no longer fit the first level of a core's cache, which pays only where contexts are long.
+// Tokens of a piece of prompts. Long pieces read keys less often, but their sums do not fit the first level of a core's
+// cache, and they see more keys than each of their tokens: that pays where tokens see many.
 template <class Cached>
 int64_t tokens_of_piece(const Paged<Cached>& p, int64_t sums_of_token, int threads) {
-    int64_t tokens = kQueryPiece;
-    if (*std::max_element(p.context_len, p.context_len + p.slots) <= kSplit) return tokens;
+    int64_t tokens = kQueryPiece, most = *std::max_element(p.context_len, p.context_len + p.slots);
+    if (p.window && p.window < most) most = p.window;
+    if (most <= kSplit) return tokens;
     while (2 * tokens <= kLongestPiece && 2 * tokens * sums_of_token <= kMostSums &&
            count_pieces(p, 2 * tokens) * p.kv_heads >= 4 * threads)
         tokens *= 2;
@@ -134,7 +135,7 @@ template <class Cached>
 void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
     static thread_local Scratch own_scratch;
     const int64_t pieces = count_pieces(p, kQueryPiece), items = pieces * p.kv_heads;
-    const bool decoding = pieces == p.query_start[p.slots];            // one token each
+    const bool decoding = pieces == p.query_start[p.slots];        // one token each
     const int64_t each = p.group() * state_floats(p.state_dim());  // of the states of a token and a key-value head
     if (!decoding && items >= 2 * team.size) {
         const int64_t tokens = tokens_of_piece(p, each, team.size), size = tokens * each;

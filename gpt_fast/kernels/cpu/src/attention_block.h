@@ -37,7 +37,8 @@ public:
           places_end_(places + count),
           memory_(reinterpret_cast<const char*>(p.k_cache + kv_begin * p.head_dim * kStep)),
           values_(reinterpret_cast<const char*>(p.v_cache + kv_begin * p.head_dim * kStep)) {
-        if (kScales) each_scale_ = p.kv_heads, scales_ = p.k_scale + kv_begin * kStep, v_scales_ = p.v_scale + kv_begin * kStep;
+        if (kScales)
+            each_scale_ = p.kv_heads, scales_ = p.k_scale + kv_begin * kStep, v_scales_ = p.v_scale + kv_begin * kStep;
         left_ = 2 * ceil_div(count, kStep) * ceil_div(bytes_, kLine), rate_ = (left_ << kBits) / work + 1;
         if (count > 0) go_to(places);
     }
@@ -150,7 +151,9 @@ public:
                 }
     }
 
-    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) { keys_.load(rows, kv_head, ahead); }
+    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) {
+        keys_.load(rows, kv_head, ahead);
+    }
 
     // All rows: tokens with what each sees, heads of kv_head; states [tokens, heads of kv_head].
     void attend(const View* views, int64_t kv_head, float* states, Ahead<Cached>& ahead) {
@@ -176,7 +179,8 @@ private:
     static constexpr float kOnes[kMostQueries] = {1, 1, 1, 1, 1, 1, 1, 1};
 
     template <int R>
-    [[gnu::noinline]] void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states, Ahead<Cached>& ahead) {
+    [[gnu::noinline]] void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states,
+                                       Ahead<Cached>& ahead) {
         alignas(64) float weights[R][kKeys];
         float *into[R], kept[R];
         Partial partials[R];
@@ -187,7 +191,8 @@ private:
         keys_.template scores<R>(q_ + query * each_, factors, weights, ahead);
         if (Keys::kRough && (adjust || !(p_.scale > 0.0f))) {  // else the largest is the same before and after it
             for (int r = 0; r < R; ++r)
-                for (int64_t i = 0; i < kKeys; i += 16) store16(weights[r] + i, load16(weights[r] + i) * splat16(factors[r]));
+                for (int64_t i = 0; i < kKeys; i += 16)
+                    store16(weights[r] + i, load16(weights[r] + i) * splat16(factors[r]));
             factors = kOnes;
         }
         int64_t token = row / group, head = row % group;

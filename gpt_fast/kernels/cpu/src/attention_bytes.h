@@ -5,8 +5,8 @@
 //
 //   keys [sixteens, K, D / 4, 16, 4], 128 more each; values [sixteens, K, 4, D, 4]; scales of both [sixteens, K, 16]
 //
-// Where pages are whole sixteens, products read the cache itself. Pages of another size work as well, slowly: their keys
-// and values are copied first.
+// Where pages are whole sixteens, products read the cache itself. Pages of another size work as well, slowly: their
+// keys and values are copied first.
 #pragma once
 
 #include "attention_block.h"
@@ -29,8 +29,7 @@ public:
     const uint8_t* values[N / 4];              // [columns, 4] each
     alignas(64) float k_scale[N], v_scale[N];  // those of values are 0 where nothing was loaded
 
-    explicit ByteBlock(const Paged<int8_t>& p)
-        : p_(p), columns_(p.state_dim()), whole_(p.page_size % kSixteen == 0) {
+    explicit ByteBlock(const Paged<int8_t>& p) : p_(p), columns_(p.state_dim()), whole_(p.page_size % kSixteen == 0) {
         if (whole_ && p.head_dim == columns_) return;
         static thread_local Scratch scratch;
         copies_ = scratch.get<uint8_t>(N * (p.head_dim + columns_));
@@ -87,7 +86,7 @@ private:
 
     const Paged<int8_t>& p_;
     const int64_t columns_;
-    const bool whole_;  // pages are whole sixteens
+    const bool whole_;           // pages are whole sixteens
     uint8_t* copies_ = nullptr;  // keys [N / 16, D / 4, 16, 4], values [N / 4, columns, 4]
 };
 

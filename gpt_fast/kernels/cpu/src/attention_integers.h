@@ -69,8 +69,8 @@ struct Words {
 
 #ifdef GPT_FAST_DPBUSD
 // Fours of bytes, half as many products as Words where one instruction multiplies and adds four. One side of it is
-// unsigned: keys have 128 added, and what sums begin with, behind the query, takes that off; weights are never negative.
-// Coarser steps than those of Words, as fine as the cache's own.
+// unsigned: keys have 128 added, and what sums begin with, behind the query, takes that off; weights are never
+// negative. Coarser steps than those of Words, as fine as the cache's own.
 struct Bytes {
     using Query = int8_t;
     using Weight = uint8_t;
@@ -184,10 +184,11 @@ public:
 
 private:
     using Weight = typename Numbers::Weight;
-    static constexpr int64_t kEach = Numbers::kEach, kBytes = sizeof(Number), kLane = kEach * kBytes, kVector = 16 * kLane;
+    static constexpr int64_t kEach = Numbers::kEach, kBytes = sizeof(Number), kLane = kEach * kBytes,
+                             kVector = 16 * kLane;
     static constexpr bool kWidened = kEach == 2;
-    static constexpr int64_t kOfFour = 4 / kEach;                // groups of kEach values in four
-    static constexpr int64_t kLoadRows = kWidened ? 1 : 0;       // whose products take as long as to widen a block
+    static constexpr int64_t kOfFour = 4 / kEach;           // groups of kEach values in four
+    static constexpr int64_t kLoadRows = kWidened ? 1 : 0;  // whose products take as long as to widen a block
     static constexpr int64_t kPart = 32, kParts = kKeys / kPart;
 
     void widen(Ahead<int8_t>& ahead) {

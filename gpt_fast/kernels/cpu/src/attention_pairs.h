@@ -1,8 +1,9 @@
 // Attention to one block of keys by products of pairs of bfloat16 (simd.h, kBfloat16Dots), summed in float32. Queries
 // and weights are rounded to bfloat16, as torch does it for a model of that type.
 //
-// Sixteen keys lie in the lanes of a vector, pairs along the head; for the values sixteen columns, pairs of keys. A cache
-// of bfloat16 has neither, so a block is rearranged once for all queries of its head; one of int8 has both, in bytes.
+// Sixteen keys lie in the lanes of a vector, pairs along the head; for the values sixteen columns, pairs of keys. A
+// cache of bfloat16 has neither, so a block is rearranged once for all queries of its head; one of int8 has both, in
+// bytes.
 #pragma once
 
 #include "attention_bytes.h"

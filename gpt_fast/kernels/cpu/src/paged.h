@@ -7,8 +7,8 @@ namespace gpt_fast {
 
 constexpr int64_t kSixteen = 16;  // places of a cache of int8 that lie together (attention_bytes.h)
 
-// Shapes as in attention.py. q and out [N, H, D] (row strides below). Cached: float or uint16_t (bfloat16), with a cache
-// of [pages, page_size, K, D]; or int8_t, as attention_bytes.h has it, with a scale for each head of each place.
+// Shapes as in attention.py. q and out [N, H, D] (row strides below). Cached: float or uint16_t (bfloat16), with a
+// cache of [pages, page_size, K, D]; or int8_t, as attention_bytes.h has it, with a scale for each head of each place.
 template <class Cached>
 struct Paged {
     static constexpr int64_t kTogether = std::is_same_v<Cached, int8_t> ? kSixteen : 1;
@@ -36,8 +36,8 @@ struct Paged {
     int64_t state_dim() const { return state_dim_of(head_dim); }
     Adjust adjust(int64_t kv_head) const { return {cap, slopes ? slopes + kv_head * group() : nullptr}; }
 
-    // Where positions [begin, end) of a sequence are in the cache: page * page_size + offset. Page by page, as divisions
-    // are slow.
+    // Where positions [begin, end) of a sequence are in the cache: page * page_size + offset. Page by page, as
+    // divisions are slow.
     void locate(int64_t sequence, int64_t begin, int64_t end, int64_t* places) const {
         for (int64_t position = begin; position < end;) {
             const int64_t in_page = position % page_size, left = page_size - in_page;

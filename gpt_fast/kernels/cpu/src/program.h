@@ -244,8 +244,8 @@ private:
     }
 
     // Queries and keys normed and rotated in place, keys and values to the cache. Heads whose size is no multiple of 8
-    // are filled up with zeros, into `out`. In a cache of int8 tokens share lines, and threads that write to one line wait
-    // for each other: each takes some tokens together, or of few tokens a key-value head with its queries.
+    // are filled up with zeros, into `out`. In a cache of int8 tokens share lines, and threads that write to one line
+    // wait for each other: each takes some tokens together, or of few tokens a key-value head with its queries.
     template <class Cached>
     void heads(Team& team, const Op& op, Cached*) const {
         const int64_t d = op.head_dim, padded = op.padded_dim, keys = op.num_heads * padded, all_kv = op.num_kv_heads;

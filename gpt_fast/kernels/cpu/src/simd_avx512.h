@@ -102,9 +102,7 @@ inline void join_pairs(const uint16_t* a, const uint16_t* b, int64_t count, uint
 template <bool raised>
 inline void pairs_of_bytes(const uint8_t* from, uint16_t* first, uint16_t* second) {
     const I16 fours = raised ? raise(load64(from)) : load64(from);
-    auto widen = [](I16 highest) {
-        return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(highest, 24)));
-    };
+    auto widen = [](I16 highest) { return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(highest, 24))); };
     auto pair = [&](I16 low, I16 high) { return _mm512_srli_epi32(widen(low), 16) | widen(high); };
     _mm512_storeu_si512(first, pair(_mm512_slli_epi32(fours, 24), _mm512_slli_epi32(fours, 16)));
     _mm512_storeu_si512(second, pair(_mm512_slli_epi32(fours, 8), fours));
