@@ -252,18 +252,6 @@ private:
             }
     }
 
-    // load_values(), which mostly has nothing to multiply: a division of the ways pays where registers are many.
-    template <int R, int W>
-    static void begin_values(F16 (&sum)[R][W], const float* const* from, const float* kept, int64_t d) {
-        bool same = kRegisters >= 32;
-        for (int r = 0; r < R; ++r) same &= kept[r] == 1.0f;
-        if (!same) return load_values<R, W>(sum, from, kept, d);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int w = 0; w < W; ++w) sum[r][w] = load16(from[r] + d + 16 * w);
-    }
-
     template <int R, int W>
     void some_values(float* const* into, const float* kept, const Weight (*weights)[kKeys],
                      const float (*factors)[kParts], int64_t d) const {
@@ -285,7 +273,7 @@ private:
                     for (int w = 0; w < W; ++w) sum[r][w] = Numbers::add_value(sum[r][w], v[w], weight);
                 }
             }
-            if (part == 0) begin_values<R, W>(total, into, kept, d);  // now: the sums have had its registers
+            if (part == 0) load_values<R, W>(total, into, kept, d);  // now: the sums have had its registers
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
