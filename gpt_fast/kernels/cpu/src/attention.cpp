@@ -58,12 +58,7 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
         rows.from = std::max<int64_t>(begin - base, 0), rows.end = std::min(key_end - base, kKeys);
         for (int64_t i = 0; i < kKeys; ++i)
             rows.set(p, i, places[base - begin + std::clamp(i, rows.from, rows.end - 1)]);
-        View views[kLongestPiece];
-        for (int64_t token = first; token < last; ++token) {
-            const int64_t position = length - end + token, oldest = p.window ? position + 1 - p.window : 0;
-            views[token - first] = {std::max<int64_t>(oldest - base, 0), std::min(position + 1 - base, rows.end),
-                                    base - position};
-        }
+        const Views views{length - end + first - base, rows.end, p.window};
         const int64_t* next = places + (base + kKeys - begin);
         const int64_t count = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
         const bool near = last - first == 1;

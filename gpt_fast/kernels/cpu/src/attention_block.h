@@ -156,7 +156,7 @@ public:
     }
 
     // All rows: tokens with what each sees, heads of kv_head; states [tokens, heads of kv_head].
-    void attend(const View* views, int64_t kv_head, float* states, Ahead<Cached>& ahead) {
+    void attend(const Views& views, int64_t kv_head, float* states, Ahead<Cached>& ahead) {
         for (int64_t row = 0; row < rows_;) {
             const int64_t left = rows_ - row;
             if (kMostQueries > 8 && left >= kMostQueries)
@@ -179,7 +179,7 @@ private:
     static constexpr float kOnes[kMostQueries] = {1, 1, 1, 1, 1, 1, 1, 1};
 
     template <int R>
-    [[gnu::noinline]] void attend_rows(int64_t row, const View* views, int64_t kv_head, float* states,
+    [[gnu::noinline]] void attend_rows(int64_t row, const Views& views, int64_t kv_head, float* states,
                                        Ahead<Cached>& ahead) {
         alignas(64) float weights[R][kKeys];
         float *into[R], kept[R];
@@ -196,8 +196,8 @@ private:
             factors = kOnes;
         }
         int64_t token = row / group, head = row % group;
+        View view = views.of(token);
         for (int r = 0; r < R; ++r) {
-            const View& view = views[token];
             if (view.begin > 0 || view.end < kKeys) {
                 for (int64_t i = 0; i < view.begin && i < kKeys; ++i) weights[r][i] = -__builtin_inff();
                 for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) weights[r][i] = -__builtin_inff();
@@ -205,7 +205,7 @@ private:
             if (adjust) adjust_scores(weights[r], kKeys, adjust, head, view.distance);
             into[r] = states + (row + r) * state_floats(state_dim);
             partials[r] = partial(into[r], state_dim);
-            if (++head == group) ++token, head = 0;
+            if (++head == group) view = views.of(++token), head = 0;
         }
         softmax_block<R, Keys::kRough>(weights, factors, partials, kept);
         keys_.template add_values<R>(into, kept, weights, ahead);

@@ -2,6 +2,8 @@
 // time.
 #pragma once
 
+#include <algorithm>
+
 #include "elementwise.h"
 
 namespace gpt_fast {
@@ -118,6 +120,17 @@ struct Adjust {
 // for keys before it.
 struct View {
     int64_t begin, end, distance;
+};
+
+// Those of tokens that follow each other, the first of which stands `first` behind the first key of the block, of whose
+// keys `end` are loaded.
+struct Views {
+    int64_t first, end, window;
+
+    View of(int64_t token) const {
+        const int64_t at = first + token;
+        return {window ? std::max<int64_t>(at + 1 - window, 0) : 0, std::min(at + 1, end), -at};
+    }
 };
 
 // The scores of one query head, the `head`-th of its key-value head.
