@@ -99,7 +99,7 @@ class Program:
     tokens' rows are kept (the head's); None: all are. ``input``: name and width of a buffer that the caller fills.
     ``ranks``: the weights are this rank's share, of a vocabulary of ``vocab_size``; all ranks run the same steps, and
     each has the whole output. Caches are read and written in place, [pages, page_size, K, padded(D)] of one dtype,
-    float32, bfloat16, or int8 with scales in an order of its own (kernels/cpu/src/attention_bytes.h). The program keeps
+    float32, bfloat16, or int8 with scales; attention_bytes.h has the order of int8 in that memory. The program keeps
     all tensors alive that it reads. Raises UnsupportedError.
     """
 

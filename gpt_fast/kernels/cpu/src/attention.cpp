@@ -44,6 +44,7 @@ template <class Cached>
 void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, int64_t kv_end, int64_t split,
                   AttentionBlock<Cached, KeysOf<Cached>>& block, float* state) {
     constexpr int64_t kKeys = KeysOf<Cached>::kKeys;
+    constexpr bool by_heads = Paged<Cached>::kTogether > 1;
     const int64_t first = piece.first, last = piece.last, kv_heads = kv_end - kv_begin;
     const int64_t states = (last - first) * p.group(), record = state_floats(p.state_dim());
     const int64_t end = p.query_start[piece.slot + 1], length = p.context_len[piece.slot];
@@ -62,15 +63,18 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
         const int64_t* next = places + (base + kKeys - begin);
         const int64_t count = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
         const bool near = last - first == 1;
-        Ahead<Cached> ahead(p, kv_begin, kv_end, next, count, kv_heads * block.work(), near);
+        auto ahead_of = [&](int64_t kv_head) {
+            if (!by_heads) return Ahead<Cached>(p, kv_begin, kv_end, next, count, kv_heads * block.work(), near);
+            const int64_t later = kv_head + kHeadsAhead;
+            if (later < kv_end)
+                return Ahead<Cached>(p, later, later + 1, places + (base + rows.from - begin), rows.end - rows.from,
+                                     block.work(), near);
+            const int64_t head = std::min(later - kv_heads, kv_end - 1);
+            return Ahead<Cached>(p, head, head + 1, next, count, block.work(), near);
+        };
+        Ahead<Cached> ahead = ahead_of(kv_begin);
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
-            if (Paged<Cached>::kTogether > 1) {
-                const int64_t later = kv_head + kHeadsAhead;
-                const bool here = later < kv_end;
-                const int64_t head = here ? later : std::min(later - kv_heads, kv_end - 1);
-                ahead = Ahead<Cached>(p, head, head + 1, here ? places + (base + rows.from - begin) : next,
-                                      here ? rows.end - rows.from : count, block.work(), near);
-            }
+            if (by_heads && kv_head > kv_begin) ahead = ahead_of(kv_head);
             block.load(rows, kv_head, ahead);
             block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record, ahead);
         }
