@@ -85,13 +85,13 @@ public:
         }
         Phase& phase = phases_[used_++];
         count_ = count;
-        for (;;) {
-            const int64_t begin = phase.taken.fetch_add(step, std::memory_order_relaxed);
-            if (begin >= count) return;
+        int64_t done = 0;
+        for (int64_t begin; (begin = phase.taken.fetch_add(step, std::memory_order_relaxed)) < count;) {
             const int64_t end = begin + step < count ? begin + step : count;
             body(begin, end);
-            phase.done.fetch_add(end - begin, std::memory_order_release);
+            done += end - begin;
         }
+        if (done > 0) phase.done.fetch_add(done, std::memory_order_release);
     }
 
     // Waits until all of the last share() is done.
