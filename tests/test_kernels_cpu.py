@@ -229,6 +229,26 @@ def test_glue_equals_torch_also_where_numbers_are_large() -> None:
 
 
 @needs_cpp
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_product_and_its_activation_as_one_have_the_bits_of_both_alone(kind: str, gated: bool) -> None:
+    for width in (128, 640) if kind.startswith("int4") else (24, 128, 168, 1136):
+        up, down, other = (
+            weights(kind, n, k, seed)[0]._replace(bias=torch.randn(n))
+            for seed, (n, k) in enumerate([(width * (1 + gated), 128), (48, width), (40, 128)])
+        )
+        given = Weights({"up": [up], "down": [down], "other": [other]})
+        ops = [d.Product("in", "y", "up"), d.Activation("y", "h", "silu", gated), d.Product("h", "a", "down")]
+        as_one = [*ops, d.Product("in", "out", "other"), d.Product("h", "out", "down", "a")]
+        apart = [*as_one[:-1], d.Gate("in", "y", "g", "in"), as_one[-1]]  # which reads y
+        for threads, count in ((1, 1), (2, 3), (2, 17), (1, 60), (2, 300)):
+            torch.set_num_threads(threads)
+            x = torch.randn(count, 128)
+            results = [run_ops(each, given, x) for each in (as_one, apart)]
+            assert torch.equal(*results)
+
+
+@needs_cpp
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_what_is_not_finite_spoils_a_norms_row_alone(kind: str) -> None:
     x = torch.randn(3, 40)

@@ -117,7 +117,7 @@ class Program:
         self._kept: list[object] = [] if ranks is None else [ranks]
         self._ops: list[Structure] = []
         self._buffers = b = _Buffers(output, input)
-        self._widest = 1
+        self._widest = [1, 1]  # of the rows that are rounded in each place
         self._rounded = _Rounding()
         self._heads: dict[tuple[str, str, str], Structure] = {}  # of the block, by the names of q, k and v
         self._halves: dict[int, int] = {}  # of each rope table that is used: columns of its angles
@@ -134,7 +134,8 @@ class Program:
         widths, slots, slot_widths = (self._array(ctypes.c_int64, n) for n in (b.widths, b.slots, b.slot_widths))
         self._program = structs.Program(
             ops=self._array(structs.Op, self._ops), num_ops=len(self._ops), widths=widths, slots=slots,
-            num_buffers=len(b.widths), slot_widths=slot_widths, num_slots=len(b.slot_widths), widest=self._widest,
+            num_buffers=len(b.widths), slot_widths=slot_widths, num_slots=len(b.slot_widths),
+            widest=self._widest[0], widest_activated=self._widest[1],
             input=-1 if input is None else 0, output=b.output,
             cache_format=0 if k_cache is None else CACHE_FORMATS[k_cache.dtype],
             page_size=1 if k_cache is None else k_cache.shape[1],
@@ -235,7 +236,12 @@ class Program:
             done = self._begun(op)
             _TRANSLATE[type(op)](self, op, done, weights)
             self._ops.append(done)
-            self._buffers.free({getattr(later, name, "") for later in ops[i + 1 :] for name in _READ} | {"x"})
+            read = {getattr(later, name, "") for later in ops[i + 1 :] for name in _READ} | {"x"}
+            if i and isinstance(op, d.Activation) and (op.x == op.out or op.x not in read):
+                before = self._ops[-2]
+                plain = before.num_pieces == 1 and not before.shared and before.add < 0 and before.place == 0
+                before.activated = plain and before.out == done.x
+            self._buffers.free(read)
 
     def _begun(self, op: d.Op) -> Structure:
         """The struct of ``op`` with its code, the buffers that it reads, and its numbers that C++ calls the same."""
@@ -287,8 +293,8 @@ class Program:
         done.pieces = self._linears(pieces, total, op.scale, raw=split == "columns")
         done.num_pieces = len(pieces)
         if how := functools.reduce(operator.or_, (rounding(piece.kind) for piece in pieces)):
-            self._widest = max(self._widest, done.width)
             self._rounded.needed(done, how)
+            self._widest[done.place] = max(self._widest[done.place], done.width)
         if split == "columns":
             done.shared, done.part = 1, self._buffers.new(_PART, total)
         elif split == "rows" and op.out == self._buffers.output_name:
@@ -415,24 +421,27 @@ _NO_LAYOUT = StepLayout(_NOTHING, _NOTHING[:0], _NOTHING[:0].view(0, 1), torch.z
 
 
 class _Rounding:
-    """Which buffer's rows stand rounded in the one place for them, and who may round them while it makes them."""
+    """Which buffers' rows stand rounded in the two places for them, and who may round them while it makes them."""
 
     def __init__(self) -> None:
-        self._held, self._how = -1, 0
+        self._held: dict[int, tuple[int, int]] = {}  # in each place: the buffer, and how
         self._makers: dict[int, Structure | None] = {}  # since the last rounding
 
     def made(self, buffer: int, op: Structure | None) -> None:
         """``buffer`` is written, by ``op`` if that can round it."""
-        if buffer == self._held:
-            self._held = -1
+        self._held = {place: held for place, held in self._held.items() if held[0] != buffer}
         self._makers[buffer] = op
 
     def needed(self, op: Structure, how: int) -> None:
         """``op`` takes the rows of its ``x`` rounded, ``how``: let their maker round them, or ``op`` itself."""
-        held = self._how if op.x == self._held else 0
+        maker = self._makers.get(op.x)
+        by_activation = maker is not None and maker.code == list(_TRANSLATE).index(d.Activation)
+        op.place = next((place for place, held in self._held.items() if held[0] == op.x), int(by_activation))
+        buffer, held = self._held.get(op.place, (-1, 0))
+        held = held if buffer == op.x else 0
         if how & ~held:
-            (self._makers.get(op.x) or op).rounding |= how
-            self._held, self._how = op.x, held | how
+            (maker or op).rounding |= how
+            self._held[op.place] = op.x, held | how
         self._makers.clear()
 
 

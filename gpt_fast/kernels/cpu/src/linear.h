@@ -273,48 +273,56 @@ int64_t tiles_at_a_time(const Format& w, int64_t rows, int64_t tiles, int thread
     return std::max<int64_t>(1, std::max(run, std::min<int64_t>(even, kStreams)));
 }
 
-// The runs of tiles that threads take one after the other. Memory is slow at the beginning of a run, so of few rows each
-// thread takes half of its share at once, then a quarter and so on, down to `step`: long runs, and nobody waits long for a
-// thread that was held up.
+// The runs of tiles that threads take one after the other, multiples of `unit` but for the last. Memory is slow at the
+// beginning of a run, so of few rows each thread takes half of its share at once, then a quarter and so on, down to
+// `step`: long runs, and nobody waits long for a thread that was held up.
 class TileRuns {
 public:
-    TileRuns(int64_t tiles, int64_t step, bool few, int threads) : tiles_(tiles), step_(step), threads_(threads) {
-        first_ = few ? tiles / (2 * threads) / kStreams * kStreams : 0;
-        for (int64_t size = first_; size > step; size = smaller(size)) ++halvings_, rest_ += size * threads;
+    TileRuns(int64_t tiles, int64_t step, int64_t unit, bool few, int threads)
+        : tiles_(tiles), step_(step), unit_(unit), threads_(threads) {
+        first_ = few ? tiles / (2 * threads) / unit * unit : 0;
+        for (int64_t size = first_; size > step; size = half_of(size)) ++halvings_, rest_ += size * threads;
     }
 
     int64_t count() const { return halvings_ * threads_ + ceil_div(tiles_ - rest_, step_); }
 
-    // body(begin, end) for run `index`, in pieces of at most `step`.
+    // body(begin, end) for run `index`.
     template <class Body>
-    void each(int64_t index, Body body) const {
-        int64_t begin = 0, size = first_, past = 0;  // runs of other sizes, which lie before
-        for (; past < halvings_ * threads_ && index - past >= threads_; past += threads_, size = smaller(size))
+    void run(int64_t index, Body body) const {
+        int64_t begin = 0, size = first_, past = 0;  // of runs of other sizes, which lie before
+        for (; past < halvings_ * threads_ && index - past >= threads_; past += threads_, size = half_of(size))
             begin += size * threads_;
         if (index >= halvings_ * threads_) size = step_;
         begin += (index - past) * size;
-        for (const int64_t end = std::min(begin + size, tiles_); begin < end; begin += step_)
-            body(begin, std::min(begin + step_, end));
+        body(begin, std::min(begin + size, tiles_));
     }
 
 private:
-    static int64_t smaller(int64_t size) { return size / 2 / kStreams * kStreams; }
+    int64_t half_of(int64_t size) const { return size / 2 / unit_ * unit_; }
 
-    int64_t tiles_, step_, threads_, first_, halvings_ = 0, rest_ = 0;
+    int64_t tiles_, step_, unit_, threads_, first_, halvings_ = 0, rest_ = 0;
 };
+
+// body(row, count, tile, end): `count` rows from `row` on, at most kRowsAtOnce, and a run of tiles; until all are done,
+// by the whole team. Ends without a barrier.
+template <class Body>
+void share_tiles(Team& team, int64_t rows, const TileRuns& runs, Body body) {
+    team.share(ceil_div(rows, kRowsAtOnce) * runs.count(), 1, [&](int64_t index, int64_t) {
+        const int64_t row = index / runs.count() * kRowsAtOnce;
+        runs.run(index % runs.count(),
+                 [&](int64_t tile, int64_t end) { body(row, std::min(rows - row, kRowsAtOnce), tile, end); });
+    });
+}
 
 // out [rows, n], by the whole team. Ends without a barrier.
 template <class Format>
 void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                    float* out, const float* residual) {
     const int64_t tiles = ceil_div(layer.n, kTile), step = tiles_at_a_time(w, rows, tiles, team.size);
-    const TileRuns runs(tiles, step, rows <= kFewRows, team.size);
-    team.share(ceil_div(rows, kRowsAtOnce) * runs.count(), 1, [&](int64_t index, int64_t) {
-        const int64_t row = index / runs.count() * kRowsAtOnce;
-        const int64_t count = rows - row < kRowsAtOnce ? rows - row : kRowsAtOnce;
-        runs.each(index % runs.count(), [&](int64_t tile, int64_t end) {
-            linear_tiles<Format>(x, row, count, rows, w, layer, out, residual, tile, end);
-        });
+    const TileRuns runs(tiles, step, kStreams, rows <= kFewRows, team.size);
+    share_tiles(team, rows, runs, [&](int64_t row, int64_t count, int64_t tile, int64_t end) {
+        for (; tile < end; tile += step)
+            linear_tiles<Format>(x, row, count, rows, w, layer, out, residual, tile, std::min(tile + step, end));
     });
 }
 

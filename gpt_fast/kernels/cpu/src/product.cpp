@@ -39,6 +39,10 @@ void product(Team& team, const AnyRows& in, int64_t rows, const Linear& w, float
     });
 }
 
+void product_activated(Team& team, const AnyRows& in, int64_t rows, const Linear& w, const Activated& to) {
+    by_format(in, w, [&](const auto& x, const auto& weights) { activated_packed(team, x, rows, weights, w, to); });
+}
+
 void product_tiles(const AnyRows& in, int64_t rows, const Linear& w, float* out, int64_t tile, int64_t tile_end) {
     by_format(in, w, [&](const auto& x, const auto& weights) {
         for (int64_t row = 0; row < rows; row += kRowsAtOnce)

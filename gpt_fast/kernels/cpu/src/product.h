@@ -1,8 +1,7 @@
 // A product with weights of any format: product.cpp has its kernels.
 #pragma once
 
-#include "activations.h"
-#include "linear.h"
+#include "activated.h"
 
 namespace gpt_fast {
 
@@ -28,7 +27,10 @@ struct AnyRows {
 // out [rows, n], by the whole team. Ends without a barrier.
 void product(Team& team, const AnyRows& in, int64_t rows, const Linear& w, float* out, const float* residual);
 
-// The same for some tiles of the outputs, by one thread.
+// What an activation makes of them (activated.h).
+void product_activated(Team& team, const AnyRows& in, int64_t rows, const Linear& w, const Activated& to);
+
+// Some tiles of the outputs, by one thread.
 void product_tiles(const AnyRows& in, int64_t rows, const Linear& w, float* out, int64_t tile, int64_t tile_end);
 
 }  // namespace gpt_fast

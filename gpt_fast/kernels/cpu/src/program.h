@@ -2,8 +2,9 @@
 // between two operations. program.py builds it from the model's description (model/description.py says what each
 // operation means); the mathematics is that of model/transformer.py.
 //
-// A buffer holds one row of float32 for each token. Products may take their rows rounded (rounding_of), from one place
-// that all of them share; `rounding` says which operation fills it.
+// A buffer holds one row of float32 for each token. Products may take their rows rounded (rounding_of), from one of two
+// places that all of them share; `rounding` says which operation fills it. What activations make stands in the second,
+// so that a product can go on with its activation while other threads still read its rows.
 #pragma once
 
 #include <algorithm>
@@ -46,6 +47,8 @@ struct Op {
     double eps, scale, cap;
     const Linear* pieces;  // product: their outputs stand side by side
     int64_t num_pieces;
+    int64_t place;      // of a product's rounded rows: 0 or 1
+    int64_t activated;  // of a product: only the next operation reads its outputs, an activation
     // With ranks: of a product 1 where outputs are sums over all ranks, 2 where each rank has some of the outputs; of an
     // embedding 1 where each rank has some of the rows. The own part is made in the buffer `part`.
     int64_t shared, part;
@@ -77,7 +80,7 @@ struct Program {
     int64_t num_buffers;
     const int64_t* slot_widths;
     int64_t num_slots;
-    int64_t widest;          // columns of the rows that are rounded
+    int64_t widest, widest_activated;  // columns of the rows that are rounded, in each place
     int64_t input, output;   // buffers that come from outside and go there; input: -1 for none
     int64_t cache_format;    // kFloat32, kBfloat16 or kInt8
     int64_t page_size;
@@ -126,7 +129,8 @@ public:
             if (op.code == kExperts) scratch = std::max(scratch, experts_of(op).num_bytes(n));
         }
         shared = take(scratch);
-        rounded_memory = take(RoundedRows::num_bytes(n, p.widest));
+        rounded_memory[0] = take(RoundedRows::num_bytes(n, p.widest));
+        rounded_memory[1] = take(RoundedRows::num_bytes(n, p.widest_activated));
     }
 
     static constexpr int64_t kMaxBuffers = 64;
@@ -155,7 +159,12 @@ public:
                 case kEmbed: embed(team, op); break;
                 case kAddPositions: add_positions(team, op); break;
                 case kNorm: norm(team, op); break;
-                case kProduct: run_product(team, op); break;
+                case kProduct:
+                    if (op.activated && activates(team, p.ops[i + 1]))
+                        run_activated(team, op, p.ops[++i]);
+                    else
+                        run_product(team, op);
+                    break;
                 case kHeads: by_cache([&](auto* cached) { heads(team, op, cached); }); break;
                 case kAttention: by_cache([&](auto* cached) { attend(team, op, cached); }); break;
                 case kActivation: activation(team, op); break;
@@ -170,7 +179,9 @@ public:
     }
 
 private:
-    RoundedRows rounded_rows(int64_t width) const { return RoundedRows::in(rounded_memory, n, width); }
+    RoundedRows rounded_rows(int64_t width, int64_t place) const {
+        return RoundedRows::in(rounded_memory[place], n, width);
+    }
 
     float* row(int64_t buffer, int64_t i) const { return buffers[buffer] + i * p.widths[buffer]; }
 
@@ -209,7 +220,7 @@ private:
     }
 
     void norm(Team& team, const Op& op) const {
-        const RoundedRows rounded = rounded_rows(op.width);
+        const RoundedRows rounded = rounded_rows(op.width, 0);
         team.share(n, 1, [&](int64_t i, int64_t) {
             float* out = row(op.out, i);
             const float* add = op.add >= 0 ? row(op.add, i) : nullptr;
@@ -223,15 +234,20 @@ private:
         team.barrier();
     }
 
-    void run_product(Team& team, const Op& op) {
-        const RoundedRows rounded = rounded_rows(op.width);
+    // The rows that a product takes.
+    AnyRows rows_of(Team& team, const Op& op) const {
+        const RoundedRows rounded = rounded_rows(op.width, op.place);
         if (op.rounding) round_rows(team, op.rounding, buffers[op.x], n, op.width, rounded);
+        return {buffers[op.x], op.width, rounded};
+    }
+
+    void run_product(Team& team, const Op& op) {
+        const AnyRows x = rows_of(team, op);
         float* out = buffers[op.shared ? op.part : op.out];
         const float* add = op.add >= 0 ? buffers[op.add] : nullptr;
         int64_t column = 0;
         for (int64_t i = 0; i < op.num_pieces; ++i) {
-            product(team, {buffers[op.x], op.width, rounded}, n, op.pieces[i], out + column,
-                    add && !op.shared ? add + column : nullptr);
+            product(team, x, n, op.pieces[i], out + column, add && !op.shared ? add + column : nullptr);
             team.barrier();
             column += op.pieces[i].n;
         }
@@ -241,6 +257,18 @@ private:
         sum_of_ranks(team, *p.ranks, round, out, n * w.n, buffers[op.out], [&](int64_t i, float sum) {
             return finished(sum, w, i % w.n, add ? add[i] : 0.0f);
         });
+    }
+
+    // Whether a product and the activation `then` are done as one: not where many threads would wait for a few.
+    static bool activates(const Team& team, const Op& then) {
+        return (!then.gated || then.width % kTile == 0) && then.width >= 2 * team.size * kRoundedTiles * kTile;
+    }
+
+    void run_activated(Team& team, const Op& op, const Op& then) {
+        const RoundedRows rounded = rounded_rows(then.width, 1);
+        product_activated(team, rows_of(team, op), n, op.pieces[0],
+                          {then.kind, then.gated, then.width, buffers[then.out], then.rounding, rounded});
+        team.barrier();
     }
 
     // Queries and keys normed and rotated in place, keys and values to the cache. Heads whose size is no multiple of 8
@@ -321,7 +349,7 @@ private:
 
     void activation(Team& team, const Op& op) const {
         const int64_t f = op.width, pieces = ceil_div(f, kPiece);
-        const RoundedRows rounded = rounded_rows(f);
+        const RoundedRows rounded = rounded_rows(f, 1);
         team.share(n * pieces, 1, [&](int64_t index, int64_t) {
             const int64_t i = index / pieces, begin = index % pieces * kPiece;
             const int64_t count = f - begin < kPiece ? f - begin : kPiece;
@@ -385,7 +413,7 @@ private:
     int64_t used = 0, n = 0;  // bytes; rows that are computed
     int64_t round = 0;        // exchanges with other ranks so far
     float* buffers[kMaxBuffers];
-    uint8_t *shared, *rounded_memory;
+    uint8_t *shared, *rounded_memory[2];
 };
 
 }  // namespace gpt_fast
