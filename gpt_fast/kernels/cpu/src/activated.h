@@ -17,8 +17,15 @@ struct Activated {
     RoundedRows rounded;
 };
 
-// Tiles of `out` that one thread makes at least, since its rows are rounded in blocks.
-constexpr int64_t kRoundedTiles = kRounded / kTile;
+// Tiles of the result that one thread makes at least: its rows are rounded in blocks, and a few stream better than one.
+constexpr int64_t kRoundedTiles = kRounded / kTile, kStreamedTiles = std::max<int64_t>(kStreams, kRoundedTiles);
+
+inline int64_t activated_unit(int64_t rows) { return rows <= kFewRows ? kStreamedTiles : kRoundedTiles; }
+
+// Whether the product and the activation are worth doing as one: not where most threads would wait for the last ones.
+inline bool activates(int64_t rows, int64_t width, int threads) {
+    return width >= 4 * threads * activated_unit(rows) * kTile;
+}
 
 constexpr int64_t kActivatedSums = 1 << 16;  // floats, so that they stay in the second-level cache
 
@@ -27,20 +34,26 @@ template <class Format>
 void activated_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64_t rows, const Format& w,
                      const Linear& layer, const Activated& to, int64_t tile, int64_t tile_end) {
     static thread_local Scratch sums;
-    const int64_t width = (tile_end - tile) * kTile, first = tile * kTile, halves = to.gated ? 2 : 1;
-    const int64_t stride = halves * width, part = count * stride, columns = std::min(to.width - first, width);
-    float* acc = sums.get<float>(layer.parts * part);
-    for (int64_t half = 0; half < halves; ++half)
-        sum_tiles<Format>(x, row, count, rows, w, half * to.width / kTile + tile, tile_end - tile,
-                          {acc + half * width, stride, layer.parts, part, false});
+    const int64_t first = tile * kTile, columns = std::min(to.width - first, (tile_end - tile) * kTile);
+    const int64_t halves = to.gated ? 2 : 1,
+                  most = tile_end - tile + halves - 1;  // tiles of a half: it may begin in one
+    const int64_t stride = halves * most * kTile, part = count * stride;
+    float *acc = sums.get<float>(layer.parts * part), *half_of_acc[] = {acc, acc};
+    for (int64_t half = 0; half < halves; ++half) {
+        const int64_t begin = half * to.width + first, from = begin / kTile, end = ceil_div(begin + columns, kTile);
+        float* at = acc + half * most * kTile;
+        sum_tiles<Format>(x, row, count, rows, w, from, end - from, {at, stride, layer.parts, part, false});
+        half_of_acc[half] = at + begin % kTile;
+    }
     for (int64_t m = 0; m < count; ++m) {
-        float *sum = acc + m * stride, *out = to.out + (row + m) * to.width;
-        add_parts(sum, stride, layer.parts, part);
+        float* out = to.out + (row + m) * to.width;
         for (int64_t half = 0; half < halves; ++half) {
-            float* of_half = sum + half * width;
-            finish_row(of_half, layer, half * to.width + first, columns, nullptr, of_half);
+            float* sum = half_of_acc[half] + m * stride;
+            add_parts(sum, columns, layer.parts, part);
+            finish_row(sum, layer, half * to.width + first, columns, nullptr, sum);
         }
-        activate(to.kind, sum, to.gated ? sum + width : nullptr, columns, out + first);
+        activate(to.kind, half_of_acc[0] + m * stride, to.gated ? half_of_acc[1] + m * stride : nullptr, columns,
+                 out + first);
         round_part(to.rounding, out, first, first + columns, to.width, to.rounded, row + m);
     }
 }
@@ -50,8 +63,7 @@ template <class Format>
 void activated_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                       const Activated& to) {
     const bool few = rows <= kFewRows;
-    const int64_t tiles = ceil_div(to.width, kTile),
-                  unit = few ? std::max<int64_t>(kStreams, kRoundedTiles) : kRoundedTiles;
+    const int64_t tiles = ceil_div(to.width, kTile), unit = activated_unit(rows);
     const int64_t step = tiles_at_a_time(w, rows, tiles, team.size) / (to.gated && !few ? 2 : 1);  // as many sums
     const TileRuns runs(tiles, std::max(step / unit, int64_t{1}) * unit, unit, few, team.size);
     const int64_t sums = std::min(rows, kRowsAtOnce) * (to.gated ? 2 : 1) * kTile;

@@ -49,8 +49,8 @@ struct ExpertsJob {
     // Of the places below, for n tokens.
     int64_t num_bytes(int64_t n) const {
         const int64_t pairs = n * top_k;
-        return 8 * (2 * pairs + 2 * num_experts + 2) + 4 * pairs * (std::max(dim, down[0].n) + up[0].n) +
-               (rounds_hidden() ? 0 : 4 * pairs * hidden()) + (rounds_x() ? RoundedRows::num_bytes(pairs, dim) : 0) +
+        return 8 * (2 * pairs + 2 * num_experts + 2) + 4 * pairs * (std::max(dim, down[0].n) + hidden()) +
+               (rounds_x() ? RoundedRows::num_bytes(pairs, dim) : 0) +
                (rounds_hidden() ? RoundedRows::num_bytes(pairs, hidden()) : 0) + 9 * 64;
     }
 };
@@ -69,15 +69,12 @@ public:
         active = reinterpret_cast<int64_t*>(take(8 * (j.num_experts + 1)));
         parts = reinterpret_cast<float*>(take(4 * pairs * std::max(j.dim, j.down[0].n)));
         given = parts;  // which are made when these are no longer needed
-        inner = reinterpret_cast<float*>(take(4 * pairs * j.up[0].n));
+        hidden = reinterpret_cast<float*>(take(4 * pairs * j.hidden()));
         auto take_rounded = [&](int64_t k) {
             return RoundedRows::in(take(RoundedRows::num_bytes(pairs, k)), pairs, k);
         };
         if (j.rounds_x()) rounded_given = take_rounded(j.dim);
-        if (j.rounds_hidden())
-            rounded_hidden = take_rounded(j.hidden());
-        else
-            hidden = reinterpret_cast<float*>(take(4 * pairs * j.hidden()));
+        if (j.rounds_hidden()) rounded_hidden = take_rounded(j.hidden());
     }
 
     // Where each pair's row stands: pairs of an expert side by side, its first at start[expert].
@@ -100,17 +97,18 @@ public:
         start[0] = 0;
     }
 
-    // out[start[e] ...] = w[e] (in[start[e] ...]) for all active experts, by the whole team.
-    void products(Team& team, const Linear* w, const AnyRows& in, float* out) const {
-        const int64_t tiles = ceil_div(w[0].n, kTile), step = 64 / kTile;
+    // body(expert, its first row, its rows, tile, end): tiles of outputs `width` wide of all active experts, by the
+    // whole team.
+    template <class Body>
+    void share_products(Team& team, int64_t width, Body body) const {
+        const int64_t tiles = ceil_div(width, kTile), step = kStreamedTiles;
         const int64_t pieces = ceil_div(tiles, step);
         // No count that stands in memory: a helper that comes late would read what later operations wrote there.
         const int64_t most = std::min(j.num_experts, pairs);
         team.share(most * pieces, 1, [&](int64_t index, int64_t) {
             if (index >= active[0] * pieces) return;
             const int64_t e = active[1 + index / pieces], tile = index % pieces * step, first = start[e];
-            product_tiles(in.from(first), start[e + 1] - first, w[e], out + first * w[0].n, tile,
-                          std::min(tile + step, tiles));
+            body(e, first, start[e + 1] - first, tile, std::min(tile + step, tiles));
         });
         team.barrier();
     }
@@ -118,7 +116,7 @@ public:
     const ExpertsJob& j;
     int64_t pairs;
     int64_t *place, *expert_at, *start, *active;
-    float *given, *inner, *hidden = nullptr, *parts;
+    float *given, *hidden, *parts;
     RoundedRows rounded_given{}, rounded_hidden{};
 };
 
@@ -138,15 +136,15 @@ inline void run_experts(Team& team, const ExpertsJob& job, const float* x, const
             std::memcpy(r.given + r.place[pair] * dim, from, static_cast<size_t>(dim) * sizeof(float));
     });
     team.barrier();
-    r.products(team, job.up, {r.given, dim, r.rounded_given}, r.inner);
-    team.share(r.pairs, 1, [&](int64_t i, int64_t) {
-        float* inner = r.inner + i * job.up[0].n;
-        float* made = job.rounds_hidden() ? inner : r.hidden + i * width;  // in place where only the rounded is read
-        activate(job.kind, inner, job.gated ? inner + width : nullptr, width, made);
-        if (job.rounds_hidden()) round_row(job.rounds_hidden(), made, width, r.rounded_hidden, i);
+    const AnyRows given{r.given, dim, r.rounded_given}, hidden{r.hidden, width, r.rounded_hidden};
+    r.share_products(team, width, [&](int64_t e, int64_t first, int64_t rows, int64_t tile, int64_t end) {
+        const Activated to{
+            job.kind, job.gated, width, r.hidden + first * width, job.rounds_hidden(), hidden.rounded.from(first)};
+        product_activated_tiles(given.from(first), rows, job.up[e], to, tile, end);
     });
-    team.barrier();
-    r.products(team, job.down, {r.hidden, width, r.rounded_hidden}, r.parts);
+    r.share_products(team, job.down[0].n, [&](int64_t e, int64_t first, int64_t rows, int64_t tile, int64_t end) {
+        product_tiles(hidden.from(first), rows, job.down[e], r.parts + first * job.down[e].n, tile, end);
+    });
     const int64_t outputs = job.down[0].n;
     if (job.ranks)
         sum_of_ranks(team, *job.ranks, round, r.parts, r.pairs * outputs, r.parts, [&](int64_t i, float sum) {

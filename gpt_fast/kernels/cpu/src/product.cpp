@@ -50,4 +50,12 @@ void product_tiles(const AnyRows& in, int64_t rows, const Linear& w, float* out,
     });
 }
 
+void product_activated_tiles(const AnyRows& in, int64_t rows, const Linear& w, const Activated& to, int64_t tile,
+                             int64_t tile_end) {
+    by_format(in, w, [&](const auto& x, const auto& weights) {
+        for (int64_t row = 0; row < rows; row += kRowsAtOnce)
+            activated_tiles(x, row, std::min(rows - row, kRowsAtOnce), rows, weights, w, to, tile, tile_end);
+    });
+}
+
 }  // namespace gpt_fast

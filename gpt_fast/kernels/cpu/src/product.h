@@ -30,7 +30,10 @@ void product(Team& team, const AnyRows& in, int64_t rows, const Linear& w, float
 // What an activation makes of them (activated.h).
 void product_activated(Team& team, const AnyRows& in, int64_t rows, const Linear& w, const Activated& to);
 
-// Some tiles of the outputs, by one thread.
+// Some tiles of them, by one thread.
 void product_tiles(const AnyRows& in, int64_t rows, const Linear& w, float* out, int64_t tile, int64_t tile_end);
+
+void product_activated_tiles(const AnyRows& in, int64_t rows, const Linear& w, const Activated& to, int64_t tile,
+                             int64_t tile_end);
 
 }  // namespace gpt_fast

@@ -142,7 +142,7 @@ public:
         int64_t count = 0;
         for (int64_t i = 0; i < p.num_ops; ++i) {
             const Op& op = p.ops[i];
-            count += op.code == kProduct ? 1 + op.num_pieces : op.code == kAttention ? 3 : op.code == kExperts ? 6 : 1;
+            count += op.code == kProduct ? 1 + op.num_pieces : op.code == kAttention ? 3 : op.code == kExperts ? 5 : 1;
             if (!op.shared) continue;
             const int64_t width = op.code == kExperts ? op.top_k * op.down[0].n : p.widths[op.part];
             count += 3 * num_exchanges(*p.ranks, std::max(s.num_tokens, s.num_rows) * width);
@@ -160,7 +160,7 @@ public:
                 case kAddPositions: add_positions(team, op); break;
                 case kNorm: norm(team, op); break;
                 case kProduct:
-                    if (op.activated && activates(team, p.ops[i + 1]))
+                    if (op.activated && activates(n, p.ops[i + 1].width, team.size))
                         run_activated(team, op, p.ops[++i]);
                     else
                         run_product(team, op);
@@ -257,11 +257,6 @@ private:
         sum_of_ranks(team, *p.ranks, round, out, n * w.n, buffers[op.out], [&](int64_t i, float sum) {
             return finished(sum, w, i % w.n, add ? add[i] : 0.0f);
         });
-    }
-
-    // Whether a product and the activation `then` are done as one: not where many threads would wait for a few.
-    static bool activates(const Team& team, const Op& then) {
-        return (!then.gated || then.width % kTile == 0) && then.width >= 2 * team.size * kRoundedTiles * kTile;
     }
 
     void run_activated(Team& team, const Op& op, const Op& then) {
