@@ -46,15 +46,16 @@ void activated_tiles(const typename Format::Rows& x, int64_t row, int64_t count,
         half_of_acc[half] = at + begin % kTile;
     }
     for (int64_t m = 0; m < count; ++m) {
-        float* out = to.out + (row + m) * to.width;
+        float *made = half_of_acc[0] + m * stride, *up = to.gated ? half_of_acc[1] + m * stride : nullptr;
         for (int64_t half = 0; half < halves; ++half) {
-            float* sum = half_of_acc[half] + m * stride;
+            float* sum = half ? up : made;
             add_parts(sum, columns, layer.parts, part);
             finish_row(sum, layer, half * to.width + first, columns, nullptr, sum);
         }
-        activate(to.kind, half_of_acc[0] + m * stride, to.gated ? half_of_acc[1] + m * stride : nullptr, columns,
-                 out + first);
-        round_part(to.rounding, out, first, first + columns, to.width, to.rounded, row + m);
+        // In place, and not read again from `out`, whose lines other threads had.
+        activate(to.kind, made, up, columns, made);
+        std::memcpy(to.out + (row + m) * to.width + first, made, static_cast<size_t>(columns) * sizeof *made);
+        round_part(to.rounding, made, first, first + columns, to.width, to.rounded, row + m);
     }
 }
 

@@ -127,7 +127,7 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
 template <bool paired>
 inline void quantize_part(const float* x, int64_t begin, int64_t end, int64_t k, const QuantizedRows& to, int64_t row) {
     for (int64_t b = begin / kRounded; b < ceil_div(end, kRounded); ++b) {
-        const float* block = x + b * kRounded;
+        const float* block = x + (b * kRounded - begin);
         alignas(32) float tail[kRounded];
         if ((b + 1) * kRounded > k) {
             std::memset(tail, 0, sizeof tail);
@@ -162,10 +162,10 @@ inline void round_part(const float* x, int64_t begin, int64_t end, const Bfloat1
         const int64_t count = end - i < kBlock ? end - i : kBlock;
         uint16_t* at = out + i;
         if (count == kBlock) {
-            for (int64_t j = 0; j < kBlock; j += 16) store16_bfloat16(at + j, load16(x + i + j));
+            for (int64_t j = 0; j < kBlock; j += 16) store16_bfloat16(at + j, load16(x + (i - begin) + j));
             continue;
         }
-        for (int64_t j = 0; j < kBlock; ++j) store_as(j < count ? x[i + j] : 0.0f, at + j);
+        for (int64_t j = 0; j < kBlock; ++j) store_as(j < count ? x[i - begin + j] : 0.0f, at + j);
     }
 }
 
@@ -194,7 +194,7 @@ private:
     static int64_t int8_bytes(int64_t rows, int64_t k) { return ceil_div(QuantizedRows::num_bytes(rows, k), 64) * 64; }
 };
 
-// Columns [begin, end) of a row of k; begin is a multiple of kRounded, so is end unless it is k.
+// Columns [begin, end) of a row of k, which stand at `x`; begin is a multiple of kRounded, so is end unless it is k.
 inline void round_part(int64_t how, const float* x, int64_t begin, int64_t end, int64_t k, const RoundedRows& to,
                        int64_t row) {
     if (how & (kPairedDots ? kForInt4 : kForInt4 | kForInt8)) quantize_part<false>(x, begin, end, k, to.plain, row);

@@ -351,7 +351,7 @@ private:
             const float* x = row(op.x, i) + begin;
             float* out = row(op.out, i);
             activate(op.kind, x, op.gated ? x + f : nullptr, count, out + begin);
-            round_part(op.rounding, out, begin, begin + count, f, rounded, i);
+            round_part(op.rounding, out + begin, begin, begin + count, f, rounded, i);
         });
         team.barrier();
     }
