@@ -18,6 +18,7 @@ struct Int4 {
     // Without registers of tiles, one tile or two and fetches are faster than four streams: headers and halves take more
     // work than int8, which hides what the fetches cost.
     static constexpr int tiles_at_once(int rows) {
+        if (kFewRegisters) return 1;
         return kRegisters < 32 || kTiles ? tiles_of_integers(rows) : rows == 1 ? 1 : 2;
     }
     static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2, kBlockLines = kBlockBytes / kLine,

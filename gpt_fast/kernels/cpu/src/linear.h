@@ -58,7 +58,10 @@ constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-l
 constexpr int64_t kRunBytes = 1 << 18;  // of weights that a thread computes at a time with few rows
 
 // Few rows wait for memory, and a sum some cycles for the one before; more rows need their sums in registers.
-constexpr int tiles_of_integers(int rows) { return rows <= 2 ? kStreams : kRegisters < 32 ? 1 : 2; }
+constexpr bool kFewRegisters = kRegisters < 32 && kRaisedDots;  // for what products of bytes could do meanwhile
+constexpr int tiles_of_integers(int rows) {
+    return rows <= (kFewRegisters ? 1 : 2) ? kStreams : kRegisters < 32 ? 1 : 2;
+}
 
 // Sums of rows and tiles over each part of k: [parts, rows, stride], `part` floats from one part to the next. As long as
 // they are not begun, the memory holds anything.
