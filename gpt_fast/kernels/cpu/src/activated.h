@@ -8,8 +8,7 @@
 
 namespace gpt_fast {
 
-// out [rows, width] = activate(y, up), of outputs y [rows, width] or, `gated`, y and up [rows, 2 * width]. A gated
-// width is a multiple of kTile.
+// out [rows, width] = activate(y, up), of outputs y [rows, width] or, `gated`, y and up [rows, 2 * width].
 struct Activated {
     int64_t kind, gated, width;
     float* out;
@@ -35,8 +34,7 @@ void activated_tiles(const typename Format::Rows& x, int64_t row, int64_t count,
                      const Linear& layer, const Activated& to, int64_t tile, int64_t tile_end) {
     static thread_local Scratch sums;
     const int64_t first = tile * kTile, columns = std::min(to.width - first, (tile_end - tile) * kTile);
-    const int64_t halves = to.gated ? 2 : 1,
-                  most = tile_end - tile + halves - 1;  // tiles of a half: it may begin in one
+    const int64_t halves = to.gated ? 2 : 1, most = tile_end - tile + halves - 1;  // tiles; `up` may begin within one
     const int64_t stride = halves * most * kTile, part = count * stride;
     float *acc = sums.get<float>(layer.parts * part), *half_of_acc[] = {acc, acc};
     for (int64_t half = 0; half < halves; ++half) {
