@@ -237,15 +237,18 @@ def test_a_product_and_its_activation_as_one_have_the_bits_of_both_alone(kind: s
             weights(kind, n, k, seed)[0]._replace(bias=torch.randn(n))
             for seed, (n, k) in enumerate([(width * (1 + gated), 128), (48, width), (40, 128)])
         )
-        given = Weights({"up": [up], "down": [down], "other": [other]})
-        ops = [d.Product("in", "y", "up"), d.Activation("y", "h", "silu", gated), d.Product("h", "a", "down")]
-        as_one = [*ops, d.Product("in", "out", "other"), d.Product("h", "out", "down", "a")]
-        apart = [*as_one[:-1], d.Gate("in", "y", "g", "in"), as_one[-1]]  # which reads y
-        for threads, count in ((1, 1), (2, 3), (2, 17), (1, 60), (2, 300)):
-            torch.set_num_threads(threads)
-            x = torch.randn(count, 128)
-            results = [run_ops(each, given, x) for each in (as_one, apart)]
-            assert torch.equal(*results)
+        given = Weights(
+            {"up": [up], "down": [down], "other": [other]}, {"n": (torch.ones(128), None), "m": (torch.ones(48), None)}
+        )
+        ops = [d.Product("n", "y", "up"), d.Activation("y", "h", "silu", gated), d.Product("h", "a", "down")]
+        for more in ([], [d.Product("n", "b", "other"), d.Product("h", "a", "down", "a")]):  # whether n is kept
+            as_one = [d.Norm("in", "n", "n", 1e-5), *ops, *more, d.Norm("a", "out", "m", 1e-5)]
+            apart = [*as_one[:-1], d.Gate("in", "y", "g", "in"), as_one[-1]]  # which reads y
+            for threads, count in ((1, 1), (2, 3), (2, 17), (1, 60), (2, 300)):
+                torch.set_num_threads(threads)
+                x = torch.randn(count, 128)
+                results = [run_ops(each, given, x) for each in (as_one, apart)]
+                assert torch.equal(*results)
 
 
 @needs_cpp

@@ -238,10 +238,16 @@ class Program:
             self._ops.append(done)
             read = {getattr(later, name, "") for later in ops[i + 1 :] for name in _READ} | {"x"}
             if i and isinstance(op, d.Activation) and (op.x == op.out or op.x not in read):
-                before = self._ops[-2]
-                plain = before.num_pieces == 1 and not before.shared and before.add < 0 and before.place == 0
-                before.activated = plain and before.out == done.x
+                self._ops[-2].activated = self._goes_on(self._ops[-2], done)
+            if isinstance(op, d.Product) and isinstance(ops[min(i + 1, len(ops) - 1)], d.Activation):
+                read.add(op.x)  # so that the activation, which may be made meanwhile, is not written there
             self._buffers.free(read)
+
+    def _goes_on(self, product: Structure, activation: Structure) -> bool:
+        """Whether C++ may make ``activation`` while it still reads the inputs of ``product`` (activated.h)."""
+        plain = product.num_pieces == 1 and not product.shared and product.add < 0 and product.place == 0
+        apart = self._buffers.slots[product.x] != self._buffers.slots[activation.out]
+        return plain and apart and product.out == activation.x
 
     def _begun(self, op: d.Op) -> Structure:
         """The struct of ``op`` with its code, the buffers that it reads, and its numbers that C++ calls the same."""
