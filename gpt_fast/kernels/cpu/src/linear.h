@@ -8,10 +8,10 @@
 //
 // A Format says how a tile is stored and brings micro<R, T>, which adds a range of k for R rows and T tiles. As many
 // rows as micro takes: each weight is read once, from memory, and the next ones are fetched meanwhile (fetch.h). Some
-// more: a tile or a piece of some is read from memory once and used for all rows out of the caches, while the next piece
-// is fetched. Many rows: a piece of x stays in the first-level cache for a group of tiles, which stays in the
+// more: a tile or a piece of some is read from memory once and used for all rows out of the caches, while the next
+// piece is fetched. Many rows: a piece of x stays in the first-level cache for a group of tiles, which stays in the
 // second-level cache for all rows. Of how many tiles, and of how many k, a multiple of every group size, Format says
-// (kManyRowsTiles, kManyRowsDepth).
+// (kManyRowsTiles, kManyRowsDepth; kPromptTiles and kPromptDepth from kPromptRows on).
 //
 // A format may bring ready(), which makes another format of a piece of weights, in the caches, that takes less work for
 // each row and gives it the same bits. It says from how many rows on that pays (kReadyRows; 0: never).
@@ -54,6 +54,11 @@ static_assert(!kSharedFetches || kSharingRows <= (kCachedRows + 1) / 2);  // of 
 constexpr int64_t kFewRows = kRegisters < 32 && !kTiles ? 47 : 16;
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 2;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
+
+// From so many rows on the weights of a piece are used so often that long pieces, whose sums are put aside less often,
+// cost nothing for it. Not where they are made ready for registers of tiles, nor for small caches.
+constexpr int64_t kPromptRows = 128;
+constexpr bool kLongPieces = kRegisters >= 32 && !kTiles;
 
 constexpr int64_t kRunBytes = 1 << 18;  // of weights that a thread computes at a time with few rows
 
@@ -196,7 +201,8 @@ void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64
     if (rows <= (tiled ? kFewRows : kMaxRows))
         return all_rows<Format, kMaxRows>(x, row, count, w, tile, tiles, 0, k, acc);
     const bool few = rows <= kFewRows;
-    const int64_t group = few ? kFewTiles : tiles, piece = few && kFewTiles == 1 ? depth : Format::kManyRowsDepth;
+    const int64_t most = rows < kPromptRows ? Format::kManyRowsDepth : Format::kPromptDepth;
+    const int64_t group = few ? kFewTiles : tiles, piece = few && kFewTiles == 1 ? depth : most;
     for (int64_t t = 0; t < tiles; t += group)
         for (int64_t p = 0; p < acc.parts; ++p) {
             Sums to = acc.only(p).from(0, t);
@@ -271,7 +277,8 @@ void linear_tiles(const typename Format::Rows& x, int64_t row, int64_t count, in
 template <class Format>
 int64_t tiles_at_a_time(const Format& w, int64_t rows, int64_t tiles, int threads) {
     const int64_t even = tiles / (4 * threads);
-    if (rows > kFewRows) return std::max<int64_t>(1, std::min(even, Format::kManyRowsTiles));
+    const int64_t most = rows < kPromptRows ? Format::kManyRowsTiles : Format::kPromptTiles;
+    if (rows > kFewRows) return std::max<int64_t>(1, std::min(even, most));
     const int64_t run = std::min(kRunBytes / w.tile_bytes(), tiles / (8 * threads)) / kStreams * kStreams;
     return std::max<int64_t>(1, std::max(run, std::min<int64_t>(even, kStreams)));
 }
