@@ -19,7 +19,7 @@ struct Activated {
 // Tiles of the result that one thread makes at least: its rows are rounded in blocks, and a few stream better than one.
 constexpr int64_t kRoundedTiles = kRounded / kTile, kStreamedTiles = std::max<int64_t>(kStreams, kRoundedTiles);
 
-inline int64_t activated_unit(int64_t rows) { return rows <= kFewRows ? kStreamedTiles : kRoundedTiles; }
+inline int64_t activated_unit(int64_t rows) { return rows <= kMemoryRows ? kStreamedTiles : kRoundedTiles; }
 
 // Whether the product and the activation are worth doing as one: not where most threads would wait for the last ones.
 inline bool activates(int64_t rows, int64_t width, int threads) {
@@ -64,7 +64,7 @@ void activated_packed(Team& team, const typename Format::Rows& x, int64_t rows, 
     const bool few = rows <= kFewRows;
     const int64_t tiles = ceil_div(to.width, kTile), unit = activated_unit(rows);
     const int64_t step = tiles_at_a_time(w, rows, tiles, team.size) / (to.gated && !few ? 2 : 1);  // as many sums
-    const TileRuns runs(tiles, std::max(step / unit, int64_t{1}) * unit, unit, few, team.size);
+    const TileRuns runs(tiles, std::max(step / unit, int64_t{1}) * unit, unit, rows, team.size);
     const int64_t sums = std::min(rows, kRowsAtOnce) * (to.gated ? 2 : 1) * kTile;
     const int64_t most = few ? std::max(kActivatedSums / sums / unit, int64_t{1}) * unit : tiles;  // at a time
     share_tiles(team, rows, runs, [&](int64_t row, int64_t count, int64_t tile, int64_t end) {

@@ -15,7 +15,7 @@ struct Bfloat16 {
     static constexpr int64_t kTiledRows = kTiles ? 1 : 0;  // other sums than micro's
     static constexpr int64_t kReadyRows = 0;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
-    static constexpr int64_t kPromptTiles = 8, kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
+    static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
     static constexpr int tiles_at_once(int rows) { return Float32::tiles_at_once(rows); }
     static constexpr int64_t kBlockPairs = kBlock / 2, kPairBytes = 4 * kTile;
 

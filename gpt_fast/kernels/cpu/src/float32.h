@@ -16,7 +16,7 @@ struct Float32 {
     static constexpr int64_t kTiledRows = 0;
     static constexpr int64_t kReadyRows = 0;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
-    static constexpr int64_t kPromptTiles = kManyRowsTiles, kPromptDepth = kManyRowsDepth;
+    static constexpr int64_t kPromptDepth = kManyRowsDepth;
     // A sum waits 4 cycles for the one before, so few rows need several tiles to keep the multipliers busy.
     static constexpr int tiles_at_once(int rows) {
         return kRegisters < 32 ? (rows == 1 ? kStreams : rows == 2 ? 2 : 1) : rows <= 2 ? kStreams : 2;

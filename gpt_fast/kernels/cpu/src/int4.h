@@ -15,8 +15,7 @@ struct Int4 {
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 96 : 32;  // fewer are as fast without
     static constexpr int64_t kManyRowsTiles = 16, kManyRowsDepth = 512;
-    static constexpr int64_t kPromptTiles = kLongPieces ? 8 : kManyRowsTiles,
-                             kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
+    static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
     // Without registers of tiles, one tile or two and fetches are faster than four streams: headers and halves take more
     // work than int8, which hides what the fetches cost.
     static constexpr int tiles_at_once(int rows) {

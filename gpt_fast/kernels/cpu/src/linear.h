@@ -9,9 +9,9 @@
 // A Format says how a tile is stored and brings micro<R, T>, which adds a range of k for R rows and T tiles. As many
 // rows as micro takes: each weight is read once, from memory, and the next ones are fetched meanwhile (fetch.h). Some
 // more: a tile or a piece of some is read from memory once and used for all rows out of the caches, while the next
-// piece is fetched. Many rows: a piece of x stays in the first-level cache for a group of tiles, which stays in the
-// second-level cache for all rows. Of how many tiles, and of how many k, a multiple of every group size, Format says
-// (kManyRowsTiles, kManyRowsDepth; kPromptTiles and kPromptDepth from kPromptRows on).
+// piece is fetched. More rows than kFewRows: a piece of x stays in the first-level cache for a group of tiles, which
+// stays in the second-level cache for all rows. Of how many tiles, and of how many k, a multiple of every group size,
+// Format says (kManyRowsTiles, kManyRowsDepth; kPromptDepth from kPromptRows on).
 //
 // A format may bring ready(), which makes another format of a piece of weights, in the caches, that takes less work for
 // each row and gives it the same bits. It says from how many rows on that pays (kReadyRows; 0: never).
@@ -51,13 +51,16 @@ constexpr int64_t kTile = 16;  // outputs
 // more than weights that are read again from the caches.
 constexpr int kMaxRows = 8, kCachedRows = kRegisters < 32 ? 6 : 8;
 static_assert(!kSharedFetches || kSharingRows <= (kCachedRows + 1) / 2);  // of nearly equal pieces
-constexpr int64_t kFewRows = kRegisters < 32 && !kTiles ? 47 : 16;
+// With 32 registers any number is few: two tiles at a time for all rows are faster than more tiles, whatever the rows.
+constexpr int64_t kFewRows = kTiles ? 16 : kRegisters < 32 ? 47 : int64_t{1} << 40;
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 2;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
 
+constexpr int64_t kMemoryRows = 16;  // products of more take longer than memory
+
 // From so many rows on the weights of a piece are used so often that long pieces, whose sums are put aside less often,
 // cost nothing for it. Not where they are made ready for registers of tiles, nor for small caches.
-constexpr int64_t kPromptRows = 128;
+constexpr int64_t kPromptRows = 48;
 constexpr bool kLongPieces = kRegisters >= 32 && !kTiles;
 
 constexpr int64_t kRunBytes = 1 << 18;  // of weights that a thread computes at a time with few rows
@@ -277,19 +280,21 @@ void linear_tiles(const typename Format::Rows& x, int64_t row, int64_t count, in
 template <class Format>
 int64_t tiles_at_a_time(const Format& w, int64_t rows, int64_t tiles, int threads) {
     const int64_t even = tiles / (4 * threads);
-    const int64_t most = rows < kPromptRows ? Format::kManyRowsTiles : Format::kPromptTiles;
-    if (rows > kFewRows) return std::max<int64_t>(1, std::min(even, most));
+    if (rows > kFewRows) return std::max<int64_t>(1, std::min(even, Format::kManyRowsTiles));
     const int64_t run = std::min(kRunBytes / w.tile_bytes(), tiles / (8 * threads)) / kStreams * kStreams;
     return std::max<int64_t>(1, std::max(run, std::min<int64_t>(even, kStreams)));
 }
 
 // The runs of tiles that threads take one after the other, multiples of `unit` but for the last. Memory is slow at the
 // beginning of a run, so of few rows each thread takes half of its share at once, then a quarter and so on, down to
-// `step`: long runs, and nobody waits long for a thread that was held up.
+// `step`: long runs, and nobody waits long for a thread that was held up. Where memory is not what they wait for, the
+// last ones are short.
 class TileRuns {
 public:
-    TileRuns(int64_t tiles, int64_t step, int64_t unit, bool few, int threads)
+    TileRuns(int64_t tiles, int64_t step, int64_t unit, int64_t rows, int threads)
         : tiles_(tiles), step_(step), unit_(unit), threads_(threads) {
+        const bool few = rows <= kFewRows;
+        if (few && rows > kMemoryRows) step_ = step = std::min(step, unit);
         first_ = few ? tiles / (2 * threads) / unit * unit : 0;
         for (int64_t size = first_; size > step; size = half_of(size)) ++halvings_, rest_ += size * threads;
     }
@@ -329,7 +334,7 @@ template <class Format>
 void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                    float* out, const float* residual) {
     const int64_t tiles = ceil_div(layer.n, kTile), step = tiles_at_a_time(w, rows, tiles, team.size);
-    const TileRuns runs(tiles, step, kStreams, rows <= kFewRows, team.size);
+    const TileRuns runs(tiles, step, rows > kMemoryRows ? kFewTiles : kStreams, rows, team.size);
     share_tiles(team, rows, runs, [&](int64_t row, int64_t count, int64_t tile, int64_t end) {
         for (; tile < end; tile += step)
             linear_tiles<Format>(x, row, count, rows, w, layer, out, residual, tile, std::min(tile + step, end));
