@@ -239,15 +239,16 @@ class Program:
             read = {getattr(later, name, "") for later in ops[i + 1 :] for name in _READ} | {"x"}
             if i and isinstance(op, d.Activation) and (op.x == op.out or op.x not in read):
                 self._ops[-2].activated = self._goes_on(self._ops[-2], done)
-            if isinstance(op, d.Product) and isinstance(ops[min(i + 1, len(ops) - 1)], d.Activation):
+            after = ops[i + 1] if i + 1 < len(ops) else None
+            if isinstance(op, d.Product) and isinstance(after, d.Activation):
                 read.add(op.x)  # so that the activation, which may be made meanwhile, is not written there
             self._buffers.free(read)
 
     def _goes_on(self, product: Structure, activation: Structure) -> bool:
         """Whether C++ may make ``activation`` while it still reads the inputs of ``product`` (activated.h)."""
-        plain = product.num_pieces == 1 and not product.shared and product.add < 0 and product.place == 0
-        apart = self._buffers.slots[product.x] != self._buffers.slots[activation.out]
-        return plain and apart and product.out == activation.x
+        plain = product.num_pieces == 1 and not product.shared and product.add < 0 and product.out == activation.x
+        slots = self._buffers.slots
+        return plain and product.place != activation.place and slots[product.x] != slots[activation.out]
 
     def _begun(self, op: d.Op) -> Structure:
         """The struct of ``op`` with its code, the buffers that it reads, and its numbers that C++ calls the same."""
@@ -352,7 +353,7 @@ class Program:
         return alibi_slopes(num_heads * self._ranks.count)[self._ranks.rank * num_heads :][:num_heads]
 
     def _activation(self, op: d.Activation, done: Structure, w: Weights) -> None:
-        done.kind, done.width = _kind(op), done.width // (1 + op.gated)
+        done.kind, done.width, done.place = _kind(op), done.width // (1 + op.gated), 1
         done.out = self._make(op.out, done.width, rounds=done)
 
     def _route(self, op: d.Route, done: Structure, w: Weights) -> None:
@@ -440,14 +441,12 @@ class _Rounding:
 
     def needed(self, op: Structure, how: int) -> None:
         """``op`` takes the rows of its ``x`` rounded, ``how``: let their maker round them, or ``op`` itself."""
-        maker = self._makers.get(op.x)
-        by_activation = maker is not None and maker.code == list(_TRANSLATE).index(d.Activation)
-        op.place = next((place for place, held in self._held.items() if held[0] == op.x), int(by_activation))
-        buffer, held = self._held.get(op.place, (-1, 0))
-        held = held if buffer == op.x else 0
-        if how & ~held:
-            (maker or op).rounding |= how
-            self._held[op.place] = op.x, held | how
+        maker = self._makers.get(op.x) or op
+        held = ((place, how) for place, (buffer, how) in self._held.items() if buffer == op.x)
+        op.place, before = next(held, (maker.place, 0))
+        if how & ~before:
+            maker.rounding |= how
+            self._held[op.place] = op.x, before | how
         self._makers.clear()
 
 

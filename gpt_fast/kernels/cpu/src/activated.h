@@ -14,6 +14,8 @@ struct Activated {
     float* out;
     int64_t rounding;  // how its rows are wanted rounded, too
     RoundedRows rounded;
+
+    int64_t halves() const { return gated ? 2 : 1; }
 };
 
 // Tiles of the result that one thread makes at least: its rows are rounded in blocks, and a few stream better than one.
@@ -34,7 +36,7 @@ void activated_tiles(const typename Format::Rows& x, int64_t row, int64_t count,
                      const Linear& layer, const Activated& to, int64_t tile, int64_t tile_end) {
     static thread_local Scratch sums;
     const int64_t first = tile * kTile, columns = std::min(to.width - first, (tile_end - tile) * kTile);
-    const int64_t halves = to.gated ? 2 : 1, most = tile_end - tile + halves - 1;  // tiles; `up` may begin within one
+    const int64_t halves = to.halves(), most = tile_end - tile + halves - 1;  // tiles; `up` may begin within one
     const int64_t stride = halves * most * kTile, part = count * stride;
     float *acc = sums.get<float>(layer.parts * part), *half_of_acc[] = {acc, acc};
     for (int64_t half = 0; half < halves; ++half) {
@@ -61,12 +63,11 @@ void activated_tiles(const typename Format::Rows& x, int64_t row, int64_t count,
 template <class Format>
 void activated_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                       const Activated& to) {
-    const bool few = rows <= kFewRows;
     const int64_t tiles = ceil_div(to.width, kTile), unit = activated_unit(rows);
-    const int64_t step = tiles_at_a_time(w, rows, tiles, team.size) / (to.gated && !few ? 2 : 1);  // as many sums
+    const int64_t step = tiles_at_a_time(w, rows, tiles, team.size) / (rows > kFewRows ? to.halves() : 1);
     const TileRuns runs(tiles, std::max(step / unit, int64_t{1}) * unit, unit, rows, team.size);
-    const int64_t sums = std::min(rows, kRowsAtOnce) * (to.gated ? 2 : 1) * kTile;
-    const int64_t most = few ? std::max(kActivatedSums / sums / unit, int64_t{1}) * unit : tiles;  // at a time
+    const int64_t sums = std::min(rows, kRowsAtOnce) * to.halves() * kTile;
+    const int64_t most = std::max(kActivatedSums / sums / unit, int64_t{1}) * unit;  // at a time
     share_tiles(team, rows, runs, [&](int64_t row, int64_t count, int64_t tile, int64_t end) {
         for (; tile < end; tile += most)
             activated_tiles<Format>(x, row, count, rows, w, layer, to, tile, std::min(tile + most, end));

@@ -58,8 +58,8 @@ constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-l
 
 constexpr int64_t kMemoryRows = 16;  // products of more take longer than memory
 
-// From so many rows on the weights of a piece are used so often that long pieces, whose sums are put aside less often,
-// cost nothing for it. Not where they are made ready for registers of tiles, nor for small caches.
+// From so many rows on pieces of k are long: then sums are put aside less often. Fewer rows do not gain by it, as they
+// use each piece of weights too seldom. Small caches and registers of tiles take short pieces.
 constexpr int64_t kPromptRows = 48;
 constexpr bool kLongPieces = kRegisters >= 32 && !kTiles;
 

@@ -47,7 +47,7 @@ struct Op {
     double eps, scale, cap;
     const Linear* pieces;  // product: their outputs stand side by side
     int64_t num_pieces;
-    int64_t place;      // of a product's rounded rows: 0 or 1
+    int64_t place;      // of the rounded rows that this takes (product) or makes: 0 or 1
     int64_t activated;  // of a product: only the next operation reads its outputs, an activation
     // With ranks: of a product 1 where outputs are sums over all ranks, 2 where each rank has some of the outputs; of an
     // embedding 1 where each rank has some of the rows. The own part is made in the buffer `part`.
@@ -179,9 +179,7 @@ public:
     }
 
 private:
-    RoundedRows rounded_rows(int64_t width, int64_t place) const {
-        return RoundedRows::in(rounded_memory[place], n, width);
-    }
+    RoundedRows rounded_rows(const Op& op) const { return RoundedRows::in(rounded_memory[op.place], n, op.width); }
 
     float* row(int64_t buffer, int64_t i) const { return buffers[buffer] + i * p.widths[buffer]; }
 
@@ -220,7 +218,7 @@ private:
     }
 
     void norm(Team& team, const Op& op) const {
-        const RoundedRows rounded = rounded_rows(op.width, 0);
+        const RoundedRows rounded = rounded_rows(op);
         team.share(n, 1, [&](int64_t i, int64_t) {
             float* out = row(op.out, i);
             const float* add = op.add >= 0 ? row(op.add, i) : nullptr;
@@ -236,7 +234,7 @@ private:
 
     // The rows that a product takes.
     AnyRows rows_of(Team& team, const Op& op) const {
-        const RoundedRows rounded = rounded_rows(op.width, op.place);
+        const RoundedRows rounded = rounded_rows(op);
         if (op.rounding) round_rows(team, op.rounding, buffers[op.x], n, op.width, rounded);
         return {buffers[op.x], op.width, rounded};
     }
@@ -260,9 +258,8 @@ private:
     }
 
     void run_activated(Team& team, const Op& op, const Op& then) {
-        const RoundedRows rounded = rounded_rows(then.width, 1);
-        product_activated(team, rows_of(team, op), n, op.pieces[0],
-                          {then.kind, then.gated, then.width, buffers[then.out], then.rounding, rounded});
+        const Activated to{then.kind, then.gated, then.width, buffers[then.out], then.rounding, rounded_rows(then)};
+        product_activated(team, rows_of(team, op), n, op.pieces[0], to);
         team.barrier();
     }
 
@@ -344,7 +341,7 @@ private:
 
     void activation(Team& team, const Op& op) const {
         const int64_t f = op.width, pieces = ceil_div(f, kPiece);
-        const RoundedRows rounded = rounded_rows(f, 1);
+        const RoundedRows rounded = rounded_rows(op);
         team.share(n * pieces, 1, [&](int64_t index, int64_t) {
             const int64_t i = index / pieces, begin = index % pieces * kPiece;
             const int64_t count = f - begin < kPiece ? f - begin : kPiece;
