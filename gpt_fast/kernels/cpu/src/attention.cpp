@@ -39,16 +39,19 @@ struct Piece {
 };
 
 // Tokens [first, last) of a piece, heads [kv_begin, kv_end) of the cache, which `block` was made for, against keys of
-// [split, split + 1) * kSplit; state[kv_head - kv_begin][token - first][query head of kv_head].
+// [split, split + 1) * kSplit; into states of [token - first, query head of kv_head], one for each kv_head.
 template <class Cached>
 void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, int64_t kv_end, int64_t split,
-                  AttentionBlock<Cached, KeysOf<Cached>>& block, float* state) {
+                  AttentionBlock<Cached, KeysOf<Cached>>& block, float* memory) {
     constexpr int64_t kKeys = KeysOf<Cached>::kKeys;
     constexpr bool by_heads = Paged<Cached>::kTogether > 1;
     const int64_t first = piece.first, last = piece.last, kv_heads = kv_end - kv_begin;
-    const int64_t states = (last - first) * p.group(), record = state_floats(p.state_dim());
+    const int64_t queries = (last - first) * p.group(), dim = p.state_dim();
+    auto states = [&](int64_t kv_head) {
+        return States(memory + (kv_head - kv_begin) * state_floats(queries, dim), queries, dim);
+    };
     const int64_t end = p.query_start[piece.slot + 1], length = p.context_len[piece.slot];
-    for (int64_t i = 0; i < kv_heads * states; ++i) clear(partial(state + i * record, p.state_dim()), p.state_dim());
+    for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) clear(states(kv_head), queries);
     const int64_t top = length - end + last;  // positions that the last of the queries may see
     const int64_t lowest = p.window ? length - end + first + 1 - p.window : 0;
     const int64_t key_end = std::min((split + 1) * kSplit, top), begin = std::max(split * kSplit, lowest);
@@ -76,20 +79,20 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
             if (by_heads && kv_head > kv_begin) ahead = ahead_of(kv_head);
             block.load(rows, kv_head, ahead);
-            block.attend(views, kv_head, state + (kv_head - kv_begin) * states * record, ahead);
+            block.attend(views, kv_head, states(kv_head), ahead);
         }
     }
 }
 
 template <class Cached>
-void finish(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_head, float* state) {
-    for (int64_t token = first; token < last; ++token)
-        for (int64_t h = 0; h < p.group(); ++h, state += state_floats(p.state_dim())) {
-            const Partial s = partial(state, p.state_dim());
+void finish(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_head, const States& states) {
+    for (int64_t token = first, row = 0; token < last; ++token)
+        for (int64_t h = 0; h < p.group(); ++h, ++row) {
             const int64_t head = kv_head * p.group() + h;
+            const float* values = states.values + row * states.dim;
             float* to = p.out + (token * p.heads + head) * p.out_dim;
-            const float sum = sum_of(s) + (p.sinks ? exp_one(p.sinks[head] - *s.max) : 0.0f);
-            for (int64_t d = 0; d < p.out_dim; ++d) to[d] = s.value[KeysOf<Cached>::column(d, p.head_dim)] / sum;
+            const float sum = states.sums[row] + (p.sinks ? exp_one(p.sinks[head] - states.maxes[row]) : 0.0f);
+            for (int64_t d = 0; d < p.out_dim; ++d) to[d] = values[KeysOf<Cached>::column(d, p.head_dim)] / sum;
         }
 }
 
@@ -118,11 +121,11 @@ Piece find_piece(const Paged<Cached>& p, int64_t size, int64_t index) {
 // Tokens of a piece of prompts. Long pieces read keys less often, but their sums do not fit the first level of a core's
 // cache, and they see more keys than each of their tokens: that pays where tokens see many.
 template <class Cached>
-int64_t tokens_of_piece(const Paged<Cached>& p, int64_t sums_of_token, int threads) {
+int64_t tokens_of_piece(const Paged<Cached>& p, int threads) {
     int64_t tokens = kQueryPiece, most = *std::max_element(p.context_len, p.context_len + p.slots);
     if (p.window && p.window < most) most = p.window;
     if (most <= kSplit) return tokens;
-    while (2 * tokens <= kLongestPiece && 2 * tokens * sums_of_token <= kMostSums &&
+    while (2 * tokens <= kLongestPiece && state_floats(2 * tokens * p.group(), p.state_dim()) <= kMostSums &&
            count_pieces(p, 2 * tokens) * p.kv_heads >= 4 * threads)
         tokens *= 2;
     return tokens;
@@ -134,25 +137,25 @@ template <class Cached>
 void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
     static thread_local Scratch own_scratch;
     const int64_t pieces = count_pieces(p, kQueryPiece), items = pieces * p.kv_heads;
-    const bool decoding = pieces == p.query_start[p.slots];        // one token each
-    const int64_t each = p.group() * state_floats(p.state_dim());  // of the states of a token and a key-value head
+    const bool decoding = pieces == p.query_start[p.slots];  // one token each
     if (!decoding && items >= 2 * team.size) {
-        const int64_t tokens = tokens_of_piece(p, each, team.size), size = tokens * each;
+        const int64_t tokens = tokens_of_piece(p, team.size), size = state_floats(tokens * p.group(), p.state_dim());
         float* own = own_scratch.get<float>(2 * size);
         team.share(count_pieces(p, tokens) * p.kv_heads, 1, [&](int64_t index, int64_t) {
             const Piece piece = find_piece(p, tokens, index / p.kv_heads);
-            const int64_t kv_head = index % p.kv_heads, states = (piece.last - piece.first) * p.group();
+            const int64_t kv_head = index % p.kv_heads, queries = (piece.last - piece.first) * p.group();
+            const States all(own, queries, p.state_dim()), one(own + size, queries, p.state_dim());
             AttentionBlock<Cached, KeysOf<Cached>> block(p, piece.first, piece.last, kv_head, kv_head + 1);
             for (int64_t split = piece.split_begin; split < piece.split_end; ++split) {
-                float* part = own + (split > piece.split_begin ? size : 0);
-                attend_split(p, piece, kv_head, kv_head + 1, split, block, part);
-                if (part != own) merge_states(own, part, states, p.state_dim());
+                const bool begun = split > piece.split_begin;
+                attend_split(p, piece, kv_head, kv_head + 1, split, block, begun ? own + size : own);
+                if (begun) merge(all, one, queries);
             }
-            finish(p, piece.first, piece.last, kv_head, own);
+            finish(p, piece.first, piece.last, kv_head, all);
         });
         return;
     }
-    const int64_t size = (decoding ? 1 : kQueryPiece) * each;
+    const int64_t size = state_floats((decoding ? 1 : kQueryPiece) * p.group(), p.state_dim());
     int64_t most = 1;  // splits of a piece
     for (int64_t i = 0; i < pieces; ++i) {
         const Piece piece = find_piece(p, kQueryPiece, i);
@@ -174,9 +177,11 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
     team.share(items, 1, [&](int64_t index, int64_t) {
         const int64_t which = index / p.kv_heads, kv_head = index % p.kv_heads;
         const Piece piece = find_piece(p, kQueryPiece, which);
-        float* total = part_of(which, 0, kv_head);
+        const int64_t queries = (piece.last - piece.first) * p.group();
+        auto part = [&](int64_t split) { return States(part_of(which, split, kv_head), queries, p.state_dim()); };
+        const States total = part(0);
         for (int64_t split = 1; split < piece.split_end - piece.split_begin; ++split)
-            merge_states(total, part_of(which, split, kv_head), (piece.last - piece.first) * p.group(), p.state_dim());
+            merge(total, part(split), queries);
         finish(p, piece.first, piece.last, kv_head, total);
     });
 }

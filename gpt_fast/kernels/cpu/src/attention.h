@@ -32,8 +32,9 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared);
 // Floats of `shared` for a team of `threads`, and for contexts of at most `longest` tokens in `slots` sequences.
 inline int64_t attention_scratch(int threads, int64_t slots, int64_t longest, int64_t heads, int64_t kv_heads,
                                  int64_t head_dim) {
-    const int64_t few = 2 * team_size(threads) * kQueryPiece * (heads / kv_heads), decoding = slots * heads;
-    return std::max(few, decoding) * ceil_div(longest, kSplit) * state_floats(state_dim_of(head_dim));
+    const int64_t group = heads / kv_heads, dim = state_dim_of(head_dim);
+    const int64_t few = 2 * team_size(threads) * state_floats(kQueryPiece * group, dim);
+    return std::max(few, slots * kv_heads * state_floats(group, dim)) * ceil_div(longest, kSplit);
 }
 
 // One head's numbers to int8, eight at a time to store(d, eight); returns their scale. The rule of reference.py,

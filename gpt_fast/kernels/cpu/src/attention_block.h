@@ -94,21 +94,21 @@ inline void clear_sums(Sums (&sum)[R][V]) {
         for (int v = 0; v < V; ++v) sum[r][v] = Sums{};
 }
 
-// Columns [d, d + 16 W) of the values of R queries, times `kept`; and back.
+// Of R queries, `stride` floats apart, W vectors of their values, each query's times `kept`; and back.
 template <int R, int W>
-inline void load_values(F16 (&sum)[R][W], const float* const* from, const float* kept, int64_t d) {
+inline void load_values(F16 (&sum)[R][W], const float* from, int64_t stride, const float* kept) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int w = 0; w < W; ++w) sum[r][w] = load16(from[r] + d + 16 * w) * splat16(kept[r]);
+        for (int w = 0; w < W; ++w) sum[r][w] = load16(from + r * stride + 16 * w) * splat16(kept[r]);
 }
 
 template <int R, int W>
-inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
+inline void store_values(const F16 (&sum)[R][W], float* to, int64_t stride) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int w = 0; w < W; ++w) store16(to[r] + d + 16 * w, sum[r][w]);
+        for (int w = 0; w < W; ++w) store16(to + r * stride + 16 * w, sum[r][w]);
 }
 
 // Keys keeps a block in the order that its products want: attention_floats.h, attention_pairs.h, attention_integers.h.
@@ -116,16 +116,16 @@ inline void store_values(const F16 (&sum)[R][W], float* const* to, int64_t d) {
 //   Keys(p, queries): `queries` is how many queries of one head will use each block
 //   Number: the type of queries
 //   kKeys: how many keys are a block
-//   kRough: whether weights are rounded to bytes. Then scores() leaves the factors out, and the softmax has them.
+//   kDegree: of softmax_block(), what exponentials are made by
 //   query_numbers(dim): how many of them a query takes, for heads of `dim`
 //   store_query(q, to): a query [D] to what scores() takes, in units of what is returned: a factor of the score, not 0
 //   column(d, dim): where column d of the values stands in what add_values() adds to, for heads of `dim`
 //   load(rows, kv_head, ahead): a block of that head
 //   load_work(): of one load()
-//   scores<R>(q, factors, scores, ahead): scores[r][i] = factors[r] * q[r] . keys[i], anything where no key was loaded;
-//     q [R, query_numbers]
-//   add_values<R>(into, kept, weights, ahead): into[r] = into[r] * kept[r] + the sum of weights[r][i] * values[i], in
-//     ascending order of i; the weights may be changed
+//   scores<R>(q, scores, ahead): scores[r][i] = q[r] . keys[i], anything where no key was loaded; q [R, query_numbers]
+//   add_values<R>(into, stride, kept, weights, ahead): what stands from into + r * stride on, times kept[r], and the
+//   sum
+//     of weights[r][i] * values[i], in ascending order of i; the weights may be changed
 // They tell `ahead` of their work: of products, rows times columns. What a row gets is the same for every R. Keys that
 // a token may not see have the weight 0, so a value that is not finite makes earlier tokens of the same step not finite
 // too.
@@ -140,7 +140,7 @@ public:
         : p_(p), kv_begin_(kv_begin), rows_((last - first) * p.group()), keys_(p, rows_) {
         static thread_local Scratch scratch;
         const int64_t queries = (kv_end - kv_begin) * rows_;
-        q_ = reinterpret_cast<Number*>(scratch.get<float>(queries * (p.head_dim + 1)));
+        q_ = reinterpret_cast<Number*>(scratch.get<float>(queries * (p.head_dim + 1) + 8));
         factors_ = reinterpret_cast<float*>(q_ + queries * each_);
         int64_t row = 0;
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head)
@@ -155,20 +155,21 @@ public:
         keys_.load(rows, kv_head, ahead);
     }
 
-    // All rows: tokens with what each sees, heads of kv_head; states [tokens, heads of kv_head].
-    void attend(const Views& views, int64_t kv_head, float* states, Ahead<Cached>& ahead) {
+    // All rows: tokens with what each sees, heads of kv_head; states of [tokens, heads of kv_head].
+    void attend(const Views& views, int64_t kv_head, const States& states, Ahead<Cached>& ahead) {
+        const bool all_seen = views.of(0).end >= kKeys && views.of(rows_ / p_.group() - 1).begin <= 0;
         for (int64_t row = 0; row < rows_;) {
             const int64_t left = rows_ - row;
             if (kMostQueries > 8 && left >= kMostQueries)
-                attend_rows<kMostQueries>(row, views, kv_head, states, ahead), row += kMostQueries;
+                attend_rows<kMostQueries>(row, views, all_seen, kv_head, states, ahead), row += kMostQueries;
             else if (left >= 8)
-                attend_rows<8>(row, views, kv_head, states, ahead), row += 8;
+                attend_rows<8>(row, views, all_seen, kv_head, states, ahead), row += 8;
             else if (left >= 4)
-                attend_rows<4>(row, views, kv_head, states, ahead), row += 4;
+                attend_rows<4>(row, views, all_seen, kv_head, states, ahead), row += 4;
             else if (left >= 2)
-                attend_rows<2>(row, views, kv_head, states, ahead), row += 2;
+                attend_rows<2>(row, views, all_seen, kv_head, states, ahead), row += 2;
             else
-                attend_rows<1>(row, views, kv_head, states, ahead), row += 1;
+                attend_rows<1>(row, views, all_seen, kv_head, states, ahead), row += 1;
         }
     }
 
@@ -176,39 +177,35 @@ public:
     int64_t work() const { return keys_.load_work() + rows_ * (p_.head_dim + p_.state_dim()); }
 
 private:
-    static constexpr float kOnes[kMostQueries] = {1, 1, 1, 1, 1, 1, 1, 1};
+    static constexpr float kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, kLowest = -3e38f;
 
+    // `all_seen`: every token sees the whole block.
     template <int R>
-    [[gnu::noinline]] void attend_rows(int64_t row, const Views& views, int64_t kv_head, float* states,
-                                       Ahead<Cached>& ahead) {
+    [[gnu::noinline]] void attend_rows(int64_t row, const Views& views, bool all_seen, int64_t kv_head,
+                                       const States& states, Ahead<Cached>& ahead) {
+        constexpr int some = R < 8 ? R : 8;
         alignas(64) float weights[R][kKeys];
-        float *into[R], kept[R];
-        Partial partials[R];
-        const int64_t group = p_.group(), state_dim = p_.state_dim();
+        alignas(32) float kept[R / some][8];
         const Adjust adjust = p_.adjust(kv_head);
         const int64_t query = (kv_head - kv_begin_) * rows_ + row;
         const float* factors = factors_ + query;
-        keys_.template scores<R>(q_ + query * each_, factors, weights, ahead);
-        if (Keys::kRough && (adjust || !(p_.scale > 0.0f))) {  // else the largest is the same before and after it
+        keys_.template scores<R>(q_ + query * each_, weights, ahead);
+        if (adjust || !(p_.scale > 0.0f)) {  // else the largest is the same before and after it
             for (int r = 0; r < R; ++r)
                 for (int64_t i = 0; i < kKeys; i += 16)
                     store16(weights[r] + i, load16(weights[r] + i) * splat16(factors[r]));
             factors = kOnes;
         }
-        int64_t token = row / group, head = row % group;
-        View view = views.of(token);
-        for (int r = 0; r < R; ++r) {
-            if (view.begin > 0 || view.end < kKeys) {
-                for (int64_t i = 0; i < view.begin && i < kKeys; ++i) weights[r][i] = -__builtin_inff();
-                for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) weights[r][i] = -__builtin_inff();
-            }
-            if (adjust) adjust_scores(weights[r], kKeys, adjust, head, view.distance);
-            into[r] = states + (row + r) * state_floats(state_dim);
-            partials[r] = partial(into[r], state_dim);
-            if (++head == group) view = views.of(++token), head = 0;
+        for (int r = 0; (adjust || !all_seen) && r < R; ++r) {
+            const View view = views.of((row + r) / p_.group());
+            if (adjust) adjust_scores(weights[r], kKeys, adjust, (row + r) % p_.group(), view.distance);
+            const float hidden = std::max(kHidden / factors[r], kLowest);
+            for (int64_t i = 0; i < view.begin && i < kKeys; ++i) weights[r][i] = hidden;
+            for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) weights[r][i] = hidden;
         }
-        softmax_block<R, Keys::kRough>(weights, factors, partials, kept);
-        keys_.template add_values<R>(into, kept, weights, ahead);
+        for (int r = 0; r < R; r += some)
+            softmax_block<some, Keys::kDegree>(weights + r, factors + r, states.from(row + r), kept[r / some]);
+        keys_.template add_values<R>(states.from(row).values, states.dim, kept[0], weights, ahead);
     }
 
     const Paged<Cached>& p_;

@@ -25,7 +25,7 @@ class FloatKeys {
 public:
     using Number = float;
     static constexpr int64_t kKeys = gpt_fast::kKeys;
-    static constexpr bool kRough = false;
+    static constexpr int kDegree = std::is_same_v<Cached, float> ? 0 : 3;
 
     FloatKeys(const Paged<Cached>& p, int64_t queries)
         : p_(p), dim_(p.head_dim), columns_(p.state_dim()), few_(queries <= kFewQueries && in_pairs(dim_)) {
@@ -78,17 +78,18 @@ public:
     }
 
     template <int R>
-    void scores(const float* q, const float* factors, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
+    void scores(const float* q, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
         if constexpr (kFewQueries > 0)
-            if (few_) return scores_of<R, true>(q, factors, scores, ahead);
-        scores_of<R, false>(q, factors, scores, ahead);
+            if (few_) return scores_of<R, true>(q, scores, ahead);
+        scores_of<R, false>(q, scores, ahead);
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead<Cached>& ahead) const {
+    void add_values(float* into, int64_t stride, const float* kept, const float (*weights)[kKeys],
+                    Ahead<Cached>& ahead) const {
         if constexpr (kFewQueries > 0)
-            if (few_) return values_of<R, true>(into, kept, weights, ahead);
-        values_of<R, false>(into, kept, weights, ahead);
+            if (few_) return values_of<R, true>(into, stride, kept, weights, ahead);
+        values_of<R, false>(into, stride, kept, weights, ahead);
     }
 
 private:
@@ -123,17 +124,18 @@ private:
     }
 
     template <int R, bool few>
-    void scores_of(const float* q, const float* factors, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
+    void scores_of(const float* q, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
         constexpr int some = kRegisters >= 32 || R < 2 ? R : few && R > 2 ? 4 : 2, V = few && some > 2 ? 1 : kKeys / 16;
         for (int r = 0; r < R; r += some)
             for (int64_t i = 0; i < kKeys; i += 16 * V) {
                 ahead.fetch(some * dim_ * 16 * V / kKeys);
-                some_scores<some, V, few>(q + r * dim_, factors + r, i, scores + r);
+                some_scores<some, V, few>(q + r * dim_, i, scores + r);
             }
     }
 
     template <int R, bool few>
-    void values_of(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead<Cached>& ahead) const {
+    void values_of(float* into, int64_t stride, const float* kept, const float (*weights)[kKeys],
+                   Ahead<Cached>& ahead) const {
         constexpr int some = R < 4 ? R : 4;
         // One or two queries take a line of the cache at a time: the lines of all tokens may fall into one set of it.
         constexpr int W = kRegisters >= 32 ? 4 : few && R <= 2 ? 2 : 1;
@@ -141,12 +143,12 @@ private:
             int64_t d = 0;
             for (; d + 16 * W <= columns_; d += 16 * W) {
                 ahead.fetch(some * 16 * W);
-                some_values<some, W, few>(into + r, kept + r, weights + r, d);
+                some_values<some, W, few>(into + r * stride, stride, kept + r, weights + r, d);
             }
             if constexpr (W > 1)
                 for (; d < columns_; d += 16) {
                     ahead.fetch(some * 16);
-                    some_values<some, 1, few>(into + r, kept + r, weights + r, d);
+                    some_values<some, 1, few>(into + r * stride, stride, kept + r, weights + r, d);
                 }
         }
     }
@@ -169,7 +171,7 @@ private:
 
     // Of R queries and keys [first, first + 16 V).
     template <int R, int V, bool few>
-    void some_scores(const float* q, const float* factors, int64_t first, float (*scores)[kKeys]) const {
+    void some_scores(const float* q, int64_t first, float (*scores)[kKeys]) const {
         F16 sum[R][V];
         clear_sums(sum);
         auto add_column = [&](int64_t d) {
@@ -193,13 +195,13 @@ private:
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) store16(scores[r] + first + 16 * v, sum[r][v] * splat16(factors[r]));
+            for (int v = 0; v < V; ++v) store16(scores[r] + first + 16 * v, sum[r][v]);
     }
 
     template <int R, int W, bool few>
-    void some_values(float* const* into, const float* kept, const float (*weights)[kKeys], int64_t d) const {
+    void some_values(float* into, int64_t stride, const float* kept, const float (*weights)[kKeys], int64_t d) const {
         F16 sum[R][W];
-        load_values(sum, into, kept, d);
+        load_values(sum, into + d, stride, kept);
 #pragma GCC unroll 4
         for (int64_t i = from_; i < end_; ++i) {
             F16 v[W];
@@ -212,7 +214,7 @@ private:
                 for (int w = 0; w < W; ++w) sum[r][w] = plus_product(sum[r][w], weight, v[w]);
             }
         }
-        store_values(sum, into, d);
+        store_values(sum, into + d, stride);
     }
 
     const Paged<Cached>& p_;

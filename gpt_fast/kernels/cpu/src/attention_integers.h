@@ -22,7 +22,7 @@ namespace gpt_fast {
 //   begin(q, dim): what sums of scores begin with
 //   add_score(sum, keys, q), add_value(sum, values, weights): sum + products; splat(): the neighbours of a query, or
 //     weights, in every lane
-//   store_weights(to, v): sixteen, rounded
+//   store_weights(to, v): vectors of weights, rounded
 
 // Pairs of 16 bits (simd.h, dot_words): two instructions for 16 products, where float32 takes two for 8 after bytes
 // have been widened to it.
@@ -64,7 +64,10 @@ struct Words {
     static I16 splat(const int16_t* two) { return splat_words(two); }
     static I16 add_score(I16 sum, I16 keys, I16 q) { return dot_words(sum, keys, q); }
     static I16 add_value(I16 sum, I16 values, I16 weights) { return dot_words(sum, values, weights); }
-    static void store_weights(int16_t* to, F16 v) { store16_words(to, v); }
+    template <int N>
+    static void store_weights(int16_t* to, const F16 (&v)[N]) {
+        for (int i = 0; i < N; ++i) store16_words(to + 16 * i, v[i]);
+    }
 };
 
 #ifdef GPT_FAST_DPBUSD
@@ -98,7 +101,10 @@ struct Bytes {
     static I16 splat(const void* four) { return splat_four(four); }
     static I16 add_score(I16 sum, I16 keys, I16 q) { return dot_raised(sum, keys, q); }
     static I16 add_value(I16 sum, I16 values, I16 weights) { return dot_raised(sum, weights, values); }
-    static void store_weights(uint8_t* to, F16 v) { store16_bytes(to, v); }
+    template <int N>
+    static void store_weights(uint8_t* to, const F16 (&v)[N]) {
+        store_bytes(to, v);
+    }
 };
 #endif
 
@@ -108,7 +114,7 @@ class IntegerKeys {
 public:
     using Number = typename Numbers::Query;
     static constexpr int64_t kKeys = Numbers::kKeys;
-    static constexpr bool kRough = Numbers::kMostWeight < 256.0f;
+    static constexpr int kDegree = Numbers::kMostWeight < 256.0f ? 2 : 3;
 
     IntegerKeys(const Paged<int8_t>& p, int64_t)
         : p_(p),
@@ -151,33 +157,32 @@ public:
     }
 
     template <int R>
-    void scores(const Number* q, const float* factors, float (*scores)[kKeys], Ahead<int8_t>& ahead) const {
-        constexpr int some = kRegisters >= 32 || R < 4 ? R : 4, V = kRegisters >= 32 || R < 3 ? 2 : 1;
+    void scores(const Number* q, float (*scores)[kKeys], Ahead<int8_t>& ahead) const {
+        constexpr int some = R < 4 ? R : 4, V = kRegisters >= 32 ? kKeys / 16 : R < 3 ? 2 : 1;
         for (int r = 0; r < R; r += some)
             for (int64_t i = 0; i < kKeys; i += 16 * V) {
                 ahead.fetch(some * p_.head_dim * 16 * V / kKeys);
-                some_scores<some, V>(q + r * stride_, factors + r, i, scores + r);
+                some_scores<some, V>(q + r * stride_, i, scores + r);
             }
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, const float (*weights)[kKeys], Ahead<int8_t>& ahead) const {
+    void add_values(float* into, int64_t stride, const float* kept, const float (*weights)[kKeys],
+                    Ahead<int8_t>& ahead) const {
         alignas(64) Weight rounded[R][kKeys];
-        float factors[R][kParts];
-        for (int r = 0; r < R; ++r)
-            for (int64_t part = 0; part < kParts; ++part)
-                factors[r][part] = round_weights(weights[r], part, rounded[r]);
+        alignas(32) float factors[kParts][8];
+        round_weights<R>(weights, rounded, factors);
         constexpr int some = R < 4 ? R : 4, W = kRegisters >= 32 ? 4 : R < 3 ? 2 : 1;
         for (int r = 0; r < R; r += some) {
             int64_t d = 0;
             for (; d + 16 * W <= columns_; d += 16 * W) {
                 ahead.fetch(some * 16 * W);
-                some_values<some, W>(into + r, kept + r, rounded + r, factors + r, d);
+                some_values<some, W>(into + r * stride + d, stride, kept + r, rounded + r, factors[0] + r, d);
             }
             if constexpr (W > 1)
                 for (; d < columns_; d += 16) {
                     ahead.fetch(some * 16);
-                    some_values<some, 1>(into + r, kept + r, rounded + r, factors + r, d);
+                    some_values<some, 1>(into + r * stride + d, stride, kept + r, rounded + r, factors[0] + r, d);
                 }
         }
     }
@@ -209,29 +214,45 @@ private:
         }
     }
 
-    // A part of a row of weights times the scales of the values, in multiples of what is returned.
-    float round_weights(const float* weights, int64_t part, Weight* to) const {
-        F16 largest = splat16(0.0f), w[kPart / 16];
-        const int64_t first = part * kPart;
-        for (int64_t i = 0; i < kPart / 16; ++i) {
-            w[i] = load16(weights + first + 16 * i) * load16(block_.v_scale + first + 16 * i);
-            largest = larger(largest, w[i]);
+    // The weights of R queries times the scales of the values, each part of a row in multiples of factors[part][row].
+    template <int R>
+    void round_weights(const float (*weights)[kKeys], Weight (*to)[kKeys], float (*factors)[8]) const {
+        static_assert(R <= 8, "lanes");
+        alignas(32) float inverse[kParts][8];
+#pragma GCC unroll 2
+        for (int64_t part = 0; part < kParts; ++part) {
+            F8 largest[8];
+#pragma GCC unroll 8
+            for (int r = 0; r < 8; ++r) {
+                F16 most = splat16(0.0f);
+#pragma GCC unroll 4
+                for (int64_t i = part * kPart; i < (part + 1) * kPart; i += 16)
+                    most = larger(most, load16(weights[r < R ? r : 0] + i) * load16(block_.v_scale + i));
+                largest[r] = larger(lower(most), upper(most));
+            }
+            const F8 most = larger(splat(1e-30f), lane_maxes(largest));  // not 0, to be divided by
+            store8(factors[part], plus_product(splat(finite_), most, splat(1.0f / Numbers::kMostWeight)));
+            store8(inverse[part], splat(Numbers::kMostWeight) / most);
         }
-        const float most = lane_max(largest), inverse = most == 0.0f ? 0.0f : Numbers::kMostWeight / most;
-        for (int64_t i = 0; i < kPart / 16; ++i) Numbers::store_weights(to + first + 16 * i, w[i] * splat16(inverse));
-        return most * (1.0f / Numbers::kMostWeight) + finite_;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            F16 w[kKeys / 16];
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < kKeys; i += 16)
+                w[i / 16] = load16(weights[r] + i) * load16(block_.v_scale + i) * splat16(inverse[i / kPart][r]);
+            Numbers::store_weights(to[r], w);
+        }
     }
 
     // Of R queries and keys [first, first + 16 V).
     template <int R, int V>
-    void some_scores(const Number* q, const float* factors, int64_t first, float (*scores)[kKeys]) const {
+    void some_scores(const Number* q, int64_t first, float (*scores)[kKeys]) const {
         I16 sum[R][V];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) sum[r][v] = Numbers::begin(q + r * stride_, p_.head_dim);
-#pragma GCC unroll 4
-        for (int64_t d = 0; d < p_.head_dim; d += kEach) {
+        auto step = [&](int64_t d) __attribute__((always_inline)) {
             I16 key[V];
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) key[v] = load64(keys_[first / 16 + v] + d * 16 * kBytes);
@@ -241,20 +262,19 @@ private:
 #pragma GCC unroll 8
                 for (int v = 0; v < V; ++v) sum[r][v] = Numbers::add_score(sum[r][v], key[v], x);
             }
-        }
+        };
+        // Unrolled by hand: at the end of a loop that it unrolls gcc copies all sums.
+        for (int64_t d = 0; d < p_.head_dim; d += 2 * kEach) step(d), step(d + kEach);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) {
-                F16 score = to_floats(sum[r][v]);
-                if (!kRough) score = score * splat16(factors[r]);
-                store16(scores[r] + first + 16 * v, score * load16(block_.k_scale + first + 16 * v));
-            }
+            for (int v = 0; v < V; ++v)
+                store16(scores[r] + first + 16 * v, to_floats(sum[r][v]) * load16(block_.k_scale + first + 16 * v));
     }
 
     template <int R, int W>
-    void some_values(float* const* into, const float* kept, const Weight (*weights)[kKeys],
-                     const float (*factors)[kParts], int64_t d) const {
+    void some_values(float* into, int64_t stride, const float* kept, const Weight (*weights)[kKeys],
+                     const float* factors, int64_t d) const {
         F16 total[R][W];
 #pragma GCC unroll 2
         for (int64_t part = 0; part < kParts; ++part) {
@@ -273,14 +293,14 @@ private:
                     for (int w = 0; w < W; ++w) sum[r][w] = Numbers::add_value(sum[r][w], v[w], weight);
                 }
             }
-            if (part == 0) load_values<R, W>(total, into, kept, d);  // now: the sums have had its registers
+            if (part == 0) load_values<R, W>(total, into, stride, kept);  // now: the sums have had its registers
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
                 for (int w = 0; w < W; ++w)
-                    total[r][w] = plus_product(total[r][w], to_floats(sum[r][w]), splat16(factors[r][part]));
+                    total[r][w] = plus_product(total[r][w], to_floats(sum[r][w]), splat16(factors[8 * part + r]));
         }
-        store_values<R, W>(total, into, d);
+        store_values<R, W>(total, into, stride);
     }
 
     const Paged<int8_t>& p_;

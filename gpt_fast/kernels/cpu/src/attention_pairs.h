@@ -11,9 +11,9 @@
 
 namespace gpt_fast {
 
-// scores[r][i] = scale * q[r] . keys[i] of a whole block. q [R, D] in bfloat16, keys [D / 2, kKeys, 2].
+// scores[r][i] = q[r] . keys[i] of a whole block. q [R, D] in bfloat16, keys [D / 2, kKeys, 2].
 template <int R>
-inline void pair_scores(const uint16_t* q, const uint16_t* keys, int64_t dim, float scale, float (*scores)[kKeys]) {
+inline void pair_scores(const uint16_t* q, const uint16_t* keys, int64_t dim, float (*scores)[kKeys]) {
     constexpr int V = kKeys / 16;
     F16 sum[R][V];
     clear_sums(sum);
@@ -32,16 +32,16 @@ inline void pair_scores(const uint16_t* q, const uint16_t* keys, int64_t dim, fl
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) store16(scores[r] + 16 * v, sum[r][v] * splat16(scale));
+        for (int v = 0; v < V; ++v) store16(scores[r] + 16 * v, sum[r][v]);
 }
 
-// value[r][d, d + 16 W) = value * kept + sum of weights * values, keys in ascending order. weights [R, kKeys] in
-// bfloat16, values [kKeys / 2, columns, 2].
+// Columns [d, d + 16 W) of R sums of values, `stride` floats apart: times `kept`, plus weights * values, keys in
+// ascending order. weights [R, kKeys] in bfloat16, values [kKeys / 2, columns, 2].
 template <int R, int W>
-inline void add_pair_values(float* const* value, const float* kept, const uint16_t (*weights)[kKeys],
+inline void add_pair_values(float* into, int64_t stride, const float* kept, const uint16_t (*weights)[kKeys],
                             const uint16_t* values, int64_t columns, int64_t d) {
     F16 sum[R][W];
-    load_values(sum, value, kept, d);
+    load_values(sum, into + d, stride, kept);
 #pragma GCC unroll 2
     for (int64_t i = 0; i < kKeys; i += 2) {
         I16 v[W];
@@ -55,7 +55,7 @@ inline void add_pair_values(float* const* value, const float* kept, const uint16
             for (int w = 0; w < W; ++w) sum[r][w] = bfloat16_dot(sum[r][w], v[w], weight);
         }
     }
-    store_values(sum, value, d);
+    store_values(sum, into + d, stride);
 }
 
 struct NoBytes {
@@ -70,7 +70,7 @@ class PairKeys {
 public:
     using Number = uint16_t;
     static constexpr int64_t kKeys = gpt_fast::kKeys;
-    static constexpr bool kRough = false;
+    static constexpr int kDegree = 3;
 
     PairKeys(const Paged<Cached>& p, int64_t) : p_(p), columns_(p.state_dim()), bytes_(p) {
         static thread_local Scratch scratch;
@@ -99,33 +99,33 @@ public:
     }
 
     template <int R>
-    void scores(const uint16_t* q, const float* factors, float (*scores)[kKeys], Ahead<Cached>& ahead) {
+    void scores(const uint16_t* q, float (*scores)[kKeys], Ahead<Cached>& ahead) {
         ahead.fetch(R * p_.head_dim);
         if (tiled_)
-            tiles_.template scores<R>(q, keys_, p_.head_dim, factors[0], scores);  // they are all the same
+            tiles_.template scores<R>(q, keys_, p_.head_dim, scores);
         else
-            pair_scores<R>(q, keys_, p_.head_dim, factors[0], scores);
+            pair_scores<R>(q, keys_, p_.head_dim, scores);
         if constexpr (kScaled) multiply<R>(scores, bytes_.k_scale);
     }
 
     template <int R>
-    void add_values(float* const* into, const float* kept, float (*weights)[kKeys], Ahead<Cached>& ahead) {
+    void add_values(float* into, int64_t stride, const float* kept, float (*weights)[kKeys], Ahead<Cached>& ahead) {
         alignas(64) uint16_t rounded[R][kKeys];
         if constexpr (kScaled) multiply<R>(weights, bytes_.v_scale);
         for (int r = 0; r < R; ++r)
             for (int64_t i = 0; i < kKeys; i += 16) store16_bfloat16(rounded[r] + i, load16(weights[r] + i));
         if (tiled_) {
             ahead.fetch(R * columns_);
-            return tiles_.template add_values<R>(into[0], state_floats(columns_), kept, rounded, values_, columns_);
+            return tiles_.template add_values<R>(into, stride, kept, rounded, values_, columns_);
         }
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {
             ahead.fetch(some * columns_);
             int64_t d = 0;
             for (; d + 64 <= columns_; d += 64)
-                add_pair_values<some, 4>(into + r, kept + r, rounded + r, values_, columns_, d);
+                add_pair_values<some, 4>(into + r * stride, stride, kept + r, rounded + r, values_, columns_, d);
             for (; d < columns_; d += 16)
-                add_pair_values<some, 1>(into + r, kept + r, rounded + r, values_, columns_, d);
+                add_pair_values<some, 1>(into + r * stride, stride, kept + r, rounded + r, values_, columns_, d);
         }
     }
 

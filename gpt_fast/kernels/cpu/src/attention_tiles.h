@@ -10,9 +10,9 @@ namespace gpt_fast {
 template <class Registers = Tiles>
 class AttentionTiles {
 public:
-    // scores[r][i] = scale * q[r] . keys[i] of a whole block. q [R, D], keys [D / 2, kKeys, 2]; D is a multiple of 32.
+    // scores[r][i] = q[r] . keys[i] of a whole block. q [R, D], keys [D / 2, kKeys, 2]; D is a multiple of 32.
     template <int R>
-    void scores(const uint16_t* q, const uint16_t* keys, int64_t dim, float scale, float (*scores)[kKeys]) {
+    void scores(const uint16_t* q, const uint16_t* keys, int64_t dim, float (*scores)[kKeys]) {
         static_assert(kKeys == 2 * kTileRows, "two registers of scores");
         shape(R);
         registers_.template zero<0>();
@@ -26,9 +26,6 @@ public:
         }
         registers_.template store<0>(reinterpret_cast<uint8_t*>(scores[0]), sizeof scores[0]);
         registers_.template store<1>(reinterpret_cast<uint8_t*>(scores[0] + kTileRows), sizeof scores[0]);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            for (int64_t i = 0; i < kKeys; i += 16) store16(scores[r] + i, load16(scores[r] + i) * splat16(scale));
     }
 
     // value[r] = value[r] * kept[r] + sum of weights[r][i] * values[i]. value: R rows of `columns`, `stride` floats apart,

@@ -167,6 +167,18 @@ inline void pairs_of_bytes(const uint8_t* from, uint16_t* first, uint16_t* secon
 
 // The eight lowest bits of each lane as the exponent of a float32: 2^(bits - 127).
 inline F8 power_of_low_bits(F8 v) { return as_floats(shift_left<23>(as_ints(v))); }
+#ifndef __AVX512VNNI__
+inline F16 power_of_low_bits(F16 v) { return {power_of_low_bits(v.a), power_of_low_bits(v.b)}; }
+
+// x to the nearest whole number n, at least -127, which is returned, and the rest in x. Then 2^n x, 0 where n is -127.
+// Between 2^23 and 2^24 the unit is 1: such a sum is rounded to a whole number, whose lowest bits are its own.
+inline F16 take_whole(F16& x) {
+    const F16 unit = splat16(12582912.0f), bounded = larger(splat16(-127.0f), x), whole = (bounded + unit) - unit;
+    x = bounded - whole;
+    return whole;
+}
+inline F16 times_power(F16 x, F16 n) { return x * power_of_low_bits(n + splat16(12582912.0f + 127.0f)); }
+#endif
 
 template <class V>
 inline V each_lane(float x) {
@@ -204,6 +216,14 @@ template <int N, class V>
     for (int i = 0; i < N; ++i) x[i] = choose(less(x[i], low), all(0.0f), p[i] * power_of_low_bits(shifted[i]));
 }
 
+// The sum, and the largest, of the lanes of each of eight.
+[[gnu::always_inline]] inline F8 lane_sums(const F8 (&v)[8]) {
+    return join_lanes(v, [](F8 x, F8 y) { return x + y; });
+}
+[[gnu::always_inline]] inline F8 lane_maxes(const F8 (&v)[8]) {
+    return join_lanes(v, [](F8 x, F8 y) { return larger(x, y); });
+}
+
 inline F8 exp8(F8 x) {
     F8 one[] = {x};
     exp_each(one);
@@ -223,13 +243,27 @@ template <int N>
     exp_each(halves);
     for (int i = 0; i < N; ++i) x[i] = {halves[2 * i], halves[2 * i + 1]};
 }
-
-// e^(x * factor - shift)
-template <int N>
-[[gnu::always_inline]] inline void exp16_rough(F16 (&x)[N], float factor, float shift) {
-    for (int i = 0; i < N; ++i) x[i] = plus_product(splat16(-shift), x[i], splat16(factor));
-    exp16_each(x);
-}
 #endif
+
+// 2^x of some vectors, roughly: relative error below 2e-3 by a polynomial of degree 2, 2e-4 of degree 3, those with the
+// least for |rest| <= 1 / 2. 0 where it is tiny; NaN stays NaN.
+template <int kDegree, int N>
+[[gnu::always_inline]] inline void power16_each(F16 (&x)[N]) {
+    static_assert(kDegree == 2 || kDegree == 3, "polynomials");
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) {
+        F16 rest = x[i], p;
+        const F16 whole = take_whole(rest);
+        if (kDegree == 2) {
+            p = plus_product(splat16(0.703448f), splat16(0.238428943f), rest);
+            p = plus_product(splat16(1.00044314f), p, rest);
+        } else {
+            p = plus_product(splat16(0.24261112f), splat16(0.05517166f), rest);
+            p = plus_product(splat16(0.69326099f), p, rest);
+            p = plus_product(splat16(0.99992807f), p, rest);
+        }
+        x[i] = times_power(p, whole);
+    }
+}
 
 }  // namespace gpt_fast

@@ -41,6 +41,19 @@ inline float lane_max(F8 v) {
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
 
+// All lanes of each of eight joined by `by`.
+template <class By>
+[[gnu::always_inline]] inline F8 join_lanes(const F8 (&v)[8], By by) {
+    F8 four[2];
+    for (int i = 0; i < 2; ++i) {
+        const F8* w = v + 4 * i;
+        const F8 s = by(_mm256_unpacklo_ps(w[0], w[1]), _mm256_unpackhi_ps(w[0], w[1]));
+        const F8 t = by(_mm256_unpacklo_ps(w[2], w[3]), _mm256_unpackhi_ps(w[2], w[3]));
+        four[i] = by(_mm256_shuffle_ps(s, t, 0x44), _mm256_shuffle_ps(s, t, 0xee));
+    }
+    return by(_mm256_permute2f128_ps(four[0], four[1], 0x20), _mm256_permute2f128_ps(four[0], four[1], 0x31));
+}
+
 // ---- conversions ----
 
 inline F8 as_floats(I8 bits) { return _mm256_castsi256_ps(bits); }
@@ -151,10 +164,12 @@ inline void store16_words(int16_t* to, F8 a, F8 b) {
 }
 
 // Whole numbers of 0 to 255, the nearest; NaN and what is too large: any.
-inline void store16_bytes(uint8_t* to, F8 a, F8 b) {
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(nearest(a), nearest(b)), 0xd8);
-    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+inline void store32_bytes(uint8_t* to, const F8 (&v)[4]) {
+    const __m256i first = _mm256_packs_epi32(nearest(v[0]), nearest(v[1]));
+    const __m256i last = _mm256_packs_epi32(nearest(v[2]), nearest(v[3]));
+    // The packs leave four of each vector, twice.
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    store32(to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, last), order));
 }
 
 // As assembly, since compilers take loops of fetches away, and functions that do nothing else.

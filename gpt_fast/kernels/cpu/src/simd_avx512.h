@@ -19,23 +19,15 @@ inline F16 to_floats(I16 v) { return _mm512_cvtepi32_ps(v); }
 inline F16 larger(F16 x, F16 y) { return _mm512_max_ps(x, y); }
 inline F16 smaller(F16 x, F16 y) { return _mm512_min_ps(x, y); }
 inline __mmask16 less(F16 x, F16 y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
-inline bool any_larger(F16 v, float limit) { return less(splat16(limit), v) != 0; }
 inline F16 choose(__mmask16 mask, F16 yes, F16 no) { return _mm512_mask_blend_ps(mask, no, yes); }
 inline F16 power_of_low_bits(F16 v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23)); }
-// e^(x * factor - shift) of some vectors, relative error below 2e-4, 0 below e^-103: for weights that are rounded to a
-// byte. As 2^n 2^r, the polynomial of degree 3 with the least relative error for 2^r, |r| <= 1 / 2. NaN stays NaN.
-template <int N>
-[[gnu::always_inline]] inline void exp16_rough(F16 (&x)[N], float factor, float shift) {
-    const F16 by = splat16(factor * 1.44269504f), from = splat16(shift * -1.44269504f);
-#pragma GCC unroll 8
-    for (int i = 0; i < N; ++i) {
-        const F16 t = plus_product(from, x[i], by);
-        const F16 u = larger(splat16(-150.0f), t), n = _mm512_roundscale_ps(u, 0), r = u - n;
-        F16 p = plus_product(splat16(0.24261112f), splat16(0.05517166f), r);
-        p = plus_product(splat16(0.69326099f), p, r);
-        x[i] = _mm512_scalef_ps(plus_product(splat16(0.99992807f), p, r), n);
-    }
+// x to the nearest whole number n, which is returned, and the rest in x. Then 2^n x.
+inline F16 take_whole(F16& x) {
+    const F16 whole = _mm512_roundscale_ps(x, 0);
+    x = x - whole;
+    return whole;
 }
+inline F16 times_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
 inline F8 lower(F16 v) { return _mm512_castps512_ps256(v); }
 inline F8 upper(F16 v) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)); }
 inline F16 join(F8 x, F8 y) {
@@ -43,7 +35,6 @@ inline F16 join(F8 x, F8 y) {
     return _mm512_castpd_ps(_mm512_insertf64x4(lower_half, _mm256_castps_pd(y), 1));
 }
 inline float lane_sum(F16 v) { return lane_sum(lower(v) + upper(v)); }
-inline float lane_max(F16 v) { return lane_max(larger(lower(v), upper(v))); }
 inline I16 load16_bytes(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -119,8 +110,13 @@ inline I16 dot_words(I16 sum, I16 w, I16 x) {
 inline void store16_words(int16_t* to, F16 v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v)));
 }
-inline void store16_bytes(uint8_t* to, F16 v) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+// Whole numbers of 0 to 255, the nearest; NaN and what is too large: any.
+inline void store_bytes(uint8_t* to, const F16 (&v)[4]) {
+    const I16 first = _mm512_packs_epi32(_mm512_cvtps_epi32(v[0]), _mm512_cvtps_epi32(v[1]));
+    const I16 last = _mm512_packs_epi32(_mm512_cvtps_epi32(v[2]), _mm512_cvtps_epi32(v[3]));
+    // The packs leave four of each vector, four times.
+    const I16 order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(first, last)));
 }
 inline I16 begin_dots16(int32_t offset) { return splat16(offset); }
 inline I16 dot_raised(I16 sum, I16 raised, I16 x) {

@@ -56,6 +56,22 @@ inline float lane_max(F8 v) {
     return vget_lane_f32(vpmax_f32(t, t), 0);
 }
 
+// All lanes of each of eight joined by `by`.
+template <class By>
+inline F8 join_lanes(const F8 (&v)[8], By by) {
+    F8 four[2];
+    for (int i = 0; i < 2; ++i) {
+        const F8* w = v + 4 * i;
+        auto zip = [](F8 x, F8 y) { return F8{vzip1q_f32(x.a, y.a), vzip1q_f32(x.b, y.b)}; };
+        auto zip_upper = [](F8 x, F8 y) { return F8{vzip2q_f32(x.a, y.a), vzip2q_f32(x.b, y.b)}; };
+        const F8 s = by(zip(w[0], w[1]), zip_upper(w[0], w[1])), t = by(zip(w[2], w[3]), zip_upper(w[2], w[3]));
+        auto lower = [](float32x4_t x, float32x4_t y) { return vcombine_f32(vget_low_f32(x), vget_low_f32(y)); };
+        auto upper = [](float32x4_t x, float32x4_t y) { return vcombine_f32(vget_high_f32(x), vget_high_f32(y)); };
+        four[i] = by(F8{lower(s.a, t.a), lower(s.b, t.b)}, F8{upper(s.a, t.a), upper(s.b, t.b)});
+    }
+    return by(F8{four[0].a, four[1].a}, F8{four[0].b, four[1].b});
+}
+
 // ---- conversions ----
 
 inline F8 as_floats(I8 bits) { return {vreinterpretq_f32_s32(bits.a), vreinterpretq_f32_s32(bits.b)}; }

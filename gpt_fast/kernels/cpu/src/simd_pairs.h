@@ -16,12 +16,7 @@ inline F16 operator*(F16 x, F16 y) { return {x.a * y.a, x.b * y.b}; }
 inline F16 operator+(F16 x, F16 y) { return {x.a + y.a, x.b + y.b}; }
 inline F16 operator-(F16 x, F16 y) { return {x.a - y.a, x.b - y.b}; }
 inline F16 larger(F16 x, F16 y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
-inline bool any_larger(F16 v, float limit) {
-    const F8 limits = splat(limit);
-    return any(as_ints(less(limits, v.a)) | as_ints(less(limits, v.b)));
-}
 inline float lane_sum(F16 v) { return lane_sum(v.a + v.b); }
-inline float lane_max(F16 v) { return lane_max(larger(v.a, v.b)); }
 inline F16 splat16(float x) { return {splat(x), splat(x)}; }
 inline F16 load16(const float* p) { return {load8(p), load8(p + 8)}; }
 inline void store16(float* p, F16 v) { store8(p, v.a), store8(p + 8, v.b); }
@@ -31,6 +26,8 @@ inline F16 plus_product(F16 sum, F16 x, F16 y) {
 inline F16 minus_product(F16 sum, F16 x, F16 y) {
     return {minus_product(sum.a, x.a, y.a), minus_product(sum.b, x.b, y.b)};
 }
+inline F8 lower(F16 v) { return v.a; }
+inline F8 upper(F16 v) { return v.b; }
 inline F16 join(F8 x, F8 y) { return {x, y}; }
 inline F16 to_floats(I16 v) { return {to_floats(v.a), to_floats(v.b)}; }
 inline F16 load16_uint8(const uint8_t* p) { return {load8_uint8(p), load8_uint8(p + 8)}; }
@@ -49,7 +46,7 @@ inline I16 dot_raised(I16 sum, I16 raised, I16 x) {
     return {dot_raised(sum.a, raised.a, x.a), dot_raised(sum.b, raised.b, x.b)};
 }
 #ifdef GPT_FAST_DPBUSD
-inline void store16_bytes(uint8_t* to, F16 v) { store16_bytes(to, v.a, v.b); }
+inline void store_bytes(uint8_t* to, const F16 (&v)[2]) { store32_bytes(to, {v[0].a, v[0].b, v[1].a, v[1].b}); }
 #endif
 inline I16 dot(I16 sum, I16 w, I16 x) { return {dot(sum.a, w.a, x.a), dot(sum.b, w.b, x.b)}; }
 inline I16 low_nibbles(I16 v) { return {low_nibbles(v.a), low_nibbles(v.b)}; }

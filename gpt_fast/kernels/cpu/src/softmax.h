@@ -10,44 +10,70 @@ namespace gpt_fast {
 
 constexpr int64_t kKeys = 32;  // of a block, where its Keys (attention_block.h) have no other number
 
-// Running softmax of one query head: sum of values weighted by e^(score - max), sums of the weights of keys that are 16
-// apart, max.
-struct Partial {
-    float* value;  // [D]
-    float* sums;   // [16]
-    float* max;
+// The score of a key that a token may not see: far below all others, but a number, as differences of infinities are
+// none.
+constexpr float kHidden = -1e30f;
+
+// What exponentials are relative to before a key was seen: beside it kHidden has no weight.
+constexpr float kNothingSeen = -1e29f;
+
+// Running softmaxes of some queries: sums of values weighted by e^(score - max), of those weights alone, and max.
+struct States {
+    int64_t dim;
+    float *sums, *maxes, *values;  // [rows], [rows], [rows, dim]: eight may be loaded from any row on
+
+    // In state_floats() of memory.
+    States(float* memory, int64_t rows, int64_t dim)
+        : dim(dim), sums(memory), maxes(sums + lines_of(rows)), values(maxes + lines_of(rows)) {}
+
+    static int64_t lines_of(int64_t floats) { return ceil_div(floats, 16) * 16; }
+
+    States from(int64_t row) const {
+        States rest = *this;
+        rest.sums += row, rest.maxes += row, rest.values += row * dim;
+        return rest;
+    }
 };
 
-// Partials lie side by side, each of whole lines of the cache: D values, then sums and max. D is the cache's, rounded
-// up to a multiple of 16.
+// The cache's columns of a head, rounded up to a multiple of 16.
 inline int64_t state_dim_of(int64_t head_dim) { return ceil_div(head_dim, 16) * 16; }
-inline int64_t state_floats(int64_t dim) { return dim + 32; }
-inline Partial partial(float* state, int64_t dim) { return {state, state + dim, state + dim + 16}; }
+inline int64_t state_floats(int64_t rows, int64_t dim) { return 2 * States::lines_of(rows) + rows * dim; }
 
-inline void clear(const Partial& p, int64_t dim) {
-    for (int64_t d = 0; d < dim; ++d) p.value[d] = 0.0f;
-    store16(p.sums, splat16(0.0f));
-    *p.max = -__builtin_inff();
+inline void clear(const States& states, int64_t rows) {
+    std::fill_n(states.sums, rows, 0.0f);
+    std::fill_n(states.maxes, rows, kNothingSeen);
+    std::fill_n(states.values, rows * states.dim, 0.0f);
 }
-
-inline float sum_of(const Partial& p) { return lane_sum(load16(p.sums)); }
 
 inline float exp_one(float x) { return first_lane(exp8(splat(x))); }
 
-// into = into and then other.
-inline void merge(const Partial& into, const Partial& other, int64_t dim) {
-    if (*other.max == -__builtin_inff() && sum_of(other) == 0.0f) return;
-    // A NaN on either side must survive.
-    const float top = *into.max > *other.max ? *into.max : *other.max;
-    const float keep = exp_one(*into.max - top), add = exp_one(*other.max - top);
-    for (int64_t d = 0; d < dim; ++d) into.value[d] = into.value[d] * keep + other.value[d] * add;
-    store16(into.sums, plus_product(load16(into.sums) * splat16(keep), load16(other.sums), splat16(add)));
-    *into.max = top;
+// The first `count` of eight.
+inline void store_some(float* to, F8 v, int64_t count) {
+    if (count >= 8) return store8(to, v);
+    alignas(32) float all[8];
+    store8(all, v);
+    for (int64_t i = 0; i < count; ++i) to[i] = all[i];
 }
 
-inline void merge_states(float* into, float* other, int64_t count, int64_t dim) {
-    for (int64_t i = 0; i < count; ++i, into += state_floats(dim), other += state_floats(dim))
-        merge(partial(into, dim), partial(other, dim), dim);
+// into = into and then other.
+inline void merge(States into, States other, int64_t rows) {
+    for (int64_t row = 0; row < rows; row += 8) {
+        const int64_t count = std::min<int64_t>(rows - row, 8);
+        const F8 max = load8(into.maxes + row), others = load8(other.maxes + row);
+        const F8 top = choose(less(others, max), max, others);  // NaN on either side survives
+        const F8 keep = exp8(max - top), add = exp8(others - top);
+        const F8 kept = load8(into.sums + row) * keep;
+        store_some(into.sums + row, plus_product(kept, load8(other.sums + row), add), count);
+        store_some(into.maxes + row, top, count);
+        alignas(32) float keeps[8], adds[8];
+        store8(keeps, keep), store8(adds, add);
+        for (int64_t i = 0; i < count; ++i) {
+            float* to = into.values + (row + i) * into.dim;
+            const float* from = other.values + (row + i) * into.dim;
+            for (int64_t d = 0; d < into.dim; d += 16)
+                store16(to + d, plus_product(load16(to + d) * splat16(keeps[i]), load16(from + d), splat16(adds[i])));
+        }
+    }
 }
 
 // How much larger a score may be than the one that exponentials are taken relative to: e^8 costs no precision, and what
@@ -56,44 +82,45 @@ constexpr float kHeadroom = 8.0f;
 
 constexpr int kExpVectors = kRegisters < 32 ? 2 : 4;  // whose exponentials are made together
 
-// Scores of one block of N keys to weights, in place, for R queries; their sums and what they are relative to into
-// `states`, and into `kept` what the earlier values are to be multiplied with. All largest scores first: then the
-// exponentials of all queries wait for nothing. kRough: weights that are rounded to a byte afterwards, of scores that
-// are to be multiplied by `factors` first.
-template <int R, bool kRough, int64_t N>
-[[gnu::noinline]] void softmax_block(float (*weights)[N], const float* factors, const Partial* states, float* kept) {
-    F16 tops[R], above = splat16(-1.0f);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        tops[r] = load16(weights[r]);
-#pragma GCC unroll 4
-        for (int64_t i = 16; i < N; i += 16) tops[r] = larger(tops[r], load16(weights[r] + i));
-        if (kRough) tops[r] = tops[r] * splat16(factors[r]);
-        above = larger(tops[r] - splat16(*states[r].max + kHeadroom), above);  // which stays where the first is NaN
-        kept[r] = 1.0f;
-    }
-    if (any_larger(above, 0.0f))  // seldom, behind a prompt's first blocks
-        for (int r = 0; r < R; ++r) {
-            const float old = *states[r].max;
-            if (!any_larger(tops[r], old + kHeadroom)) continue;
-            *states[r].max = lane_max(tops[r]);
-            kept[r] = old == -__builtin_inff() ? 0.0f : exp_one(old - *states[r].max);
-        }
-    // Should all be -infinity, the difference to the largest would be NaN: such a block has no weight.
-    auto shift = [&](int r) { return *states[r].max == -__builtin_inff() ? 0.0f : *states[r].max; };
+// Scores of one block of N keys, each query's to be multiplied by its factor, to weights, in place, for R queries;
+// their sums and what they are relative to into `states`, and into `kept` what the earlier values are to be multiplied
+// with. kDegree: of power16_each(), for weights that are rounded afterwards; 0: exp16_each(). Eight of `factors` are
+// read.
+template <int R, int kDegree, int64_t N>
+[[gnu::noinline]] void softmax_block(float (*weights)[N], const float* factors, const States& states,
+                                     float (&kept)[8]) {
     constexpr int vectors = N / 16, most = kExpVectors / vectors, rows = R < most ? R : most;
+    F8 each[8];
+#pragma GCC unroll 8
+    for (int r = 0; r < 8; ++r) {
+        F16 top = load16(weights[r < R ? r : 0]);
+#pragma GCC unroll 4
+        for (int64_t i = 16; i < N; i += 16) top = larger(top, load16(weights[r < R ? r : 0] + i));
+        each[r] = larger(lower(top), upper(top));
+    }
+    const F8 top = lane_maxes(each) * load8(factors);
+    F8 max = load8(states.maxes), keep = splat(1.0f);
+    const F8 above = less(max + splat(kHeadroom), top);
+    if (any(as_ints(above))) {  // seldom, behind a prompt's first blocks
+        const F8 before = max;
+        max = choose(above, top, max), keep = exp8(before - max);
+        store_some(states.maxes, max, R);
+    }
+    constexpr float unit = kDegree == 0 ? 1.0f : 1.44269504f;  // base e, or 2
+    alignas(32) float by[8], shift[8];
+    store8(by, load8(factors) * splat(unit)), store8(shift, max * splat(-unit)), store8(kept, keep);
+#pragma GCC unroll 8
     for (int first = 0; first < R; first += rows) {
         F16 e[rows * vectors];
 #pragma GCC unroll 4
-        for (int i = 0; i < rows * vectors; ++i) e[i] = load16(weights[first + i / vectors] + i % vectors * 16);
-        if constexpr (kRough) {
-            static_assert(rows == 1, "one factor");
-            exp16_rough(e, factors[first], shift(first));
-        } else {
-#pragma GCC unroll 4
-            for (int i = 0; i < rows * vectors; ++i) e[i] = e[i] - splat16(shift(first + i / vectors));
-            exp16_each(e);
+        for (int i = 0; i < rows * vectors; ++i) {
+            const int r = first + i / vectors;
+            e[i] = plus_product(splat16(shift[r]), load16(weights[r] + i % vectors * 16), splat16(by[r]));
         }
+        if constexpr (kDegree == 0)
+            exp16_each(e);
+        else
+            power16_each<kDegree>(e);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
             F16 total = splat16(0.0f);
@@ -102,10 +129,10 @@ template <int R, bool kRough, int64_t N>
                 store16(weights[first + r] + 16 * v, e[r * vectors + v]);
                 total = total + e[r * vectors + v];
             }
-            float* sums = states[first + r].sums;
-            store16(sums, plus_product(total, load16(sums), splat16(kept[first + r])));
+            each[first + r] = lower(total) + upper(total);
         }
     }
+    store_some(states.sums, plus_product(lane_sums(each), load8(states.sums), keep), R);
 }
 
 // What is done to scores beside scaling. `slopes`: of the query heads of a key-value head, or null.
@@ -137,12 +164,11 @@ struct Views {
 inline void adjust_scores(float* scores, int64_t count, const Adjust& a, int64_t head, int64_t distance) {
     for (int64_t i = 0; i < count; i += 8) {
         F8 v = load8(scores + i);
-        const F8 hidden = less(v, splat(-3e38f));
-        if (a.cap != 0.0f) v = choose(hidden, v, splat(a.cap) * tanh8(v * splat(1.0f / a.cap)));
+        if (a.cap != 0.0f) v = splat(a.cap) * tanh8(v * splat(1.0f / a.cap));
         if (a.slopes) {
             alignas(32) float fall[8];
             for (int64_t j = 0; j < 8; ++j) fall[j] = a.slopes[head] * static_cast<float>(distance + i + j);
-            v = choose(hidden, v, v + load8(fall));
+            v = v + load8(fall);
         }
         store8(scores + i, v);
     }
