@@ -27,6 +27,7 @@ inline F16 take_whole(F16& x) {
     x = x - whole;
     return whole;
 }
+// Of -infinity the rest is NaN; the instruction makes 0 of such an x and n.
 inline F16 times_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
 inline F8 lower(F16 v) { return _mm512_castps512_ps256(v); }
 inline F8 upper(F16 v) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)); }
