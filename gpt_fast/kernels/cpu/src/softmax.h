@@ -20,13 +20,13 @@ constexpr float kNothingSeen = -1e29f;
 // Running softmaxes of some queries: sums of values weighted by e^(score - max), of those weights alone, and max.
 struct States {
     int64_t dim;
-    float *sums, *maxes, *values;  // [rows], [rows], [rows, dim]: eight may be loaded from any row on
+    float *sums, *maxes, *values;  // [rows], [rows], [rows, dim]; of the first two eight may be used from any row on
 
     // In state_floats() of memory.
     States(float* memory, int64_t rows, int64_t dim)
-        : dim(dim), sums(memory), maxes(sums + lines_of(rows)), values(maxes + lines_of(rows)) {}
+        : dim(dim), sums(memory), maxes(sums + room_for(rows)), values(maxes + room_for(rows)) {}
 
-    static int64_t lines_of(int64_t floats) { return ceil_div(floats, 16) * 16; }
+    static int64_t room_for(int64_t rows) { return ceil_div(rows + 7, 16) * 16; }
 
     States from(int64_t row) const {
         States rest = *this;
@@ -37,7 +37,7 @@ struct States {
 
 // The cache's columns of a head, rounded up to a multiple of 16.
 inline int64_t state_dim_of(int64_t head_dim) { return ceil_div(head_dim, 16) * 16; }
-inline int64_t state_floats(int64_t rows, int64_t dim) { return 2 * States::lines_of(rows) + rows * dim; }
+inline int64_t state_floats(int64_t rows, int64_t dim) { return 2 * States::room_for(rows) + rows * dim; }
 
 inline void clear(const States& states, int64_t rows) {
     std::fill_n(states.sums, rows, 0.0f);
@@ -47,14 +47,6 @@ inline void clear(const States& states, int64_t rows) {
 
 inline float exp_one(float x) { return first_lane(exp8(splat(x))); }
 
-// The first `count` of eight.
-inline void store_some(float* to, F8 v, int64_t count) {
-    if (count >= 8) return store8(to, v);
-    alignas(32) float all[8];
-    store8(all, v);
-    for (int64_t i = 0; i < count; ++i) to[i] = all[i];
-}
-
 // into = into and then other.
 inline void merge(States into, States other, int64_t rows) {
     for (int64_t row = 0; row < rows; row += 8) {
@@ -63,8 +55,8 @@ inline void merge(States into, States other, int64_t rows) {
         const F8 top = choose(less(others, max), max, others);  // NaN on either side survives
         const F8 keep = exp8(max - top), add = exp8(others - top);
         const F8 kept = load8(into.sums + row) * keep;
-        store_some(into.sums + row, plus_product(kept, load8(other.sums + row), add), count);
-        store_some(into.maxes + row, top, count);
+        store8(into.sums + row, plus_product(kept, load8(other.sums + row), add));
+        store8(into.maxes + row, top);
         alignas(32) float keeps[8], adds[8];
         store8(keeps, keep), store8(adds, add);
         for (int64_t i = 0; i < count; ++i) {
@@ -82,6 +74,13 @@ constexpr float kHeadroom = 8.0f;
 
 constexpr int kExpVectors = kRegisters < 32 ? 2 : 4;  // whose exponentials are made together
 
+// All bits of the first R lanes.
+template <int R>
+inline F8 first_lanes() {
+    static constexpr int32_t bits[] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+    return as_floats(load32(reinterpret_cast<const uint8_t*>(bits + 8 - R)));
+}
+
 // Scores of one block of N keys, each query's to be multiplied by its factor, to weights, in place, for R queries;
 // their sums and what they are relative to into `states`, and into `kept` what the earlier values are to be multiplied
 // with. kDegree: of power16_each(), for weights that are rounded afterwards; 0: exp16_each(). Eight of `factors` are
@@ -98,15 +97,17 @@ template <int R, int kDegree, int64_t N>
         for (int64_t i = 16; i < N; i += 16) top = larger(top, load16(weights[r < R ? r : 0] + i));
         each[r] = larger(lower(top), upper(top));
     }
-    const F8 top = lane_maxes(each) * load8(factors);
-    F8 max = load8(states.maxes), keep = splat(1.0f);
+    F8 top = lane_maxes(each) * load8(factors), max = load8(states.maxes), keep = splat(1.0f);
+    if (R < 8) top = choose(first_lanes<R>(), top, splat(kHidden));  // the others stay as they are
     const F8 above = less(max + splat(kHeadroom), top);
     if (any(as_ints(above))) {  // seldom, behind a prompt's first blocks
         const F8 before = max;
         max = choose(above, top, max), keep = exp8(before - max);
-        store_some(states.maxes, max, R);
+        store8(states.maxes, max);
     }
     constexpr float unit = kDegree == 0 ? 1.0f : 1.44269504f;  // base e, or 2
+#pragma GCC unroll 8
+    for (int r = R; r < 8; ++r) each[r] = splat(0.0f);
     alignas(32) float by[8], shift[8];
     store8(by, load8(factors) * splat(unit)), store8(shift, max * splat(-unit)), store8(kept, keep);
 #pragma GCC unroll 8
@@ -132,7 +133,7 @@ template <int R, int kDegree, int64_t N>
             each[first + r] = lower(total) + upper(total);
         }
     }
-    store_some(states.sums, plus_product(lane_sums(each), load8(states.sums), keep), R);
+    store8(states.sums, plus_product(lane_sums(each), load8(states.sums), keep));
 }
 
 // What is done to scores beside scaling. `slopes`: of the query heads of a key-value head, or null.
