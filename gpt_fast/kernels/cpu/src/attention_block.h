@@ -142,6 +142,7 @@ public:
         const int64_t queries = (kv_end - kv_begin) * rows_;
         q_ = reinterpret_cast<Number*>(scratch.get<float>(queries * (p.head_dim + 1) + 8));
         factors_ = reinterpret_cast<float*>(q_ + queries * each_);
+        std::fill_n(factors_ + queries, 8, 1.0f);  // eight are read from any row on
         int64_t row = 0;
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head)
             for (int64_t token = first; token < last; ++token)

@@ -40,8 +40,8 @@ inline int64_t state_dim_of(int64_t head_dim) { return ceil_div(head_dim, 16) * 
 inline int64_t state_floats(int64_t rows, int64_t dim) { return 2 * States::room_for(rows) + rows * dim; }
 
 inline void clear(const States& states, int64_t rows) {
-    std::fill_n(states.sums, rows, 0.0f);
-    std::fill_n(states.maxes, rows, kNothingSeen);
+    std::fill_n(states.sums, States::room_for(rows), 0.0f);
+    std::fill_n(states.maxes, States::room_for(rows), kNothingSeen);
     std::fill_n(states.values, rows * states.dim, 0.0f);
 }
 
