@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
-from gpt_fast.kernels.cpu.library import available, rounded_in_pairs
+from gpt_fast.kernels.cpu.library import FLAGS, available, rounded_in_pairs
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
 from gpt_fast.model import description as d
 from gpt_fast.model.cpu_model import pack_block
@@ -21,6 +21,11 @@ from gpt_fast.model.transformer import Block, Context
 needs_cpp = pytest.mark.skipif(not available(), reason="needs a C++ compiler and a CPU with AVX2 or NEON")
 PAGE = 16
 _LONGEST = 64  # tokens of the one sequence of a Twin
+
+
+def flags_with(level: str) -> tuple[str, ...]:
+    """The kernels' flags for the compiler with another level of optimization, by which it takes less time."""
+    return tuple(level if flag == "-O3" else flag for flag in FLAGS)
 
 
 def bytes_of_attention() -> bool:

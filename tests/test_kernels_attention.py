@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from programs import bytes_of_attention, needs_cpp, run_ops
+from programs import bytes_of_attention, flags_with, needs_cpp, run_ops
 from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
@@ -144,8 +144,7 @@ def test_attention_to_int8_is_near_the_eager_seam_by_kernels_for_older_cpus(
 ) -> None:
     if variant not in cpu.variants():
         pytest.skip(f"this CPU has no {variant}")
-    quick = tuple("-O1" if flag == "-O3" else flag for flag in cpu.FLAGS)  # a third of the time to compile
-    monkeypatch.setattr(cpu, "FLAGS", quick)
+    monkeypatch.setattr(cpu, "FLAGS", flags_with("-O1"))
     library = cpu._load(cpu.build([variant]))
     monkeypatch.setattr(program, "library", lambda: library)
     close, most = ROUNDED_TO_PAIRS if variant == "avx2" else ROUNDED_TO_BYTES

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from programs import Twin, bytes_of_attention, needs_cpp
+from programs import Twin, bytes_of_attention, flags_with, needs_cpp
 from quantized import noisy_rows
 from test_program import CASES as OPERATIONS
 from torch import Tensor
@@ -193,7 +193,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], lis
         folder = tmp_path_factory.mktemp(name)
         target = str(folder / "kernel_calls")
         # One for ARM as users get it; the others compile in a third of the time.
-        flags = ["-O1" if flag == "-O3" and name != "neon_dot" else flag for flag in cpu.FLAGS]
+        flags = list(cpu.FLAGS if name == "neon_dot" else flags_with("-O1"))
         others = [str(cpu.SOURCES / file) for file in cpu.COMPILED if file != "kernels.cpp"]  # which that includes
         flags += [f"-I{cpu.SOURCES}", str(HERE / "kernel_calls.cpp"), *others, "-o", target]
         flags += ["-DGPT_FAST_BFLOAT16_DOTS"] * rounds
@@ -293,7 +293,7 @@ def test_a_row_has_the_same_bits_in_tiles_of_any_number_of_rows(kind: str, comma
 @pytest.fixture
 def unoptimized(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seventh of the time to compile, and the same instructions."""
-    monkeypatch.setattr(cpu, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in cpu.FLAGS))
+    monkeypatch.setattr(cpu, "FLAGS", flags_with("-O0"))
 
 
 @pytest.mark.usefixtures("unoptimized")

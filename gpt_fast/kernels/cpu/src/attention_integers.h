@@ -223,11 +223,13 @@ private:
         for (int64_t part = 0; part < kParts; ++part) {
             F8 largest[8];
 #pragma GCC unroll 8
-            for (int r = 0; r < 8; ++r) {
+            for (int r = R; r < 8; ++r) largest[r] = splat(0.0f);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
                 F16 most = splat16(0.0f);
 #pragma GCC unroll 4
                 for (int64_t i = part * kPart; i < (part + 1) * kPart; i += 16)
-                    most = larger(most, load16(weights[r < R ? r : 0] + i) * load16(block_.v_scale + i));
+                    most = larger(most, load16(weights[r] + i) * load16(block_.v_scale + i));
                 largest[r] = larger(lower(most), upper(most));
             }
             const F8 most = larger(splat(1e-30f), lane_maxes(largest));  // not 0, to be divided by
@@ -272,6 +274,7 @@ private:
                 store16(scores[r] + first + 16 * v, to_floats(sum[r][v]) * load16(block_.k_scale + first + 16 * v));
     }
 
+    // Of R queries and 16 W columns; `factors` of a part stand eight behind those of the one before.
     template <int R, int W>
     void some_values(float* into, int64_t stride, const float* kept, const Weight (*weights)[kKeys],
                      const float* factors, int64_t d) const {

@@ -165,19 +165,24 @@ inline void pairs_of_bytes(const uint8_t* from, uint16_t* first, uint16_t* secon
 }
 #endif
 
+constexpr float kLog2E = 1.44269504f;
+
+// Between 2^23 and 2^24 the unit is 1: a number plus this is rounded to a whole one, which its lowest bits then are.
+constexpr float kToWhole = 12582912.0f;
+
 // The eight lowest bits of each lane as the exponent of a float32: 2^(bits - 127).
 inline F8 power_of_low_bits(F8 v) { return as_floats(shift_left<23>(as_ints(v))); }
 #ifndef __AVX512VNNI__
 inline F16 power_of_low_bits(F16 v) { return {power_of_low_bits(v.a), power_of_low_bits(v.b)}; }
 
 // x to the nearest whole number n, at least -127, which is returned, and the rest in x. Then 2^n x, 0 where n is -127.
-// Between 2^23 and 2^24 the unit is 1: such a sum is rounded to a whole number, whose lowest bits are its own.
 inline F16 take_whole(F16& x) {
-    const F16 unit = splat16(12582912.0f), bounded = larger(splat16(-127.0f), x), whole = (bounded + unit) - unit;
+    const F16 to_whole = splat16(kToWhole), bounded = larger(splat16(-127.0f), x);
+    const F16 whole = (bounded + to_whole) - to_whole;
     x = bounded - whole;
     return whole;
 }
-inline F16 times_power(F16 x, F16 n) { return x * power_of_low_bits(n + splat16(12582912.0f + 127.0f)); }
+inline F16 times_power(F16 x, F16 n) { return x * power_of_low_bits(n + splat16(kToWhole + 127.0f)); }
 #endif
 
 template <class V>
@@ -194,13 +199,12 @@ inline V each_lane(float x) {
 template <int N, class V>
 [[gnu::always_inline]] inline void exp_each(V (&x)[N]) {
     constexpr auto all = each_lane<V>;
-    // Between 2^23 and 2^24 the unit is 1: the sum is rounded to a whole number, whose lowest bits are n + 127.
-    const V low = all(-87.33f), high = all(88.37f), shift = all(12582912.0f + 127.0f);
+    const V low = all(-87.33f), high = all(88.37f), shift = all(kToWhole + 127.0f);  // lowest bits: n + 127
     V r[N], shifted[N], p[N];
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) r[i] = smaller(high, x[i]);
 #pragma GCC unroll 8
-    for (int i = 0; i < N; ++i) shifted[i] = plus_product(shift, r[i], all(1.44269504088896f));
+    for (int i = 0; i < N; ++i) shifted[i] = plus_product(shift, r[i], all(kLog2E));
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) r[i] = minus_product(r[i], shifted[i] - shift, all(0.693359375f));
 #pragma GCC unroll 8

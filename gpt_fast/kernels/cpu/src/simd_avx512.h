@@ -21,6 +21,7 @@ inline F16 smaller(F16 x, F16 y) { return _mm512_min_ps(x, y); }
 inline __mmask16 less(F16 x, F16 y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
 inline F16 choose(__mmask16 mask, F16 yes, F16 no) { return _mm512_mask_blend_ps(mask, no, yes); }
 inline F16 power_of_low_bits(F16 v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23)); }
+
 // x to the nearest whole number n, which is returned, and the rest in x. Then 2^n x.
 inline F16 take_whole(F16& x) {
     const F16 whole = _mm512_roundscale_ps(x, 0);
@@ -29,6 +30,7 @@ inline F16 take_whole(F16& x) {
 }
 // Of -infinity the rest is NaN; the instruction makes 0 of such an x and n.
 inline F16 times_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
+
 inline F8 lower(F16 v) { return _mm512_castps512_ps256(v); }
 inline F8 upper(F16 v) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)); }
 inline F16 join(F8 x, F8 y) {

@@ -48,7 +48,7 @@ inline void clear(const States& states, int64_t rows) {
 inline float exp_one(float x) { return first_lane(exp8(splat(x))); }
 
 // into = into and then other.
-inline void merge(States into, States other, int64_t rows) {
+inline void merge(const States& into, const States& other, int64_t rows) {
     for (int64_t row = 0; row < rows; row += 8) {
         const int64_t count = std::min<int64_t>(rows - row, 8);
         const F8 max = load8(into.maxes + row), others = load8(other.maxes + row);
@@ -89,12 +89,14 @@ template <int R, int kDegree, int64_t N>
 [[gnu::noinline]] void softmax_block(float (*weights)[N], const float* factors, const States& states,
                                      float (&kept)[8]) {
     constexpr int vectors = N / 16, most = kExpVectors / vectors, rows = R < most ? R : most;
-    F8 each[8];
+    F8 each[8];  // lanes without a query: zeros
 #pragma GCC unroll 8
-    for (int r = 0; r < 8; ++r) {
-        F16 top = load16(weights[r < R ? r : 0]);
+    for (int r = R; r < 8; ++r) each[r] = splat(0.0f);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        F16 top = load16(weights[r]);
 #pragma GCC unroll 4
-        for (int64_t i = 16; i < N; i += 16) top = larger(top, load16(weights[r < R ? r : 0] + i));
+        for (int64_t i = 16; i < N; i += 16) top = larger(top, load16(weights[r] + i));
         each[r] = larger(lower(top), upper(top));
     }
     F8 top = lane_maxes(each) * load8(factors), max = load8(states.maxes), keep = splat(1.0f);
@@ -105,9 +107,7 @@ template <int R, int kDegree, int64_t N>
         max = choose(above, top, max), keep = exp8(before - max);
         store8(states.maxes, max);
     }
-    constexpr float unit = kDegree == 0 ? 1.0f : 1.44269504f;  // base e, or 2
-#pragma GCC unroll 8
-    for (int r = R; r < 8; ++r) each[r] = splat(0.0f);
+    constexpr float unit = kDegree == 0 ? 1.0f : kLog2E;  // base e, or 2
     alignas(32) float by[8], shift[8];
     store8(by, load8(factors) * splat(unit)), store8(shift, max * splat(-unit)), store8(kept, keep);
 #pragma GCC unroll 8

@@ -67,8 +67,8 @@ struct Phase {
 // The threads inside one parallel region, seen from one of them.
 //
 // A thread waits for work, not for threads: one that the system has put aside is missed only if it holds an item, or
-// has not counted those that it did. When it comes back it runs through what was done without it. That is why every
-// phase has counters of its own.
+// has not counted those that it did. When it comes back it runs through what was done without it. So no two phases
+// share counters.
 class Team {
 public:
     Team(int threads, Phase* phases) : size(threads), phases_(phases) {}
