@@ -45,6 +45,12 @@ struct Int4 {
     template <int R, int T>
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
                const Fetch& fetch) const {
+        if constexpr (R == kMaxRows && T == 2) {
+            if (half_wide()) {  // where storing what does not fit the registers costs more than it saves
+                micro<R, 1>(x, row, tile, k, k_end, acc, fetch);
+                return micro<R, 1>(x, row, tile + 1, k, k_end, acc.from(0, 1), fetch);
+            }
+        }
         const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];

@@ -108,9 +108,11 @@ template <class Format, int R>
 inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile, int64_t tiles,
                        int64_t k, int64_t k_end, const Sums& acc, const Fetch& fetch) {
     constexpr int T = Format::tiles_at_once(R);
+    // Of weights from memory, which nobody fetched before, four rows or fewer take one tile faster than two.
+    const bool one = kRegisters >= 32 && !kTiles && R <= 4 && T == 2 && fetch.tiles == 0;
     const int64_t depth = (k_end - k) / acc.parts;
     int64_t t = 0;
-    for (; t + T <= tiles; t += T)
+    for (; !one && t + T <= tiles; t += T)
         for (int64_t p = 0; p < acc.parts; ++p)
             w.template micro<R, T>(x, row, tile + t, k + p * depth, k + (p + 1) * depth, acc.only(p).from(0, t), fetch);
     if constexpr (T > 1)
