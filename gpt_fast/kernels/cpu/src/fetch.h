@@ -63,12 +63,18 @@ template <int T>
     for (int64_t i = 0; i < count; i += kLine) fetch.line<1, T>(next + i, tile_bytes, 0);
 }
 
-// Brings pieces of some tiles, `bytes` each and `stride` bytes apart, into the second level of the cache, a part after
-// each of some groups of rows: so that memory is read while products are made.
+// Brings what follows [k, k_end) of some tiles of weights into the second level of the cache, a part after each of some
+// groups of rows: so that memory is read while products are made.
 class FetchPieces {
 public:
-    FetchPieces(const uint8_t* from, int64_t pieces, int64_t bytes, int64_t stride, int64_t rows)
-        : at_(from), lines_(bytes / kLine), skip_(stride - lines_ * kLine), all_(pieces * lines_), rows_(rows) {}
+    // More k of these tiles, or the first k of the next ones.
+    template <class Format>
+    FetchPieces(const Format& w, int64_t tile, int64_t tiles, int64_t k, int64_t k_end, int64_t rows)
+        : at_(k_end < w.depth() ? w.at(tile, k_end) : w.at(tile + tiles, 0)),
+          lines_((w.at(0, k_end) - w.at(0, k)) / kLine),
+          skip_(w.tile_bytes() - lines_ * kLine),
+          all_(tiles * lines_),
+          rows_(rows) {}
 
     void after(int64_t rows) {
         for (const int64_t due = all_ * rows / rows_; done_ < due; ++done_) {

@@ -13,7 +13,7 @@ namespace gpt_fast {
 struct Int4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
-    static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 96 : 32;  // fewer are as fast without
+    static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 48 : 24;  // fewer are as fast without
     static constexpr int64_t kManyRowsTiles = 16, kManyRowsDepth = 512;
     static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
     // Without registers of tiles, one tile or two and fetches are faster than four streams: headers and halves take more

@@ -169,9 +169,7 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
             for (int64_t d = k + p * depth, end = d + depth, stop; d < end; d = stop, to.begun = true) {
                 stop = d / most * most + most < end ? d / most * most + most : end;
                 for (int64_t i = 0; i < count; ++i) w.prepare(tile + t + i, d, stop, weights[i]);
-                // What follows: more k of these tiles, or the first k of the next ones.
-                const uint8_t* following = stop < w.depth() ? w.at(tile + t, stop) : w.at(tile + t + count, 0);
-                FetchPieces next(following, count, w.at(0, stop) - w.at(0, d), w.tile_bytes(), rows);
+                FetchPieces next(w, tile + t, count, d, stop, rows);
                 each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t group) {
                     add_tiles_any<Format>(group, registers, x.row(row + begin), weights, count, d, stop,
                                           to.from(begin, 0), few);
@@ -182,10 +180,12 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
     }
 }
 
-// All rows of one range of k and some tiles; the rows are cut into nearly equal pieces.
+// All rows of one range of k and some tiles; the rows are cut into nearly equal pieces. `next`: what is fetched between
+// them.
 template <class Format, int most = kCachedRows>
 inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
-                     int64_t tiles, int64_t k, int64_t k_end, const Sums& acc, const Fetch& fetch = {}) {
+                     int64_t tiles, int64_t k, int64_t k_end, const Sums& acc, const Fetch& fetch = {},
+                     FetchPieces* next = nullptr) {
     if constexpr (Format::kTiledRows > 0)
         if (rows >= Format::kTiledRows) return w.tiled(x, row, rows, tile, tiles, k, k_end, acc);
     const int64_t pieces = ceil_div(rows, most);
@@ -193,6 +193,7 @@ inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, 
         const int64_t begin = rows * p / pieces, end = rows * (p + 1) / pieces;
         micro_any<Format, most>(end - begin, x, row + begin, w, tile, tiles, k, k_end, acc.from(begin, 0),
                                 fetch.part(p, pieces));
+        if (next) next->after(end);
     }
 }
 
@@ -217,8 +218,9 @@ void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64
                 if constexpr (Format::kReadyRows > 0) {
                     if (rows >= Format::kReadyRows) {
                         const auto ready = w.ready(tile + t, now, d, stop);
+                        FetchPieces next(w, tile + t, now, d, stop, count);
                         all_rows<typename Format::Ready, Format::Ready::kMostRows>(x, row, count, ready, 0, now, d,
-                                                                                   stop, to);
+                                                                                   stop, to, {}, &next);
                         continue;
                     }
                 }
