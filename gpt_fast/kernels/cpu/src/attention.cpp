@@ -1,6 +1,8 @@
 // Attention to caches of every format. A source of its own, as product.cpp is.
 #include "attention.h"
 
+#include <unistd.h>
+
 #include "attention_floats.h"
 #include "attention_integers.h"
 #include "attention_pairs.h"
@@ -33,6 +35,17 @@ using KeysOf = typename KeysOfCache<Cached>::Type;
 // needed: all heads of the next block would not fit the first level of a core's cache.
 constexpr int64_t kHeadsAhead = 2;
 
+// Whether so much should be fetched into the first level of a core's cache and not the second. Of 32 kB, which Zen 4 has,
+// too little is left for what is computed meanwhile, even if it is less: attention takes a third longer then.
+bool fits_level1(int64_t bytes) {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+    static const int64_t level1 = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+    return level1 > 32768 && bytes <= level1;
+#else
+    return false;
+#endif
+}
+
 // What the threads share out: pieces of queries, found by walking the slots.
 struct Piece {
     int64_t slot, first, last, split_begin, split_end;
@@ -57,6 +70,8 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
     const int64_t key_end = std::min((split + 1) * kSplit, top), begin = std::max(split * kSplit, lowest);
     int64_t places[kSplit];
     p.locate(piece.slot, begin, key_end, places);
+    const int64_t head_bytes = 2 * kKeys * p.head_dim * static_cast<int64_t>(sizeof(Cached));
+    const bool near = last - first == 1 && fits_level1(head_bytes * (by_heads ? kHeadsAhead : kv_heads));
     for (int64_t base = begin / kKeys * kKeys; base < key_end; base += kKeys) {
         Rows<Cached, kKeys> rows;
         rows.from = std::max<int64_t>(begin - base, 0), rows.end = std::min(key_end - base, kKeys);
@@ -65,7 +80,6 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
         const Views views{length - end + first - base, rows.end, p.window};
         const int64_t* next = places + (base + kKeys - begin);
         const int64_t count = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
-        const bool near = last - first == 1;
         auto ahead_of = [&](int64_t kv_head) {
             if (!by_heads) return Ahead<Cached>(p, kv_begin, kv_end, next, count, kv_heads * block.work(), near);
             const int64_t later = kv_head + kHeadsAhead;

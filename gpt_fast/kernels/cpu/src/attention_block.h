@@ -22,7 +22,7 @@ struct Rows {
 
 // Brings the next keys and values into the CPU's cache, a few lines at a time between the parts of the work for a
 // block: many at once would fill the queue of lines that a core waits for. For one token, whose products take little
-// time, into its first level; prompts need that for their sums.
+// time, into its first level if that is large enough; prompts need that for their sums.
 template <class Cached>
 class Ahead {
 public:
