@@ -1,11 +1,10 @@
 // Attention to caches of every format. A source of its own, as product.cpp is.
 #include "attention.h"
 
-#include <unistd.h>
-
 #include "attention_floats.h"
 #include "attention_integers.h"
 #include "attention_pairs.h"
+#include "fetch.h"
 
 namespace gpt_fast {
 
@@ -35,16 +34,9 @@ using KeysOf = typename KeysOfCache<Cached>::Type;
 // needed: all heads of the next block would not fit the first level of a core's cache.
 constexpr int64_t kHeadsAhead = 2;
 
-// Whether so much should be fetched into the first level of a core's cache and not the second. Of 32 kB, which Zen 4 has,
-// too little is left for what is computed meanwhile, even if it is less: attention takes a third longer then.
-bool fits_level1(int64_t bytes) {
-#ifdef _SC_LEVEL1_DCACHE_SIZE
-    static const int64_t level1 = sysconf(_SC_LEVEL1_DCACHE_SIZE);
-    return level1 > 32768 && bytes <= level1;
-#else
-    return false;
-#endif
-}
+// Whether so much should be fetched into the first level of a core's cache and not the second. A small one, even if it
+// holds that, has too little left for what is computed meanwhile: attention took a third longer on Zen 4.
+bool fits_level1(int64_t bytes) { return !kSmallLevel1 && bytes <= kLevel1Bytes; }
 
 // What the threads share out: pieces of queries, found by walking the slots.
 struct Piece {

@@ -1,9 +1,19 @@
 // What products ask memory for before they read it, since a core that waits for memory does nothing else.
 #pragma once
 
+#include <unistd.h>
+
 #include "common.h"
 
 namespace gpt_fast {
+
+// Of a core's data, as far as the system says.
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+inline const int64_t kLevel1Bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+#else
+inline const int64_t kLevel1Bytes = 0;
+#endif
+inline const bool kSmallLevel1 = kLevel1Bytes <= 32 << 10;
 
 constexpr int kStreams = 4;       // tiles at once for which the hardware fetches ahead by itself, and better
 constexpr int64_t kAhead = 4096;  // bytes
@@ -40,8 +50,14 @@ struct Fetch {
     template <int R, int T>
     [[gnu::always_inline]] void line(const uint8_t* next, int64_t tile_bytes, int64_t i) const {
         if (T == kStreams || (kSharedFetches && R >= kSharingRows && (i & mask) != turn)) return;
+        // More rows take long enough to wait for the second level, and leave little room in a small first one.
+        const bool far = kRegisters >= 32 && R > 4 && kSmallLevel1;
 #pragma GCC unroll 4
-        for (int64_t t = 0; t < T; ++t) prefetch(next + t * tile_bytes);
+        for (int64_t t = 0; t < T; ++t)
+            if (far)
+                prefetch_to_level2(next + t * tile_bytes);
+            else
+                prefetch(next + t * tile_bytes);
     }
 
     // The same for line `i` of `count` between the instructions of a block; where few registers are left for addresses
