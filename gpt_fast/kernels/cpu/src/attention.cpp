@@ -34,8 +34,8 @@ using KeysOf = typename KeysOfCache<Cached>::Type;
 // needed: all heads of the next block would not fit the first level of a core's cache.
 constexpr int64_t kHeadsAhead = 2;
 
-// Whether so much should be fetched into the first level of a core's cache and not the second. A small one, even if it
-// holds that, has too little left for what is computed meanwhile: attention took a third longer on Zen 4.
+// Whether so many bytes are fetched into the first level of a core's cache; else they go into the second. A small first
+// level is needed for what is computed meanwhile: on Zen 4 attention took a third longer when it was fetched into.
 bool fits_level1(int64_t bytes) { return !kSmallLevel1 && bytes <= kLevel1Bytes; }
 
 // What the threads share out: pieces of queries, found by walking the slots.

@@ -7,7 +7,7 @@
 
 namespace gpt_fast {
 
-// Of a core's data, as far as the system says.
+// The size of the first-level cache for data of a core; 0 or less where the system does not say.
 #ifdef _SC_LEVEL1_DCACHE_SIZE
 inline const int64_t kLevel1Bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);
 #else
@@ -50,7 +50,7 @@ struct Fetch {
     template <int R, int T>
     [[gnu::always_inline]] void line(const uint8_t* next, int64_t tile_bytes, int64_t i) const {
         if (T == kStreams || (kSharedFetches && R >= kSharingRows && (i & mask) != turn)) return;
-        // More rows take long enough to wait for the second level, and leave little room in a small first one.
+        // Products of five rows and more hide the way from the second level, and need a small first level themselves.
         const bool far = kRegisters >= 32 && R > 4 && kSmallLevel1;
 #pragma GCC unroll 4
         for (int64_t t = 0; t < T; ++t)

@@ -58,8 +58,8 @@ constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-l
 
 constexpr int64_t kMemoryRows = 16;  // products of more take longer than memory
 
-// With so many rows or more a piece of k is long, so that sums are put aside less often. Fewer rows gain nothing: they
-// use each piece of weights too seldom. CPUs with small caches, and those with registers of tiles, take short pieces.
+// From so many rows on pieces of k are long, so that sums are stored less often. Fewer rows gain nothing by it, since
+// they use each piece of weights too seldom. CPUs with small caches, and those with registers of tiles, take short pieces.
 constexpr int64_t kPromptRows = 48;
 constexpr bool kLongPieces = kRegisters >= 32 && !kTiles;
 
@@ -108,7 +108,7 @@ template <class Format, int R>
 inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile, int64_t tiles,
                        int64_t k, int64_t k_end, const Sums& acc, const Fetch& fetch) {
     constexpr int T = Format::tiles_at_once(R);
-    // Of weights from memory, which nobody fetched before, four rows or fewer take one tile faster than two.
+    // Weights that come from memory: with four rows or fewer, one tile at a time is faster than two.
     const bool one = kRegisters >= 32 && !kTiles && R <= 4 && T == 2 && fetch.tiles == 0;
     const int64_t depth = (k_end - k) / acc.parts;
     int64_t t = 0;

@@ -11,7 +11,7 @@ struct I16 {
 };
 
 constexpr int kRegisters = 8;  // of 16 lanes
-constexpr bool half_wide() { return false; }  // as only CPUs with more registers may be
+constexpr bool half_wide() { return false; }  // it is about vectors of 512 bits (simd_avx512.h)
 
 inline F16 operator*(F16 x, F16 y) { return {x.a * y.a, x.b * y.b}; }
 inline F16 operator+(F16 x, F16 y) { return {x.a + y.a, x.b + y.b}; }
