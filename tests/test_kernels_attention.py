@@ -155,14 +155,15 @@ def test_attention_to_int8_is_near_the_eager_seam_by_kernels_for_older_cpus(
 
 
 @needs_cpp
-@pytest.mark.parametrize("shape", [(4, 2, 16), (3, 3, 40)], ids=str)
-def test_attention_to_int8_is_the_same_for_pages_of_any_size(shape: tuple[int, int, int]) -> None:
-    """Sixteen places lie together in such a cache, whatever a page is."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(4, 2, 16), (3, 3, 40), (16, 1, 32)], ids=str)
+def test_attention_is_the_same_for_pages_of_any_size(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Sixteen places lie together in the cache, whatever a page is."""
     qkv = sequences([1, 130, 77], *shape)
     steps = [[(1, 0, 100)], [(0, 0, 1), (1, 100, 101), (2, 0, 77)], [(1, 101, 130)]]
 
     def with_pages_of(page: int, window: int) -> Tensor:
-        cache = Cache(3, 130, shape, torch.int8, page, fast=True)
+        cache = Cache(3, 130, shape, dtype, page, fast=True)
         return torch.cat([cache.attend(step, qkv, Scoring(window, shape[2] ** -0.5)) for step in steps])
 
     for window in (0, 9):
@@ -172,8 +173,9 @@ def test_attention_to_int8_is_the_same_for_pages_of_any_size(shape: tuple[int, i
 
 
 @needs_cpp
-def test_a_cache_of_int8_that_ends_within_a_group_is_refused() -> None:
-    cache = Cache(1, 5, (1, 1, 8), torch.int8, 5, fast=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_cache_that_ends_within_a_group_is_refused(dtype: torch.dtype) -> None:
+    cache = Cache(1, 5, (1, 1, 8), dtype, 5, fast=True)
     cache.layer = LayerCache(*(part.clone() for part in cache.layer if part is not None))
     with pytest.raises(ValueError, match="ends within a group"):
         cache.attend([(0, 0, 5)], sequences([5], 1, 1, 8), Scoring(0, 1.0))

@@ -13,7 +13,7 @@ from gpt_fast.kernels.huge_pages import empty
 from gpt_fast.kernels.reference import quantize_heads
 
 LANES = 8  # numbers of a vector of the C++ kernels
-TOGETHER = 16  # tokens that lie together in a cache of int8 of the C++ kernels
+TOGETHER = 16  # tokens that lie together in a cache of the C++ kernels
 
 
 def token_bytes(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -30,8 +30,8 @@ def padded(head_dim: int) -> int:
 class LayerCache(NamedTuple):
     """Keys and values of one layer, [num_pages, G, K, D] each; scales float32 [num_pages, G, K], for int8 alone.
 
-    Legend: G page size, K key-value heads, D head dimension. The C++ kernels keep int8 in the order of their products
-    (kernels/cpu/src/attention_bytes.h): there the shapes say how much there is, and not where it is.
+    Legend: G page size, K key-value heads, D head dimension. The C++ kernels keep keys and values in the order of their
+    products (kernels/cpu/src/paged.h): there the shapes say how much there is, and not where it is.
     """
 
     k: Tensor
@@ -43,7 +43,7 @@ class LayerCache(NamedTuple):
     def zeros(cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> LayerCache:
         """An empty cache of ``shape`` = [num_pages, G, K, D]."""
         num_pages, page_size = shape[:2]
-        step = TOGETHER // math.gcd(TOGETHER, page_size) if dtype == torch.int8 and device.type == "cpu" else 1
+        step = TOGETHER // math.gcd(TOGETHER, page_size) if device.type == "cpu" else 1
         held = (-(-num_pages // step) * step, *shape[1:])  # memory of whole groups, of which some pages are not used
         if device.type == "cpu":
             k, v = (empty(held, dtype).zero_()[:num_pages] for _ in range(2))

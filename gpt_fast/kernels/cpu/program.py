@@ -99,8 +99,8 @@ class Program:
     tokens' rows are kept (the head's); None: all are. ``input``: name and width of a buffer that the caller fills.
     ``ranks``: the weights are this rank's share, of a vocabulary of ``vocab_size``; all ranks run the same steps, and
     each has the whole output. Caches are read and written in place, [pages, page_size, K, padded(D)] of one dtype,
-    float32, bfloat16, or int8 with scales; attention_bytes.h has the order of int8 in that memory. The program keeps
-    all tensors alive that it reads. Raises UnsupportedError.
+    float32, bfloat16, or int8 with scales; paged.h has the order in that memory. The program keeps all tensors alive
+    that it reads. Raises UnsupportedError.
     """
 
     def __init__(
@@ -319,8 +319,8 @@ class Program:
             raise UnsupportedError(f"a KV cache of {cache.k.dtype}")
         if tuple(cache.k.shape[2:]) != (op.num_kv_heads, done.padded_dim):
             raise UnsupportedError(f"a KV cache of {tuple(cache.k.shape[2:])} a token for heads of {op.head_dim}")
-        if cache.k.dtype == torch.int8 and not all(holds_whole_groups(t) for t in cache if t is not None):
-            raise ValueError("the memory of a cache of int8 ends within a group of tokens: use LayerCache.zeros")
+        if not all(holds_whole_groups(t) for t in cache if t is not None):
+            raise ValueError("the memory of a cache ends within a group of tokens: use LayerCache.zeros")
         pointers = (None if t is None else self._pointer(t) for t in cache)
         done.k_cache, done.v_cache, done.k_scale, done.v_scale = pointers
         if op.norm != "no":

@@ -30,8 +30,8 @@ struct KeysOfCache<int8_t> {
 template <class Cached>
 using KeysOf = typename KeysOfCache<Cached>::Type;
 
-// Where tokens lie together, a head of a block is a few pieces of memory. They are fetched so many heads before they are
-// needed: all heads of the next block would not fit the first level of a core's cache.
+// A head of a block is a few pieces of memory. They are fetched so many heads before they are needed: all heads of the
+// next block would not fit the first level of a core's cache.
 constexpr int64_t kHeadsAhead = 2;
 
 // Whether so many bytes are fetched into the first level of a core's cache; else they go into the second. A small first
@@ -49,7 +49,6 @@ template <class Cached>
 void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, int64_t kv_end, int64_t split,
                   AttentionBlock<Cached, KeysOf<Cached>>& block, float* memory) {
     constexpr int64_t kKeys = KeysOf<Cached>::kKeys;
-    constexpr bool by_heads = Paged<Cached>::kTogether > 1;
     const int64_t first = piece.first, last = piece.last, kv_heads = kv_end - kv_begin;
     const int64_t queries = (last - first) * p.group(), dim = p.state_dim();
     auto states = [&](int64_t kv_head) {
@@ -63,27 +62,24 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
     int64_t places[kSplit];
     p.locate(piece.slot, begin, key_end, places);
     const int64_t head_bytes = 2 * kKeys * p.head_dim * static_cast<int64_t>(sizeof(Cached));
-    const bool near = last - first == 1 && fits_level1(head_bytes * (by_heads ? kHeadsAhead : kv_heads));
+    const bool near = last - first == 1 && fits_level1(head_bytes * kHeadsAhead);
     for (int64_t base = begin / kKeys * kKeys; base < key_end; base += kKeys) {
-        Rows<Cached, kKeys> rows;
+        Rows<kKeys> rows;
         rows.from = std::max<int64_t>(begin - base, 0), rows.end = std::min(key_end - base, kKeys);
         for (int64_t i = 0; i < kKeys; ++i)
-            rows.set(p, i, places[base - begin + std::clamp(i, rows.from, rows.end - 1)]);
+            rows.place[i] = places[base - begin + std::clamp(i, rows.from, rows.end - 1)];
         const Views views{length - end + first - base, rows.end, p.window};
         const int64_t* next = places + (base + kKeys - begin);
         const int64_t count = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
         auto ahead_of = [&](int64_t kv_head) {
-            if (!by_heads) return Ahead<Cached>(p, kv_begin, kv_end, next, count, kv_heads * block.work(), near);
             const int64_t later = kv_head + kHeadsAhead;
             if (later < kv_end)
-                return Ahead<Cached>(p, later, later + 1, places + (base + rows.from - begin), rows.end - rows.from,
-                                     block.work(), near);
-            const int64_t head = std::min(later - kv_heads, kv_end - 1);
-            return Ahead<Cached>(p, head, head + 1, next, count, block.work(), near);
+                return Ahead<Cached>(p, later, places + (base + rows.from - begin), rows.end - rows.from, block.work(),
+                                     near);
+            return Ahead<Cached>(p, std::min(later - kv_heads, kv_end - 1), next, count, block.work(), near);
         };
-        Ahead<Cached> ahead = ahead_of(kv_begin);
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
-            if (by_heads && kv_head > kv_begin) ahead = ahead_of(kv_head);
+            Ahead<Cached> ahead = ahead_of(kv_head);
             block.load(rows, kv_head, ahead);
             block.attend(views, kv_head, states(kv_head), ahead);
         }
@@ -98,7 +94,7 @@ void finish(const Paged<Cached>& p, int64_t first, int64_t last, int64_t kv_head
             const float* values = states.values + row * states.dim;
             float* to = p.out + (token * p.heads + head) * p.out_dim;
             const float sum = states.sums[row] + (p.sinks ? exp_one(p.sinks[head] - states.maxes[row]) : 0.0f);
-            for (int64_t d = 0; d < p.out_dim; ++d) to[d] = values[KeysOf<Cached>::column(d, p.head_dim)] / sum;
+            for (int64_t d = 0; d < p.out_dim; ++d) to[d] = values[d] / sum;
         }
 }
 

@@ -52,29 +52,29 @@ inline float quantize_head(const float* x, int64_t dim, Store store) {
     return most / 127.0f;
 }
 
-// Of one token's keys and values [K, D] heads [first, first + count) to its place in the cache: of int8 as
-// attention_bytes.h has it.
+// Of one token's keys and values [K, D] heads [first, first + count) to its place in the cache.
 template <class Cached>
 void write_token(const float* k, const float* v, int64_t first, int64_t count, int64_t kv_heads, int64_t dim,
                  int64_t place, Cached* k_cache, Cached* v_cache, float* k_scale, float* v_scale) {
-    if constexpr (std::is_same_v<Cached, int8_t>) {
-        const int64_t lane = place % kSixteen;
-        for (int64_t h = first; h < first + count; ++h) {
-            const int64_t head = place / kSixteen * kv_heads + h, at = head * dim * kSixteen;
-            int8_t *key = k_cache + at + 4 * lane, *value = v_cache + at + lane / 4 * 4 * dim + lane % 4;
-            k_scale[head * kSixteen + lane] = quantize_head(k + h * dim, dim, [&](int64_t d, int8_t* eight) {
+    constexpr int64_t each = Paged<Cached>::kEach;
+    const int64_t lane = place % kTogether;
+    for (int64_t h = first; h < first + count; ++h) {
+        const int64_t head = place / kTogether * kv_heads + h, at = head * dim * kTogether;
+        Cached *key = k_cache + at + each * lane, *value = v_cache + at + lane / each * each * dim + lane % each;
+        if constexpr (std::is_same_v<Cached, int8_t>) {
+            k_scale[head * kTogether + lane] = quantize_head(k + h * dim, dim, [&](int64_t d, int8_t* eight) {
                 for (int i = 0; i < 8; ++i) eight[i] = static_cast<int8_t>(eight[i] ^ -128);
-                std::memcpy(key + d * kSixteen, eight, 4);
-                std::memcpy(key + (d + 4) * kSixteen, eight + 4, 4);
+                std::memcpy(key + d * kTogether, eight, 4);
+                std::memcpy(key + (d + 4) * kTogether, eight + 4, 4);
             });
-            v_scale[head * kSixteen + lane] = quantize_head(v + h * dim, dim, [&](int64_t d, const int8_t* eight) {
-                for (int64_t i = 0; i < 8; ++i) value[4 * (d + i)] = eight[i];
+            v_scale[head * kTogether + lane] = quantize_head(v + h * dim, dim, [&](int64_t d, const int8_t* eight) {
+                for (int64_t i = 0; i < 8; ++i) value[each * (d + i)] = eight[i];
             });
+        } else {
+            for (int64_t d = 0; d < dim; d += each)
+                for (int64_t i = 0; i < each; ++i) store_as(k[h * dim + d + i], key + d * kTogether + i);
+            for (int64_t d = 0; d < dim; ++d) store_as(v[h * dim + d], value + each * d);
         }
-    } else {
-        const int64_t begin = first * dim, end = (first + count) * dim, at = place * kv_heads * dim;
-        for (int64_t i = begin; i < end; ++i) store_as(k[i], k_cache + at + i);
-        for (int64_t i = begin; i < end; ++i) store_as(v[i], v_cache + at + i);
     }
 }
 

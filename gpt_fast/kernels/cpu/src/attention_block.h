@@ -7,17 +7,11 @@
 
 namespace gpt_fast {
 
-// A block of one sequence as the cache has it: keys and values of all heads of each token. Of the block only [from,
-// end) is to be loaded; nobody gives the rest a weight, and the nearest of the others stands there.
-template <class Cached, int64_t N>
+// Where the tokens of a block stand in the cache. Of the block only [from, end) is to be loaded; nobody gives the rest a
+// weight, and the nearest of the others stands there.
+template <int64_t N>
 struct Rows {
-    int64_t from, end;
-    const Cached *keys[N], *values[N];
-
-    void set(const Paged<Cached>& p, int64_t i, int64_t place) {
-        const int64_t at = place * p.kv_heads * p.head_dim;
-        keys[i] = p.k_cache + at, values[i] = p.v_cache + at;
-    }
+    int64_t from, end, place[N];
 };
 
 // Brings the next keys and values into the CPU's cache, a few lines at a time between the parts of the work for a
@@ -26,20 +20,19 @@ struct Rows {
 template <class Cached>
 class Ahead {
 public:
-    // Heads [kv_begin, kv_end) of the keys and of the values at `count` places, evenly over so much work; of int8 one
-    // head, whose scales are a line.
-    Ahead(const Paged<Cached>& p, int64_t kv_begin, int64_t kv_end, const int64_t* places, int64_t count, int64_t work,
-          bool near)
+    // One head's keys and values at `count` places, evenly over so much work. Scales of a sixteen are a line.
+    Ahead(const Paged<Cached>& p, int64_t kv_head, const int64_t* places, int64_t count, int64_t work, bool near)
         : near_(near),
           each_(p.kv_heads * p.head_dim * static_cast<int64_t>(sizeof(Cached))),
-          bytes_(each_ / p.kv_heads * kStep * (kv_end - kv_begin)),
+          bytes_(each_ / p.kv_heads * kTogether),
           places_(places),
           places_end_(places + count),
-          memory_(reinterpret_cast<const char*>(p.k_cache + kv_begin * p.head_dim * kStep)),
-          values_(reinterpret_cast<const char*>(p.v_cache + kv_begin * p.head_dim * kStep)) {
+          memory_(reinterpret_cast<const char*>(p.k_cache + kv_head * p.head_dim * kTogether)),
+          values_(reinterpret_cast<const char*>(p.v_cache + kv_head * p.head_dim * kTogether)) {
         if (kScales)
-            each_scale_ = p.kv_heads, scales_ = p.k_scale + kv_begin * kStep, v_scales_ = p.v_scale + kv_begin * kStep;
-        left_ = 2 * ceil_div(count, kStep) * ceil_div(bytes_, kLine), rate_ = (left_ << kBits) / work + 1;
+            each_scale_ = p.kv_heads, scales_ = p.k_scale + kv_head * kTogether,
+            v_scales_ = p.v_scale + kv_head * kTogether;
+        left_ = 2 * ceil_div(count, kTogether) * ceil_div(bytes_, kLine), rate_ = (left_ << kBits) / work + 1;
         if (count > 0) go_to(places);
     }
 
@@ -54,7 +47,6 @@ public:
     }
 
 private:
-    static constexpr int64_t kStep = Paged<Cached>::kTogether;
     static constexpr bool kScales = std::is_same_v<Cached, int8_t>;
     static constexpr int kBits = 24;  // of lines for a unit of work behind the point: divisions are slow
 
@@ -64,20 +56,20 @@ private:
             body(at_);
             at_ += kLine;
             if (at_ < end_) continue;
-            const bool last = places_end_ - now_ <= kStep;
+            const bool last = places_end_ - now_ <= kTogether;
             if (last) memory_ = values_, scales_ = v_scales_;
-            go_to(last ? places_ : now_ + kStep);
+            go_to(last ? places_ : now_ + kTogether);
         }
     }
 
     void go_to(const int64_t* place) {
-        const int64_t first = *place & -kStep;
+        const int64_t first = *place & -kTogether;
         now_ = place, at_ = memory_ + first * each_, end_ = at_ + bytes_;
         if (kScales) prefetch(scales_ + first * each_scale_);
     }
 
     bool near_;
-    int64_t each_, bytes_, each_scale_ = 0;  // bytes of a place, and of what is fetched there; scales of a place
+    int64_t each_, bytes_, each_scale_ = 0;  // bytes of a place, and of a sixteen's head; scales of a place
     const int64_t *places_, *places_end_, *now_ = nullptr;
     const char *memory_, *values_, *at_ = nullptr, *end_ = nullptr;
     const float *scales_ = nullptr, *v_scales_ = nullptr;
@@ -119,7 +111,6 @@ inline void store_values(const F16 (&sum)[R][W], float* to, int64_t stride) {
 //   kDegree: of softmax_block(), what exponentials are made by
 //   query_numbers(dim): how many of them a query takes, for heads of `dim`
 //   store_query(q, to): a query [D] to what scores() takes, in units of what is returned: a factor of the score, not 0
-//   column(d, dim): where column d of the values stands in what add_values() adds to, for heads of `dim`
 //   load(rows, kv_head, ahead): a block of that head
 //   load_work(): of one load()
 //   scores<R>(q, scores, ahead): scores[r][i] = q[r] . keys[i], anything where no key was loaded; q [R, query_numbers]
@@ -152,7 +143,7 @@ public:
                 }
     }
 
-    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) {
+    void load(const Rows<kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) {
         keys_.load(rows, kv_head, ahead);
     }
 

@@ -1,23 +1,12 @@
-// Attention to one block of keys in float32. Keys stand in the lanes of a vector for the scores, columns for the
-// values; the cache has its keys the other way round, so they are turned once for all queries of their head.
+// Attention to one block of keys in float32. Keys stand in the lanes of a vector for the scores, columns for the values.
 //
-// Numbers of bfloat16 lie in pairs, of which the first and the second become float32 by one instruction each. So
-// columns of values stand with even ones first, then odd ones, of each sixteen. A few queries widen where they
-// multiply: to store all that before would take longer than their products.
+// Numbers of bfloat16 lie in pairs, of which the first and the second become float32 by one instruction each. A few
+// queries widen where they multiply: to store all that before would take longer than their products.
 #pragma once
 
-#include "attention_block.h"
+#include "attention_cached.h"
 
 namespace gpt_fast {
-
-// Lanes of 32 bits to float32, a vector for each number in a lane: one float32, or two bfloat16.
-template <class Cached>
-inline void spread(I8 lanes, float* to) {
-    if constexpr (std::is_same_v<Cached, float>)
-        store8(to, as_floats(lanes));
-    else
-        store8(to, low_bfloat16(lanes)), store8(to + kKeys, high_bfloat16(lanes));
-}
 
 // Keys of attention_block.h.
 template <class Cached>
@@ -28,15 +17,11 @@ public:
     static constexpr int kDegree = std::is_same_v<Cached, float> ? 0 : 3;
 
     FloatKeys(const Paged<Cached>& p, int64_t queries)
-        : p_(p), dim_(p.head_dim), columns_(p.state_dim()), few_(queries <= kFewQueries && in_pairs(dim_)) {
+        : dim_(p.head_dim), columns_(p.state_dim()), widens_(kPairs && queries > kFewQueries), block_(p) {
+        if (!widens_) return;
         static thread_local Scratch scratch;
-        const int64_t turned = kKeys * ceil_div(dim_, kChunk) * kChunk;
-        keys_ = scratch.get<float>(turned + kKeys * columns_);
-        widened_ = keys_ + turned;
+        widened_ = scratch.get<float>(kKeys * (dim_ + columns_));
     }
-
-    // Where column d of the values stands in the sums.
-    static int64_t column(int64_t d, int64_t dim) { return in_pairs(dim) ? d / 16 * 16 + d % 2 * 8 + d % 16 / 2 : d; }
 
     static int64_t query_numbers(int64_t dim) { return dim; }
 
@@ -45,42 +30,22 @@ public:
         return 1.0f;
     }
 
-    int64_t load_work() const { return kLoadRows * dim_; }
+    int64_t load_work() const { return widens_ ? 2 * kLoadRows * dim_ : 0; }
 
-    void load(const Rows<Cached, kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) {
-        from_ = rows.from, end_ = rows.end, cached_ = rows.values, at_ = kv_head * dim_;
-        for (int64_t i = 0; i < kKeys; i += 8) {
-            ahead.fetch(kLoadRows * dim_ * 8 / kKeys);
-            for (int64_t d = 0; d < dim_; d += kChunk) turn(rows.keys + i, d, i);
-        }
-        if (few_) return;
-        for (int64_t i = from_; i < end_; ++i) {
-            const Cached* value = cached_[i] + at_;
-            if constexpr (std::is_same_v<Cached, float>) {
-                values_[i] = value;
-                if (dim_ == columns_) continue;
-            }
-            float* to = widened_ + i * columns_;
-            values_[i] = to;
-            if constexpr (std::is_same_v<Cached, uint16_t>)
-                if (in_pairs(dim_)) {
-#pragma GCC unroll 4
-                    for (int64_t d = 0; d < dim_; d += 16) {
-                        const I8 pairs = load32(reinterpret_cast<const uint8_t*>(value + d));
-                        store8(to + d, low_bfloat16(pairs)), store8(to + d + 8, high_bfloat16(pairs));
-                    }
-                    continue;
-                }
-#pragma GCC unroll 4
-            for (int64_t d = 0; d < dim_; d += 8) store8(to + d, load8(value + d));
-            if (dim_ < columns_) store8(to + dim_, splat(0.0f));
+    void load(const Rows<kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) {
+        block_.find(rows, kv_head);
+        if constexpr (kPairs) {
+            if (widens_) widen(ahead);
+        } else {
+            for (int64_t i = 0; i < kKeys / 16; ++i) keys_[i] = block_.keys[i];
+            for (int64_t i = block_.first; i < block_.last; ++i) values_[i] = block_.values[i];
         }
     }
 
     template <int R>
     void scores(const float* q, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
         if constexpr (kFewQueries > 0)
-            if (few_) return scores_of<R, true>(q, scores, ahead);
+            if (!widens_) return scores_of<R, true>(q, scores, ahead);
         scores_of<R, false>(q, scores, ahead);
     }
 
@@ -88,39 +53,37 @@ public:
     void add_values(float* into, int64_t stride, const float* kept, const float (*weights)[kKeys],
                     Ahead<Cached>& ahead) const {
         if constexpr (kFewQueries > 0)
-            if (few_) return values_of<R, true>(into, stride, kept, weights, ahead);
+            if (!widens_) return values_of<R, true>(into, stride, kept, weights, ahead);
         values_of<R, false>(into, stride, kept, weights, ahead);
     }
 
 private:
-    static constexpr int64_t kChunk = 32 / sizeof(Cached);  // columns that are turned together
-    static constexpr int64_t kFewQueries = std::is_same_v<Cached, uint16_t> && kRegisters < 32 ? 8 : 0;
-    static constexpr int64_t kLoadRows = 2;  // whose scores take as long as to turn keys
+    static constexpr int64_t kEach = Paged<Cached>::kEach;
+    static constexpr bool kPairs = kEach == 2;
+    static constexpr int64_t kFewQueries = kPairs && kRegisters < 32 ? 8 : 0;
+    static constexpr int64_t kLoadRows = 1;  // whose products take as long as to widen a block
 
-    static bool in_pairs(int64_t dim) { return std::is_same_v<Cached, uint16_t> && dim % 16 == 0; }
+    // `count` vectors of pairs to vectors of float32: the first of each pair, and the second.
+    static void widen(const uint16_t* pairs, int64_t count, float* first, float* second, int64_t step) {
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < count; ++i) {
+            const I16 both = load64(reinterpret_cast<const uint8_t*>(pairs + 32 * i));
+            store16(first + i * step, low_bfloat16(both)), store16(second + i * step, high_bfloat16(both));
+        }
+    }
 
-    // Columns [d, d + kChunk) of keys [first, first + 8).
-    void turn(const Cached* const* keys, int64_t d, int64_t first) const {
-        I8 rows[8];
-        const int64_t count = dim_ - d;
-        if (count >= kChunk) {
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) rows[i] = load32(reinterpret_cast<const uint8_t*>(keys[i] + (at_ + d)));
-        } else {
-            for (int i = 0; i < 8; ++i) {
-                alignas(32) Cached part[kChunk] = {};
-                std::memcpy(part, keys[i] + (at_ + d), static_cast<size_t>(count) * sizeof(Cached));
-                rows[i] = load32(reinterpret_cast<const uint8_t*>(part));
-            }
+    void widen(Ahead<Cached>& ahead) {
+        float* to = widened_;
+        for (int64_t i = 0; i < kKeys / 16; ++i, to += 16 * dim_) {
+            ahead.fetch(kLoadRows * dim_ * 16 / kKeys);
+            keys_[i] = to;
+            widen(block_.keys[i], dim_ / 2, to, to + 16, 32);
         }
-        turn8(rows);
-        if (few_) {
-#pragma GCC unroll 8
-            for (int j = 0; j < 8; ++j) store8(keys_ + (d / 2 + j) * kKeys + first, as_floats(rows[j]));
-            return;
+        for (int64_t i = block_.first; i < block_.last; ++i, to += 2 * columns_) {
+            ahead.fetch(kLoadRows * dim_ * 2 / kKeys);
+            values_[2 * i] = to, values_[2 * i + 1] = to + columns_;
+            widen(block_.values[i], columns_ / 16, to, to + columns_, 16);
         }
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) spread<Cached>(rows[j], keys_ + (d + j * (kChunk / 8)) * kKeys + first);
     }
 
     template <int R, bool few>
@@ -153,20 +116,12 @@ private:
         }
     }
 
-    // Column d of keys [i, i + 16).
-    template <bool few>
-    F16 keys_at(int64_t d, int64_t i) const {
-        if constexpr (!few) return load16(keys_ + d * kKeys + i);
-        const I16 pairs = load64(reinterpret_cast<const uint8_t*>(keys_ + d / 2 * kKeys + i));
-        return d % 2 == 0 ? low_bfloat16(pairs) : high_bfloat16(pairs);
+    // A vector of pairs of column d and the next one, of keys [i, i + 16); or of values and the next token's.
+    I16 key_pairs(int64_t d, int64_t i) const {
+        return load64(reinterpret_cast<const uint8_t*>(block_.keys[i / 16] + d * 16));
     }
-
-    // Sixteen columns of the values of token i, from d on.
-    template <bool few>
-    F16 values_at(int64_t i, int64_t d) const {
-        if constexpr (!few) return load16(values_[i] + d);
-        const I8 pairs = load32(reinterpret_cast<const uint8_t*>(cached_[i] + (at_ + d)));
-        return join(low_bfloat16(pairs), high_bfloat16(pairs));
+    I16 value_pairs(int64_t pair, int64_t d) const {
+        return load64(reinterpret_cast<const uint8_t*>(block_.values[pair] + 2 * d));
     }
 
     // Of R queries and keys [first, first + 16 V).
@@ -174,10 +129,7 @@ private:
     void some_scores(const float* q, int64_t first, float (*scores)[kKeys]) const {
         F16 sum[R][V];
         clear_sums(sum);
-        auto add_column = [&](int64_t d) {
-            F16 key[V];
-#pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) key[v] = keys_at<few>(d, first + 16 * v);
+        auto add_column = [&](int64_t d, const F16(&key)[V]) __attribute__((always_inline)) {
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const F16 x = splat16(q[r * dim_ + d]);
@@ -185,12 +137,24 @@ private:
                 for (int v = 0; v < V; ++v) sum[r][v] = plus_product(sum[r][v], key[v], x);
             }
         };
+        F16 key[V];
         if constexpr (few) {
 #pragma GCC unroll 2
-            for (int64_t d = 0; d < dim_; d += 2) add_column(d), add_column(d + 1);
+            for (int64_t d = 0; d < dim_; d += 2) {
+#pragma GCC unroll 8
+                for (int v = 0; v < V; ++v) key[v] = low_bfloat16(key_pairs(d, first + 16 * v));
+                add_column(d, key);
+#pragma GCC unroll 8
+                for (int v = 0; v < V; ++v) key[v] = high_bfloat16(key_pairs(d, first + 16 * v));
+                add_column(d + 1, key);
+            }
         } else {
 #pragma GCC unroll 4
-            for (int64_t d = 0; d < dim_; ++d) add_column(d);
+            for (int64_t d = 0; d < dim_; ++d) {
+#pragma GCC unroll 8
+                for (int v = 0; v < V; ++v) key[v] = load16(keys_[first / 16 + v] + 16 * d);
+                add_column(d, key);
+            }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
@@ -202,28 +166,42 @@ private:
     void some_values(float* into, int64_t stride, const float* kept, const float (*weights)[kKeys], int64_t d) const {
         F16 sum[R][W];
         load_values(sum, into + d, stride, kept);
-#pragma GCC unroll 4
-        for (int64_t i = from_; i < end_; ++i) {
-            F16 v[W];
-#pragma GCC unroll 8
-            for (int w = 0; w < W; ++w) v[w] = values_at<few>(i, d + 16 * w);
+        auto add_token = [&](int64_t i, const F16(&v)[W]) __attribute__((always_inline)) {
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const F16 weight = splat16(weights[r][i]);
 #pragma GCC unroll 8
                 for (int w = 0; w < W; ++w) sum[r][w] = plus_product(sum[r][w], weight, v[w]);
             }
+        };
+        F16 v[W];
+        if constexpr (few) {
+#pragma GCC unroll 2
+            for (int64_t i = block_.first; i < block_.last; ++i) {
+#pragma GCC unroll 8
+                for (int w = 0; w < W; ++w) v[w] = low_bfloat16(value_pairs(i, d + 16 * w));
+                add_token(2 * i, v);
+#pragma GCC unroll 8
+                for (int w = 0; w < W; ++w) v[w] = high_bfloat16(value_pairs(i, d + 16 * w));
+                add_token(2 * i + 1, v);
+            }
+        } else {
+#pragma GCC unroll 4
+            for (int64_t i = block_.first * kEach; i < block_.last * kEach; ++i) {
+#pragma GCC unroll 8
+                for (int w = 0; w < W; ++w) v[w] = load16(values_[i] + d + 16 * w);
+                add_token(i, v);
+            }
         }
         store_values(sum, into + d, stride);
     }
 
-    const Paged<Cached>& p_;
     const int64_t dim_, columns_;
-    const bool few_;
-    int64_t from_ = 0, end_ = 0, at_ = 0;  // at_: of the head in a row
-    float *keys_, *widened_;               // [D, kKeys], [kKeys, columns]
-    const Cached* const* cached_ = nullptr;
-    const float* values_[kKeys];
+    const bool widens_;  // a block, before its products
+    CachedBlock<Cached, kKeys> block_;
+    float* widened_ = nullptr;
+    const float* keys_[kKeys / 16];  // [D, 16] each
+    const float* values_[kKeys];     // [columns] each
 };
 
 }  // namespace gpt_fast

@@ -3,12 +3,12 @@
 // another one. The order of what is added does not matter.
 //
 // Sixteen keys lie in the lanes of a vector, four neighbours of the head in each lane; for the values sixteen columns,
-// four keys. So the cache has them (attention_bytes.h). Where pairs of 16 bits are multiplied, a block is widened once
+// four keys. So the cache has them (paged.h). Where pairs of 16 bits are multiplied, a block is widened once
 // for all queries of its head.
 #pragma once
 
 #include "activations.h"
-#include "attention_bytes.h"
+#include "attention_cached.h"
 
 namespace gpt_fast {
 
@@ -128,7 +128,6 @@ public:
         }
     }
 
-    static int64_t column(int64_t d, int64_t) { return d; }
     static int64_t query_numbers(int64_t dim) { return Numbers::query_numbers(dim); }
 
     float store_query(const float* q, Number* to) const {
@@ -142,12 +141,12 @@ public:
 
     int64_t load_work() const { return 2 * kLoadRows * p_.head_dim; }
 
-    void load(const Rows<int8_t, kKeys>& rows, int64_t kv_head, Ahead<int8_t>& ahead) {
+    void load(const Rows<kKeys>& rows, int64_t kv_head, Ahead<int8_t>& ahead) {
         block_.find(rows, kv_head);
         F16 finite = splat16(0.0f);
         for (int64_t i = 0; i < kKeys; i += 16) finite = plus_product(finite, finite, load16(block_.v_scale + i));
         finite_ = lane_sum(finite);
-        first_ = rows.from / 4 * kOfFour, last_ = ceil_div(rows.end, 4) * kOfFour;
+        first_ = block_.first * kOfFour, last_ = block_.last * kOfFour;
         if constexpr (kWidened) {
             widen(ahead);
         } else {
@@ -311,7 +310,7 @@ private:
     const float most_;                // of a rounded query
     int64_t first_ = 0, last_ = 0;    // groups of kEach values
     float finite_ = 0.0f;             // else NaN: a scale is not
-    ByteBlock<kKeys> block_;
+    CachedBlock<int8_t, kKeys> block_;
     const uint8_t* keys_[kKeys / 16];       // [D / kEach, 16, kEach] each
     const uint8_t* values_[kKeys / kEach];  // [columns, kEach] each
     uint8_t* widened_ = nullptr;            // these, one behind the other

@@ -10,18 +10,18 @@ namespace gpt_fast {
 template <class Registers = Tiles>
 class AttentionTiles {
 public:
-    // scores[r][i] = q[r] . keys[i] of a whole block. q [R, D], keys [D / 2, kKeys, 2]; D is a multiple of 32.
+    // scores[r][i] = q[r] . keys[i] of a whole block. q [R, D], keys [D / 2, 16, 2] for each 16; D is a multiple of 32.
     template <int R>
-    void scores(const uint16_t* q, const uint16_t* keys, int64_t dim, float (*scores)[kKeys]) {
+    void scores(const uint16_t* q, const uint16_t* const* keys, int64_t dim, float (*scores)[kKeys]) {
         static_assert(kKeys == 2 * kTileRows, "two registers of scores");
         shape(R);
         registers_.template zero<0>();
         registers_.template zero<1>();
         for (int64_t d = 0; d < dim; d += kBlockOfHead) {
             registers_.template load<4>(bytes(q + d), 2 * dim);
-            registers_.template load<6>(bytes(keys + d * kKeys), 4 * kKeys);
+            registers_.template load<6>(bytes(keys[0] + d * kTileRows), kTileBytes);
             registers_.template add_bfloat16<0, 4, 6>();
-            registers_.template load<7>(bytes(keys + d * kKeys) + kTileBytes, 4 * kKeys);
+            registers_.template load<7>(bytes(keys[1] + d * kTileRows), kTileBytes);
             registers_.template add_bfloat16<1, 4, 7>();
         }
         registers_.template store<0>(reinterpret_cast<uint8_t*>(scores[0]), sizeof scores[0]);

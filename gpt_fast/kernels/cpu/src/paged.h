@@ -1,17 +1,24 @@
-// The keys and values of attention in pages (attention.py has the layout).
+// The keys and values of attention in pages (attention.py has the pages), in the order that products want.
+//
+// Sixteen places, from a multiple of 16 on, lie together. A lane of a vector has 4 bytes, so E numbers of the cache: 4 of
+// int8, 2 of bfloat16, 1 of float32. Sixteen keys stand side by side, with E neighbours of the head each; and for each
+// column of the head E values stand side by side:
+//
+//   keys [sixteens, K, D / E, 16, E]; values [sixteens, K, 16 / E, D, E]
+//
+// Keys of int8 have 128 added. Scales of int8, of keys and of values: [sixteens, K, 16].
 #pragma once
 
 #include "softmax.h"
 
 namespace gpt_fast {
 
-constexpr int64_t kSixteen = 16;  // places of a cache of int8 that lie together (attention_bytes.h)
+constexpr int64_t kTogether = 16;  // places that lie together
 
-// Shapes as in attention.py. q and out [N, H, D] (row strides below). Cached: float or uint16_t (bfloat16), with a
-// cache of [pages, page_size, K, D]; or int8_t, as attention_bytes.h has it, with a scale for each head of each place.
+// Shapes as in attention.py. q and out [N, H, D] (row strides below). Cached: float, uint16_t (bfloat16) or int8_t.
 template <class Cached>
 struct Paged {
-    static constexpr int64_t kTogether = std::is_same_v<Cached, int8_t> ? kSixteen : 1;
+    static constexpr int64_t kEach = 4 / sizeof(Cached);
 
     const float* q;
     int64_t q_stride;  // floats from one token's heads to the next one's

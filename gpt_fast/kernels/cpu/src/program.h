@@ -264,17 +264,16 @@ private:
     }
 
     // Queries and keys normed and rotated in place, keys and values to the cache. Heads whose size is no multiple of 8
-    // are filled up with zeros, into `out`. In a cache of int8 tokens share lines, and threads that write to one line
+    // are filled up with zeros, into `out`. In the cache tokens share lines, and threads that write to one line
     // wait for each other: each takes some tokens together, or of few tokens a key-value head with its queries.
     template <class Cached>
     void heads(Team& team, const Op& op, Cached*) const {
         const int64_t d = op.head_dim, padded = op.padded_dim, keys = op.num_heads * padded, all_kv = op.num_kv_heads;
         auto* k_cache = static_cast<Cached*>(op.k_cache);
         auto* v_cache = static_cast<Cached*>(op.v_cache);
-        constexpr int64_t together = Paged<Cached>::kTogether;
-        const bool whole = n >= 2 * together * team.size || (op.q_norm && op.norm_rows) || padded != d;
+        const bool whole = n >= 2 * kTogether * team.size || (op.q_norm && op.norm_rows) || padded != d;
         const int64_t parts = whole ? 1 : all_kv, kv = all_kv / parts, queries = op.num_heads / parts;
-        const int64_t tokens = std::clamp<int64_t>(ceil_div(n * parts, 2 * team.size), 1, together);
+        const int64_t tokens = std::clamp<int64_t>(ceil_div(n * parts, 2 * team.size), 1, kTogether);
         team.share(ceil_div(n, tokens) * parts, 1, [&](int64_t index, int64_t) {
             const int64_t part = index % parts, first = index / parts * tokens;
             for (int64_t i = first; i < std::min(first + tokens, n); ++i) {

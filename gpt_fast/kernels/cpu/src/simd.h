@@ -144,17 +144,6 @@ inline void store16_bfloat16(uint16_t* to, F16 v) {
     for (int i = 0; i < 16; ++i) store_as(x[i], to + i);
 }
 
-// Four pairs of each of sixteen rows, from column `at` on, to [4, 16, 2]; `stride` from one of the four to the next.
-inline void turn_pairs(const uint16_t* const* rows, int64_t at, uint16_t* to, int64_t stride) {
-    for (int pair = 0; pair < 4; ++pair)
-        for (int row = 0; row < 16; ++row) std::memcpy(to + pair * stride + 2 * row, rows[row] + at + 2 * pair, 4);
-}
-
-// a[i] and b[i] side by side.
-inline void join_pairs(const uint16_t* a, const uint16_t* b, int64_t count, uint16_t* to) {
-    for (int64_t i = 0; i < count; ++i) to[2 * i] = a[i], to[2 * i + 1] = b[i];
-}
-
 // Four bytes of each of sixteen lanes, `raised` by 128 or not, as pairs of bfloat16: the first two, and the last two.
 template <bool raised>
 inline void pairs_of_bytes(const uint8_t* from, uint16_t* first, uint16_t* second) {

@@ -97,21 +97,6 @@ inline I8 exclusive_or(I8 a, I8 b) { return _mm256_xor_si256(a, b); }
 inline I8 multiply(I8 a, I8 b) { return _mm256_mullo_epi32(a, b); }  // the lower 32 bits
 inline bool any(I8 v) { return !_mm256_testz_si256(v, v); }
 
-// Lane j of vector i becomes lane i of vector j.
-[[gnu::always_inline]] inline void turn8(I8* v) {
-    I8 t[8];
-    for (int i = 0; i < 8; i += 4) {
-        const I8 a = _mm256_unpacklo_epi32(v[i], v[i + 1]), b = _mm256_unpacklo_epi32(v[i + 2], v[i + 3]);
-        const I8 c = _mm256_unpackhi_epi32(v[i], v[i + 1]), d = _mm256_unpackhi_epi32(v[i + 2], v[i + 3]);
-        t[i] = _mm256_unpacklo_epi64(a, b), t[i + 1] = _mm256_unpackhi_epi64(a, b);
-        t[i + 2] = _mm256_unpacklo_epi64(c, d), t[i + 3] = _mm256_unpackhi_epi64(c, d);
-    }
-    for (int i = 0; i < 4; ++i) {
-        v[i] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x20);
-        v[i + 4] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x31);
-    }
-}
-
 inline int32_t lane_sum(I8 v) {
     __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
     s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));

@@ -73,36 +73,6 @@ inline void store16_bfloat16(uint16_t* to, F16 v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
 }
 
-inline void turn_pairs(const uint16_t* const* rows, int64_t at, uint16_t* to, int64_t stride) {
-    auto load = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + at)); };
-    I16 v[4];  // each four rows, four apart
-    for (int i = 0; i < 4; ++i) {
-        v[i] = _mm512_inserti32x4(_mm512_castsi128_si512(load(i)), load(i + 4), 1);
-        v[i] = _mm512_inserti32x4(_mm512_inserti32x4(v[i], load(i + 8), 2), load(i + 12), 3);
-    }
-    const I16 low01 = _mm512_unpacklo_epi32(v[0], v[1]), low23 = _mm512_unpacklo_epi32(v[2], v[3]);
-    const I16 high01 = _mm512_unpackhi_epi32(v[0], v[1]), high23 = _mm512_unpackhi_epi32(v[2], v[3]);
-    _mm512_storeu_si512(to, _mm512_unpacklo_epi64(low01, low23));
-    _mm512_storeu_si512(to + stride, _mm512_unpackhi_epi64(low01, low23));
-    _mm512_storeu_si512(to + 2 * stride, _mm512_unpacklo_epi64(high01, high23));
-    _mm512_storeu_si512(to + 3 * stride, _mm512_unpackhi_epi64(high01, high23));
-}
-
-inline void join_pairs(const uint16_t* a, const uint16_t* b, int64_t count, uint16_t* to) {
-    // Words 0 and 16, 1 and 17, ...
-    const I16 order = _mm512_add_epi32(
-        _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), splat16(65537)),
-        splat16(16 << 16));
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + i));
-        const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + i));
-        const I16 both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-        _mm512_storeu_si512(to + 2 * i, _mm512_permutexvar_epi16(order, both));
-    }
-    for (; i < count; ++i) to[2 * i] = a[i], to[2 * i + 1] = b[i];
-}
-
 // Four bytes of each of sixteen lanes, `raised` by 128 or not, as pairs of bfloat16: the first two, and the last two.
 template <bool raised>
 inline void pairs_of_bytes(const uint8_t* from, uint16_t* first, uint16_t* second) {

@@ -120,17 +120,6 @@ inline I8 exclusive_or(I8 x, I8 y) { return {veorq_s32(x.a, y.a), veorq_s32(x.b,
 inline I8 multiply(I8 x, I8 y) { return {vmulq_s32(x.a, y.a), vmulq_s32(x.b, y.b)}; }  // the lower 32 bits
 inline bool any(I8 v) { return vmaxvq_u32(vreinterpretq_u32_s32(vorrq_s32(v.a, v.b))) != 0; }
 
-// Lane j of vector i becomes lane i of vector j.
-inline void turn8(I8* v) {
-    int32_t lanes[8][8];
-    for (int i = 0; i < 8; ++i) vst1q_s32(lanes[i], v[i].a), vst1q_s32(lanes[i] + 4, v[i].b);
-    for (int i = 0; i < 8; ++i) {
-        const int32_t column[8] = {lanes[0][i], lanes[1][i], lanes[2][i], lanes[3][i],
-                                   lanes[4][i], lanes[5][i], lanes[6][i], lanes[7][i]};
-        v[i] = {vld1q_s32(column), vld1q_s32(column + 4)};
-    }
-}
-
 inline int32_t lane_sum(I8 v) { return vaddvq_s32(vaddq_s32(v.a, v.b)); }
 inline int32_t lane_max(I8 v) { return vmaxvq_s32(vmaxq_s32(v.a, v.b)); }
 
