@@ -7,8 +7,8 @@
 
 namespace gpt_fast {
 
-// Where the tokens of a block stand in the cache. Of the block only [from, end) is to be loaded; nobody gives the rest a
-// weight, and the nearest of the others stands there.
+// Where the tokens of a block stand in the cache. Of the block only [from, end) is to be loaded; nobody gives the rest
+// a weight, and the nearest of the others stands there.
 template <int64_t N>
 struct Rows {
     int64_t from, end, place[N];
@@ -75,6 +75,26 @@ private:
     const float *scales_ = nullptr, *v_scales_ = nullptr;
     int64_t left_, rate_, due_ = 0;
 };
+
+// step(i) for i in [begin, end), each so much work, and fetches: where a step is enough work, a few between some of them.
+template <class Cached, class Step>
+[[gnu::always_inline]] inline void fetching_steps(Ahead<Cached>& ahead, int64_t work, int64_t begin, int64_t end,
+                                                  Step step) {
+    if constexpr (kRegisters < 32) {
+        ahead.fetch((end - begin) * work);
+#pragma GCC unroll 4
+        for (; begin < end; ++begin) step(begin);
+        return;
+    }
+    // Unrolled by hand: at the end of a loop that it unrolls gcc copies all sums.
+    for (; begin + 4 <= end; begin += 4) {
+        ahead.fetch(4 * work);
+        step(begin), step(begin + 1), step(begin + 2), step(begin + 3);
+    }
+    if (begin == end) return;
+    ahead.fetch((end - begin) * work);
+    for (; begin < end; ++begin) step(begin);
+}
 
 constexpr int kMostQueries = kTiles ? 16 : 8;  // whose products are made together
 
@@ -143,9 +163,7 @@ public:
                 }
     }
 
-    void load(const Rows<kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) {
-        keys_.load(rows, kv_head, ahead);
-    }
+    void load(const Rows<kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) { keys_.load(rows, kv_head, ahead); }
 
     // All rows: tokens with what each sees, heads of kv_head; states of [tokens, heads of kv_head].
     void attend(const Views& views, int64_t kv_head, const States& states, Ahead<Cached>& ahead) {

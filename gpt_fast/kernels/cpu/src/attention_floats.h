@@ -1,4 +1,5 @@
-// Attention to one block of keys in float32. Keys stand in the lanes of a vector for the scores, columns for the values.
+// Attention to one block of keys in float32. Keys stand in the lanes of a vector for the scores, columns for the
+// values.
 //
 // Numbers of bfloat16 lie in pairs, of which the first and the second become float32 by one instruction each. A few
 // queries widen where they multiply: to store all that before would take longer than their products.
@@ -91,8 +92,7 @@ private:
         constexpr int some = kRegisters >= 32 || R < 2 ? R : few && R > 2 ? 4 : 2, V = few && some > 2 ? 1 : kKeys / 16;
         for (int r = 0; r < R; r += some)
             for (int64_t i = 0; i < kKeys; i += 16 * V) {
-                ahead.fetch(some * dim_ * 16 * V / kKeys);
-                some_scores<some, V, few>(q + r * dim_, i, scores + r);
+                some_scores<some, V, few>(q + r * dim_, i, scores + r, ahead);
             }
     }
 
@@ -105,13 +105,11 @@ private:
         for (int r = 0; r < R; r += some) {
             int64_t d = 0;
             for (; d + 16 * W <= columns_; d += 16 * W) {
-                ahead.fetch(some * 16 * W);
-                some_values<some, W, few>(into + r * stride, stride, kept + r, weights + r, d);
+                some_values<some, W, few>(into + r * stride, stride, kept + r, weights + r, d, ahead);
             }
             if constexpr (W > 1)
                 for (; d < columns_; d += 16) {
-                    ahead.fetch(some * 16);
-                    some_values<some, 1, few>(into + r * stride, stride, kept + r, weights + r, d);
+                    some_values<some, 1, few>(into + r * stride, stride, kept + r, weights + r, d, ahead);
                 }
         }
     }
@@ -126,7 +124,7 @@ private:
 
     // Of R queries and keys [first, first + 16 V).
     template <int R, int V, bool few>
-    void some_scores(const float* q, int64_t first, float (*scores)[kKeys]) const {
+    void some_scores(const float* q, int64_t first, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
         F16 sum[R][V];
         clear_sums(sum);
         auto add_column = [&](int64_t d, const F16(&key)[V]) __attribute__((always_inline)) {
@@ -137,25 +135,23 @@ private:
                 for (int v = 0; v < V; ++v) sum[r][v] = plus_product(sum[r][v], key[v], x);
             }
         };
-        F16 key[V];
-        if constexpr (few) {
-#pragma GCC unroll 2
-            for (int64_t d = 0; d < dim_; d += 2) {
+        constexpr int64_t each = few ? 2 : 1, work = R * each * 16 * V / kKeys;
+        fetching_steps(ahead, work, 0, dim_ / each, [&](int64_t group) __attribute__((always_inline)) {
+            const int64_t d = each * group;
+            F16 key[V];
+            if constexpr (few) {
 #pragma GCC unroll 8
                 for (int v = 0; v < V; ++v) key[v] = low_bfloat16(key_pairs(d, first + 16 * v));
                 add_column(d, key);
 #pragma GCC unroll 8
                 for (int v = 0; v < V; ++v) key[v] = high_bfloat16(key_pairs(d, first + 16 * v));
                 add_column(d + 1, key);
-            }
-        } else {
-#pragma GCC unroll 4
-            for (int64_t d = 0; d < dim_; ++d) {
+            } else {
 #pragma GCC unroll 8
                 for (int v = 0; v < V; ++v) key[v] = load16(keys_[first / 16 + v] + 16 * d);
                 add_column(d, key);
             }
-        }
+        });
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -163,7 +159,8 @@ private:
     }
 
     template <int R, int W, bool few>
-    void some_values(float* into, int64_t stride, const float* kept, const float (*weights)[kKeys], int64_t d) const {
+    void some_values(float* into, int64_t stride, const float* kept, const float (*weights)[kKeys], int64_t d,
+                     Ahead<Cached>& ahead) const {
         F16 sum[R][W];
         load_values(sum, into + d, stride, kept);
         auto add_token = [&](int64_t i, const F16(&v)[W]) __attribute__((always_inline)) {
@@ -174,25 +171,23 @@ private:
                 for (int w = 0; w < W; ++w) sum[r][w] = plus_product(sum[r][w], weight, v[w]);
             }
         };
-        F16 v[W];
-        if constexpr (few) {
-#pragma GCC unroll 2
-            for (int64_t i = block_.first; i < block_.last; ++i) {
+        constexpr int64_t each = few ? 2 : 1, of_group = kEach / each, work = R * each * 16 * W / kKeys;
+        const int64_t first = block_.first * of_group, last = block_.last * of_group;
+        fetching_steps(ahead, work, first, last, [&](int64_t group) __attribute__((always_inline)) {
+            F16 v[W];
+            if constexpr (few) {
 #pragma GCC unroll 8
-                for (int w = 0; w < W; ++w) v[w] = low_bfloat16(value_pairs(i, d + 16 * w));
-                add_token(2 * i, v);
+                for (int w = 0; w < W; ++w) v[w] = low_bfloat16(value_pairs(group, d + 16 * w));
+                add_token(2 * group, v);
 #pragma GCC unroll 8
-                for (int w = 0; w < W; ++w) v[w] = high_bfloat16(value_pairs(i, d + 16 * w));
-                add_token(2 * i + 1, v);
+                for (int w = 0; w < W; ++w) v[w] = high_bfloat16(value_pairs(group, d + 16 * w));
+                add_token(2 * group + 1, v);
+            } else {
+#pragma GCC unroll 8
+                for (int w = 0; w < W; ++w) v[w] = load16(values_[group] + d + 16 * w);
+                add_token(group, v);
             }
-        } else {
-#pragma GCC unroll 4
-            for (int64_t i = block_.first * kEach; i < block_.last * kEach; ++i) {
-#pragma GCC unroll 8
-                for (int w = 0; w < W; ++w) v[w] = load16(values_[i] + d + 16 * w);
-                add_token(i, v);
-            }
-        }
+        });
         store_values(sum, into + d, stride);
     }
 

@@ -66,12 +66,11 @@ public:
             }
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {
-            ahead.fetch(some * columns_);
             int64_t d = 0;
             for (; d + 64 <= columns_; d += 64)
-                some_values<some, 4>(into + r * stride + d, stride, kept + r, rounded + r, d);
+                some_values<some, 4>(into + r * stride + d, stride, kept + r, rounded + r, d, ahead);
             for (; d < columns_; d += 16)
-                some_values<some, 1>(into + r * stride + d, stride, kept + r, rounded + r, d);
+                some_values<some, 1>(into + r * stride + d, stride, kept + r, rounded + r, d, ahead);
         }
     }
 
@@ -88,8 +87,7 @@ private:
             }
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {
-            ahead.fetch(some * dim_);
-            some_scores<some>(q + r * dim_, scores + r);
+            some_scores<some>(q + r * dim_, scores + r, ahead);
         }
     }
 
@@ -130,23 +128,21 @@ private:
 
     // Of R queries and the whole block.
     template <int R>
-    void some_scores(const uint16_t* q, float (*scores)[kKeys]) const {
+    void some_scores(const uint16_t* q, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
         constexpr int V = kKeys / 16;
         F16 sum[R][V];
         clear_sums(sum);
-        auto step = [&](int64_t d) __attribute__((always_inline)) {
+        fetching_steps(ahead, R * 2, 0, dim_ / 2, [&](int64_t pair) __attribute__((always_inline)) {
             I16 key[V];
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) key[v] = load64(reinterpret_cast<const uint8_t*>(keys_[v] + d * 16));
+            for (int v = 0; v < V; ++v) key[v] = load64(reinterpret_cast<const uint8_t*>(keys_[v] + 32 * pair));
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const I16 x = splat_four(q + r * dim_ + d);
+                const I16 x = splat_four(q + r * dim_ + 2 * pair);
 #pragma GCC unroll 8
                 for (int v = 0; v < V; ++v) sum[r][v] = bfloat16_dot(sum[r][v], key[v], x);
             }
-        };
-        // Unrolled by hand: at the end of a loop that it unrolls gcc copies all sums.
-        for (int64_t d = 0; d < dim_; d += 4) step(d), step(d + 2);
+        });
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -156,23 +152,22 @@ private:
     // Of R queries and columns [d, d + 16 W): what stands at `into`, times `kept`, plus weights * values, keys in
     // ascending order.
     template <int R, int W>
-    void some_values(float* into, int64_t stride, const float* kept, const uint16_t (*weights)[kKeys],
-                     int64_t d) const {
+    void some_values(float* into, int64_t stride, const float* kept, const uint16_t (*weights)[kKeys], int64_t d,
+                     Ahead<Cached>& ahead) const {
         F16 sum[R][W];
         load_values(sum, into, stride, kept);
-#pragma GCC unroll 2
-        for (int64_t i = first_; i < last_; ++i) {
+        constexpr int64_t work = R * 16 * W * 2 / kKeys;
+        fetching_steps(ahead, work, first_, last_, [&](int64_t i) __attribute__((always_inline)) {
             I16 v[W];
 #pragma GCC unroll 8
-            for (int w = 0; w < W; ++w)
-                v[w] = load64(reinterpret_cast<const uint8_t*>(values_[i] + 2 * d + 32 * w));
+            for (int w = 0; w < W; ++w) v[w] = load64(reinterpret_cast<const uint8_t*>(values_[i] + 2 * d + 32 * w));
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const I16 weight = splat_four(weights[r] + 2 * i);
 #pragma GCC unroll 8
                 for (int w = 0; w < W; ++w) sum[r][w] = bfloat16_dot(sum[r][w], v[w], weight);
             }
-        }
+        });
         store_values(sum, into, stride);
     }
 

@@ -1,5 +1,5 @@
-// Attention's products of pairs of bfloat16 (attention_pairs.h has their layouts) by tiles of AMX. A row has the same bits
-// for any number of rows.
+// Attention's products of pairs of bfloat16 (attention_pairs.h has their layouts) by tiles of AMX. A row has the same
+// bits for any number of rows.
 #pragma once
 
 #include "attention_block.h"
@@ -28,8 +28,8 @@ public:
         registers_.template store<1>(reinterpret_cast<uint8_t*>(scores[0] + kTileRows), sizeof scores[0]);
     }
 
-    // value[r] = value[r] * kept[r] + sum of weights[r][i] * values[i]. value: R rows of `columns`, `stride` floats apart,
-    // weights [R, kKeys], values [kKeys / 2, columns, 2].
+    // value[r] = value[r] * kept[r] + sum of weights[r][i] * values[i]. value: R rows of `columns`, `stride` floats
+    // apart, weights [R, kKeys], values [kKeys / 2, columns, 2].
     template <int R>
     void add_values(float* value, int64_t stride, const float* kept, const uint16_t (*weights)[kKeys],
                     const uint16_t* values, int64_t columns) {
