@@ -36,6 +36,9 @@ public:
         if (count > 0) go_to(places);
     }
 
+    // Whether the first level gets it.
+    bool near() const { return near_; }
+
     void fetch(int64_t work) {
         due_ += work * rate_;
         const int64_t lines = std::min(due_ >> kBits, left_);

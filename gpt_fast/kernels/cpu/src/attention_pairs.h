@@ -20,7 +20,8 @@ public:
     static constexpr int64_t kKeys = kRegisters >= 32 && !kTiles ? 64 : gpt_fast::kKeys;
     static constexpr int kDegree = 3;
 
-    PairKeys(const Paged<Cached>& p, int64_t) : dim_(p.head_dim), columns_(p.state_dim()), block_(p) {
+    PairKeys(const Paged<Cached>& p, int64_t queries)
+        : dim_(p.head_dim), columns_(p.state_dim()), queries_(queries), block_(p) {
         if (!kScaled && !tiled_) return;
         static thread_local Scratch scratch;
         joined_ = scratch.get<uint16_t>(kKeys * (columns_ + (kScaled ? dim_ : 0)));
@@ -37,6 +38,7 @@ public:
 
     void load(const Rows<kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) {
         block_.find(rows, kv_head);
+        brings_ = queries_ <= kMostQueries && !ahead.near(), attended_ = 0;
         if constexpr (kScaled) {
             widen(ahead);
         } else {
@@ -64,13 +66,17 @@ public:
                 ahead.fetch(R * columns_);
                 return tiles_.template add_values<R>(into, stride, kept, rounded, joined_, columns_);
             }
+        attended_ += R;
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {
             int64_t d = 0;
             for (; d + 64 <= columns_; d += 64)
-                some_values<some, 4>(into + r * stride + d, stride, kept + r, rounded + r, d, ahead);
+                if (brings_ && attended_ == queries_ && r + some == R)
+                    some_values<some, 4, true>(into + r * stride + d, stride, kept + r, rounded + r, d, ahead);
+                else
+                    some_values<some, 4, false>(into + r * stride + d, stride, kept + r, rounded + r, d, ahead);
             for (; d < columns_; d += 16)
-                some_values<some, 1>(into + r * stride + d, stride, kept + r, rounded + r, d, ahead);
+                some_values<some, 1, false>(into + r * stride + d, stride, kept + r, rounded + r, d, ahead);
         }
     }
 
@@ -87,7 +93,10 @@ private:
             }
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {
-            some_scores<some>(q + r * dim_, scores + r, ahead);
+            if (brings_ && attended_ == 0 && r + some == R)
+                some_scores<some, true>(q + r * dim_, scores + r, ahead);
+            else
+                some_scores<some, false>(q + r * dim_, scores + r, ahead);
         }
     }
 
@@ -126,13 +135,15 @@ private:
             for (int64_t i = 0; i < kKeys; i += 16) store16(rows[r] + i, load16(rows[r] + i) * load16(scales + i));
     }
 
-    // Of R queries and the whole block.
-    template <int R>
+    // Of R queries and the whole block. `brings`: its values, meanwhile, from the second level of the cache.
+    template <int R, bool brings>
     void some_scores(const uint16_t* q, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
         constexpr int V = kKeys / 16;
         F16 sum[R][V];
         clear_sums(sum);
         fetching_steps(ahead, R * 2, 0, dim_ / 2, [&](int64_t pair) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+            for (int v = 0; brings && v < V; ++v) prefetch(block_.values[8 * v] + 32 * pair);
             I16 key[V];
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) key[v] = load64(reinterpret_cast<const uint8_t*>(keys_[v] + 32 * pair));
@@ -150,14 +161,16 @@ private:
     }
 
     // Of R queries and columns [d, d + 16 W): what stands at `into`, times `kept`, plus weights * values, keys in
-    // ascending order.
-    template <int R, int W>
+    // ascending order. `brings`: the next head's keys, which lie behind those of this one.
+    template <int R, int W, bool brings>
     void some_values(float* into, int64_t stride, const float* kept, const uint16_t (*weights)[kKeys], int64_t d,
                      Ahead<Cached>& ahead) const {
         F16 sum[R][W];
         load_values(sum, into, stride, kept);
         constexpr int64_t work = R * 16 * W * 2 / kKeys;
         fetching_steps(ahead, work, first_, last_, [&](int64_t i) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+            for (int v = 0; brings && v < kKeys / 16; ++v) prefetch(block_.keys[v] + 16 * dim_ + 16 * d + 32 * i);
             I16 v[W];
 #pragma GCC unroll 8
             for (int w = 0; w < W; ++w) v[w] = load64(reinterpret_cast<const uint8_t*>(values_[i] + 2 * d + 32 * w));
@@ -172,6 +185,11 @@ private:
     }
 
     const int64_t dim_, columns_;
+    // Where few queries share a block that was fetched into the second level of the cache, what they need next is
+    // brought from there into the first one. Their values take half as long again otherwise.
+    const int64_t queries_;
+    bool brings_ = false;
+    int64_t attended_ = 0;  // queries of this block
     const bool tiled_ = kTiles && dim_ % 32 == 0;
     AttentionTiles<> tiles_;
     CachedBlock<Cached, kKeys> block_;
