@@ -40,9 +40,10 @@ public:
     bool near() const { return near_; }
 
     void fetch(int64_t work) {
-        due_ += work * rate_;
-        const int64_t lines = std::min(due_ >> kBits, left_);
-        due_ -= lines << kBits, left_ -= lines;
+        int64_t due = due_ + work * rate_, lines = due >> kBits;
+        asm("" : "+r"(due), "+r"(lines));  // else gcc computes them in registers of vectors, which products need
+        lines = std::min(lines, left_);
+        due_ = due - (lines << kBits), left_ -= lines;
         if (near_)
             walk(lines, [](const char* at) { prefetch(at); });
         else
@@ -79,7 +80,8 @@ private:
     int64_t left_, rate_, due_ = 0;
 };
 
-// step(i) for i in [begin, end), each so much work, and fetches: where a step is enough work, a few between some of them.
+// step(i) for i in [begin, end), each so much work, and fetches: where a step is enough work, a few between some of
+// them.
 template <class Cached, class Step>
 [[gnu::always_inline]] inline void fetching_steps(Ahead<Cached>& ahead, int64_t work, int64_t begin, int64_t end,
                                                   Step step) {
@@ -101,6 +103,29 @@ template <class Cached, class Step>
 
 constexpr int kMostQueries = kTiles ? 16 : 8;  // whose products are made together
 
+// Whether what a few queries need next is brought from the second level of the cache into the first one meanwhile: the
+// values of a block by the last scores of its first queries, and the keys of the next head, which lie behind those of
+// this one, by the last sums of its last queries. Else they wait for a third of the values' time. Pieces of memory of
+// 1 kB are as fast without.
+class Brings {
+public:
+    Brings(int64_t queries, int64_t piece_bytes)
+        : queries_(queries), pays_(queries <= kMostQueries && piece_bytes >= 2048) {}
+
+    void begin_block(bool near) { now_ = pays_ && !near, attended_ = 0; }
+    void attend(int64_t queries) { attended_ += queries; }
+
+    // Of R queries, for the last ones of which `last` is true.
+    bool values(bool last) const { return now_ && last && attended_ == 0; }
+    bool keys(bool last) const { return now_ && last && attended_ == queries_; }
+
+private:
+    const int64_t queries_;
+    const bool pays_;
+    bool now_ = false;
+    int64_t attended_ = 0;
+};
+
 template <class Sums, int R, int V>
 inline void clear_sums(Sums (&sum)[R][V]) {
 #pragma GCC unroll 8
@@ -121,9 +146,11 @@ inline void load_values(F16 (&sum)[R][W], const float* from, int64_t stride, con
 template <int R, int W>
 inline void store_values(const F16 (&sum)[R][W], float* to, int64_t stride) {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r, to += stride) {
+        asm("" : "+r"(to));  // else gcc keeps all addresses from load_values() on, in registers that products need
 #pragma GCC unroll 8
-        for (int w = 0; w < W; ++w) store16(to + r * stride + 16 * w, sum[r][w]);
+        for (int w = 0; w < W; ++w) store16(to + 16 * w, sum[r][w]);
+    }
 }
 
 // Keys keeps a block in the order that its products want: attention_floats.h, attention_pairs.h, attention_integers.h.

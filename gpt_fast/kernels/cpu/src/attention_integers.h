@@ -116,12 +116,13 @@ public:
     static constexpr int64_t kKeys = Numbers::kKeys;
     static constexpr int kDegree = Numbers::kMostWeight < 256.0f ? 2 : 4;  // as exact as rounded weights
 
-    IntegerKeys(const Paged<int8_t>& p, int64_t)
+    IntegerKeys(const Paged<int8_t>& p, int64_t queries)
         : p_(p),
           columns_(p.state_dim()),
           stride_(query_numbers(p.head_dim)),
           most_(Numbers::most_of_query(p.head_dim)),
-          block_(p) {
+          block_(p),
+          brings_(queries, kRegisters < 32 ? 0 : 16 * p.head_dim) {
         if constexpr (kWidened) {
             static thread_local Scratch scratch;
             widened_ = scratch.get<uint8_t>(kKeys * (p.head_dim + columns_) * kBytes);
@@ -143,6 +144,7 @@ public:
 
     void load(const Rows<kKeys>& rows, int64_t kv_head, Ahead<int8_t>& ahead) {
         block_.find(rows, kv_head);
+        brings_.begin_block(ahead.near());
         F16 finite = splat16(0.0f);
         for (int64_t i = 0; i < kKeys; i += 16) finite = plus_product(finite, finite, load16(block_.v_scale + i));
         finite_ = lane_sum(finite);
@@ -161,13 +163,17 @@ public:
         for (int r = 0; r < R; r += some)
             for (int64_t i = 0; i < kKeys; i += 16 * V) {
                 ahead.fetch(some * p_.head_dim * 16 * V / kKeys);
-                some_scores<some, V>(q + r * stride_, i, scores + r);
+                if (brings_.values(r + some == R))
+                    some_scores<some, V, true>(q + r * stride_, i, scores + r);
+                else
+                    some_scores<some, V, false>(q + r * stride_, i, scores + r);
             }
     }
 
     template <int R>
     void add_values(float* into, int64_t stride, const float* kept, const float (*weights)[kKeys],
-                    Ahead<int8_t>& ahead) const {
+                    Ahead<int8_t>& ahead) {
+        brings_.attend(R);
         alignas(64) Weight rounded[R][kKeys];
         alignas(32) float factors[kParts][8];
         round_weights<R>(weights, rounded, factors);
@@ -176,12 +182,17 @@ public:
             int64_t d = 0;
             for (; d + 16 * W <= columns_; d += 16 * W) {
                 ahead.fetch(some * 16 * W);
-                some_values<some, W>(into + r * stride + d, stride, kept + r, rounded + r, factors[0] + r, d);
+                if (brings_.keys(r + some == R))
+                    some_values<some, W, true>(into + r * stride + d, stride, kept + r, rounded + r, factors[0] + r, d);
+                else
+                    some_values<some, W, false>(into + r * stride + d, stride, kept + r, rounded + r, factors[0] + r,
+                                                d);
             }
             if constexpr (W > 1)
                 for (; d < columns_; d += 16) {
                     ahead.fetch(some * 16);
-                    some_values<some, 1>(into + r * stride + d, stride, kept + r, rounded + r, factors[0] + r, d);
+                    some_values<some, 1, false>(into + r * stride + d, stride, kept + r, rounded + r, factors[0] + r,
+                                                d);
                 }
         }
     }
@@ -245,8 +256,8 @@ private:
         }
     }
 
-    // Of R queries and keys [first, first + 16 V).
-    template <int R, int V>
+    // Of R queries and keys [first, first + 16 V). `brings`: the values of these tokens.
+    template <int R, int V, bool brings>
     void some_scores(const Number* q, int64_t first, float (*scores)[kKeys]) const {
         I16 sum[R][V];
 #pragma GCC unroll 8
@@ -254,6 +265,8 @@ private:
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) sum[r][v] = Numbers::begin(q + r * stride_, p_.head_dim);
         auto step = [&](int64_t d) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+            for (int v = 0; brings && v < V; ++v) prefetch(block_.values[(first + 16 * v) / 4] + 16 * d);
             I16 key[V];
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) key[v] = load64(keys_[first / 16 + v] + d * 16 * kBytes);
@@ -273,8 +286,9 @@ private:
                 store16(scores[r] + first + 16 * v, to_floats(sum[r][v]) * load16(block_.k_scale + first + 16 * v));
     }
 
-    // Of R queries and 16 W columns; `factors` of a part stand eight behind those of the one before.
-    template <int R, int W>
+    // Of R queries and 16 W columns; `factors` of a part stand eight behind those of the one before. `brings`: the next
+    // head's keys.
+    template <int R, int W, bool brings>
     void some_values(float* into, int64_t stride, const float* kept, const Weight (*weights)[kKeys],
                      const float* factors, int64_t d) const {
         F16 total[R][W];
@@ -285,6 +299,9 @@ private:
             const int64_t size = kPart / kEach, end = std::min(last_, (part + 1) * size);
 #pragma GCC unroll 4
             for (int64_t i = std::max(first_, part * size); i < end; ++i) {
+#pragma GCC unroll 8
+                for (int s = 0; brings && s < kKeys / 16; ++s)
+                    prefetch(block_.keys[s] + 16 * (p_.head_dim + d) + 64 * i);
                 I16 v[W];
 #pragma GCC unroll 8
                 for (int w = 0; w < W; ++w) v[w] = load64(values_[i] + (d + 16 * w) * kLane);
@@ -311,6 +328,7 @@ private:
     int64_t first_ = 0, last_ = 0;    // groups of kEach values
     float finite_ = 0.0f;             // else NaN: a scale is not
     CachedBlock<int8_t, kKeys> block_;
+    Brings brings_;
     const uint8_t* keys_[kKeys / 16];       // [D / kEach, 16, kEach] each
     const uint8_t* values_[kKeys / kEach];  // [columns, kEach] each
     uint8_t* widened_ = nullptr;            // these, one behind the other

@@ -21,7 +21,10 @@ public:
     static constexpr int kDegree = 3;
 
     PairKeys(const Paged<Cached>& p, int64_t queries)
-        : dim_(p.head_dim), columns_(p.state_dim()), queries_(queries), block_(p) {
+        : dim_(p.head_dim),
+          columns_(p.state_dim()),
+          block_(p),
+          brings_(queries, kScaled ? 0 : 16 * dim_ * sizeof(Cached)) {
         if (!kScaled && !tiled_) return;
         static thread_local Scratch scratch;
         joined_ = scratch.get<uint16_t>(kKeys * (columns_ + (kScaled ? dim_ : 0)));
@@ -38,7 +41,7 @@ public:
 
     void load(const Rows<kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) {
         block_.find(rows, kv_head);
-        brings_ = queries_ <= kMostQueries && !ahead.near(), attended_ = 0;
+        brings_.begin_block(ahead.near());
         if constexpr (kScaled) {
             widen(ahead);
         } else {
@@ -66,12 +69,12 @@ public:
                 ahead.fetch(R * columns_);
                 return tiles_.template add_values<R>(into, stride, kept, rounded, joined_, columns_);
             }
-        attended_ += R;
+        brings_.attend(R);
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {
             int64_t d = 0;
             for (; d + 64 <= columns_; d += 64)
-                if (brings_ && attended_ == queries_ && r + some == R)
+                if (brings_.keys(r + some == R))
                     some_values<some, 4, true>(into + r * stride + d, stride, kept + r, rounded + r, d, ahead);
                 else
                     some_values<some, 4, false>(into + r * stride + d, stride, kept + r, rounded + r, d, ahead);
@@ -93,7 +96,7 @@ private:
             }
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {
-            if (brings_ && attended_ == 0 && r + some == R)
+            if (brings_.values(r + some == R))
                 some_scores<some, true>(q + r * dim_, scores + r, ahead);
             else
                 some_scores<some, false>(q + r * dim_, scores + r, ahead);
@@ -135,7 +138,7 @@ private:
             for (int64_t i = 0; i < kKeys; i += 16) store16(rows[r] + i, load16(rows[r] + i) * load16(scales + i));
     }
 
-    // Of R queries and the whole block. `brings`: its values, meanwhile, from the second level of the cache.
+    // Of R queries and the whole block. `brings`: its values.
     template <int R, bool brings>
     void some_scores(const uint16_t* q, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
         constexpr int V = kKeys / 16;
@@ -161,7 +164,7 @@ private:
     }
 
     // Of R queries and columns [d, d + 16 W): what stands at `into`, times `kept`, plus weights * values, keys in
-    // ascending order. `brings`: the next head's keys, which lie behind those of this one.
+    // ascending order. `brings`: the next head's keys.
     template <int R, int W, bool brings>
     void some_values(float* into, int64_t stride, const float* kept, const uint16_t (*weights)[kKeys], int64_t d,
                      Ahead<Cached>& ahead) const {
@@ -185,14 +188,10 @@ private:
     }
 
     const int64_t dim_, columns_;
-    // Where few queries share a block that was fetched into the second level of the cache, what they need next is
-    // brought from there into the first one. Their values take half as long again otherwise.
-    const int64_t queries_;
-    bool brings_ = false;
-    int64_t attended_ = 0;  // queries of this block
     const bool tiled_ = kTiles && dim_ % 32 == 0;
     AttentionTiles<> tiles_;
     CachedBlock<Cached, kKeys> block_;
+    Brings brings_;
     int64_t first_ = 0, last_ = 0;       // pairs of values
     const uint16_t* keys_[kKeys / 16];   // [D / 2, 16, 2] each
     const uint16_t* values_[kKeys / 2];  // [columns, 2] each
