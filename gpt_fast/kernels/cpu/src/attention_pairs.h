@@ -37,7 +37,7 @@ public:
         return 1.0f;
     }
 
-    int64_t load_work() const { return kLoadRows * (columns_ + (kScaled ? dim_ : 0)); }
+    int64_t load_work() const { return kScaled ? kLoadRows * (columns_ + dim_) : tiled_ ? kLoadRows * columns_ : 0; }
 
     void load(const Rows<kKeys>& rows, int64_t kv_head, Ahead<Cached>& ahead) {
         block_.find(rows, kv_head);
