@@ -293,3 +293,44 @@ def test_a_cache_of_integers_is_smaller_and_nearly_as_good() -> None:
     for kernels_on in (False, True):
         assert (found[kernels_on, "int8"] - found[kernels_on, "auto"]).abs().max() < 0.02
         assert not torch.equal(found[kernels_on, "int8"], found[kernels_on, "auto"])
+
+
+MANY_WAYS = [
+    SamplingParams(max_tokens=30, temperature=0.0),
+    SamplingParams(max_tokens=25, temperature=1.0, seed=1),
+    SamplingParams(max_tokens=20, temperature=1.3, top_k=9, seed=2),
+    SamplingParams(max_tokens=30, temperature=0.9, top_p=0.8, min_p=0.01, seed=3),
+    SamplingParams(max_tokens=9, temperature=1.0, seed=4, logprobs=2),
+    SamplingParams(max_tokens=12, temperature=1.0, seed=5, frequency_penalty=0.5, min_tokens=5),
+]
+
+
+def test_tokens_drawn_in_one_call_with_the_step_are_those_that_the_host_samples(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where that call fails, or cannot draw: the step is computed again."""
+    prompts = [[i * 31 % 259 for i in range(3 + 7 * n)] for n in range(len(MANY_WAYS))]
+    drawn = []
+
+    def answers(llm: LLM) -> list[tuple[Any, ...]]:
+        return [(done.token_ids, done.text, done.finish_reason) for done in llm.generate(prompts, MANY_WAYS)]
+
+    with LLM.from_model(random_model(TINY, torch.float32), max_seq_len=128) as llm:
+        runner, draw = llm.engine.runner, llm.engine.runner.draw
+        monkeypatch.setattr(runner, "draws_at_once", False)
+        expected = answers(llm)
+        monkeypatch.setattr(runner, "draws_at_once", True)
+
+        def failing_now_and_then(plan: StepPlan, draws: Any) -> list[int]:
+            drawn.append(draw(plan, draws))
+            if len(drawn) % 5 == 0:
+                raise RuntimeError("out of luck")
+            return [-1, *drawn[-1][1:]] if len(drawn) % 7 == 0 else drawn[-1]
+
+        monkeypatch.setattr(runner, "draw", failing_now_and_then)
+        assert answers(llm) == expected
+        assert len(drawn) > 10  # of about 30 steps; others had a part for the host
+        assert any(len(tokens) == 4 for tokens in drawn)
+        assert caplog.text.count("a step failed; it is computed again") == len(drawn) // 5
+        monkeypatch.setattr(runner, "draw", draw)
+        assert answers(llm) == expected

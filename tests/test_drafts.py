@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,16 @@ def seen(done: Completion) -> tuple[Any, ...]:
 def plans_of(llm: LLM) -> list[StepPlan]:
     """The plan of every step from now on; that of a request's last step is there when its completion is."""
     plans: list[StepPlan] = []
-    run = llm.engine.runner.execute
+    runner = llm.engine.runner
 
-    def execute(plan: StepPlan) -> torch.Tensor:
-        plans.append(plan)
-        return run(plan)
+    def noting(run: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(plan: StepPlan, *more: Any) -> Any:
+            plans.append(plan)
+            return run(plan, *more)
 
-    llm.engine.runner.execute = execute  # type: ignore[method-assign]
+        return noted
+
+    runner.execute, runner.draw = noting(runner.execute), noting(runner.draw)  # type: ignore[method-assign]
     return plans
 
 

@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt_fast.engine.compute import Outcome, Scheduled, sampling_row
-from gpt_fast.engine.request import Request
+from gpt_fast.engine.compute import Outcome, Scheduled, drawn, draws_of, sampling_row
 from gpt_fast.engine.runner import Runner
-from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, draw_of, draw_tokens, only_drawn
-from gpt_fast.engine.scheduler import Scheduler, SequencePlan, StepPlan
+from gpt_fast.engine.sampling import draw_of, draw_tokens
+from gpt_fast.engine.scheduler import Scheduler, StepPlan
 from gpt_fast.engine.tensors import Fetched, tensor_of
 from gpt_fast.kernels.race import Draw
 
@@ -33,11 +32,8 @@ class Begun(NamedTuple):
     fetched: Fetched
 
     def outcomes(self) -> list[Outcome] | None:
-        """Waits for the tokens. None where one could not be drawn: whoever computes the step again finds out why."""
-        found = self.fetched.tolist()
-        if NO_TOKEN in found:
-            return None
-        return [Outcome(len(own.tokens), [], [token]) for (_, own), token in zip(self.parts, found, strict=True)]
+        """Waits for the tokens. None: see ``drawn``."""
+        return drawn(self.parts, self.fetched.tolist())
 
 
 def goes_on(part: Scheduled) -> bool:
@@ -48,10 +44,8 @@ def goes_on(part: Scheduled) -> bool:
 
 def begin(runner: Runner, plan: StepPlan, parts: Sequence[Scheduled]) -> Begun | None:
     """Begin the step ``plan``; None where the host has a part in one of its tokens."""
-    rows = [_row(part.request) for part in parts if _generates(*part)]
-    if len(rows) < len(parts) or not all(map(only_drawn, rows)):
-        return None
-    return _begun(plan, parts, runner.execute(plan), [draw_of(row) for row in rows])
+    draws = draws_of(parts)
+    return None if draws is None else _begun(plan, parts, runner.execute(plan), draws)
 
 
 def begin_behind(runner: Runner, scheduler: Scheduler, before: Begun) -> Begun | None:
@@ -61,7 +55,7 @@ def begin_behind(runner: Runner, scheduler: Scheduler, before: Begun) -> Begun |
         return None
     plan, index = following
     parts = [Scheduled(before.parts[i].request, own) for i, own in zip(index, plan.sequences, strict=True)]
-    rows = [_row(part.request) for part in parts]
+    rows = [sampling_row(part.request, (), None) for part in parts]
     draws = [draw_of(row._replace(position=row.position + 1)) for row in rows]
     try:
         whole = len(index) == len(before.parts)
@@ -76,15 +70,3 @@ def _begun(plan: StepPlan, parts: Sequence[Scheduled], logits: Tensor, draws: Se
     with torch.inference_mode():
         tokens = draw_tokens(logits, draws)
         return Begun(plan, parts, tokens, Fetched(tokens))
-
-
-def _generates(request: Request, own: SequencePlan) -> bool:
-    """Whether the step makes one token of ``request``, and the host has no part in it but what sampling decides."""
-    p = request.params
-    asked = p.logprobs is not None or p.prompt_logprobs is not None
-    plain = request.grammar is None and request.rules is None and not asked
-    return plain and own.num_logits == 1 and own.end == request.num_tokens
-
-
-def _row(request: Request) -> SamplingRow:
-    return sampling_row(request, (), None)

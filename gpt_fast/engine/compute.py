@@ -11,11 +11,12 @@ from torch import Tensor
 
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
-from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, logprobs, sample
+from gpt_fast.engine.sampling import NO_TOKEN, SamplingRow, draw_of, logprobs, only_drawn, sample
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.tensors import tensor_of
 from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import RequestError
+from gpt_fast.kernels.race import Draw
 from gpt_fast.outputs import TokenLogprobs
 from gpt_fast.params import SamplingParams
 from gpt_fast.tokenizer import IncrementalDetokenizer
@@ -55,6 +56,29 @@ class Outcome(NamedTuple):
     prompt_logprobs: list[TokenLogprobs]  # of the next prompt tokens in order
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()  # one for each of the tokens, where they were asked for
+
+
+def draws_of(parts: Sequence[Scheduled]) -> list[Draw] | None:
+    """How the token of each part is drawn. None where one makes none, or the host has a part in it: a grammar,
+    penalties, log probabilities."""
+    rows = [sampling_row(request, (), None) for request, own in parts if _only_samples(request, own)]
+    return [draw_of(row) for row in rows] if len(rows) == len(parts) and all(map(only_drawn, rows)) else None
+
+
+def _only_samples(request: Request, own: SequencePlan) -> bool:
+    """Whether the step makes one token of ``request``, and nothing but sampling parameters say which."""
+    p = request.params
+    asked = p.logprobs is not None or p.prompt_logprobs is not None
+    plain = request.grammar is None and request.rules is None and not asked
+    return plain and own.num_logits == 1 and own.end == request.num_tokens
+
+
+def drawn(parts: Sequence[Scheduled], tokens: Sequence[int]) -> list[Outcome] | None:
+    """What a step found that drew ``tokens``, one for each part. None where one could not be drawn: whoever computes
+    the step again finds out why."""
+    if NO_TOKEN in tokens:
+        return None
+    return [Outcome(len(own.tokens), [], [token]) for (_, own), token in zip(parts, tokens, strict=True)]
 
 
 def execute(runner: Runner, parts: Sequence[Scheduled]) -> list[Computed]:

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from gpt_fast.engine import ahead
-from gpt_fast.engine.compute import Outcome, Scheduled, attempt, execute, probe, sample_tokens
+from gpt_fast.engine.compute import Outcome, Scheduled, attempt, drawn, draws_of, execute, probe, sample_tokens
 from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
@@ -176,11 +176,26 @@ class Engine:
         _observe(self.on_step, plan, self._began - began)
 
     def _outcomes(self, plan: StepPlan, parts: Sequence[Scheduled]) -> Sequence[Outcome | Exception]:
+        outcomes: Sequence[Outcome | Exception] | None = self._outcomes_in_one_call(plan, parts)
+        if outcomes is not None:
+            return outcomes
         computed = attempt(partial(execute, self.runner), parts)
         outcomes = attempt(sample_tokens, computed)
         if all(isinstance(outcome, Exception) for outcome in outcomes):
             probe(self.runner, plan.sequences[0].slot)
         return outcomes
+
+    def _outcomes_in_one_call(self, plan: StepPlan, parts: Sequence[Scheduled]) -> Sequence[Outcome] | None:
+        """The outcomes of a step whose tokens C++ can draw as soon as it has the logits. None where that is not
+        possible, or failed: then the step is computed again, and it turns out whose fault it is."""
+        if not self.runner.draws_at_once:
+            return None
+        try:
+            draws = draws_of(parts)
+            return None if draws is None else drawn(parts, self.runner.draw(plan, draws))
+        except Exception:
+            log.exception("a step failed; it is computed again")
+            return None
 
     def _outcomes_ahead(
         self, plan: StepPlan, parts: Sequence[Scheduled], begun: ahead.Begun | None

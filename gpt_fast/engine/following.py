@@ -41,7 +41,7 @@ class LeadingRunner(Runner):
     def __init__(self, ranks: Ranks, model: Model, **sizes: Any) -> None:
         super().__init__(model, **sizes)
         self.leader = Leader(ranks)
-        self.runs_ahead = False  # the others would not know the tokens
+        self.runs_ahead = self.draws_at_once = False  # the others run execute(), with tokens that they know
 
     def execute(self, plan: StepPlan, tokens: Tensor | None = None) -> Tensor:
         """See ``Runner``."""

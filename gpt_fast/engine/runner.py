@@ -52,6 +52,7 @@ class Runner:
         self._pages: list[list[int]] = [[] for _ in range(max_batch)]
         self._page_table = torch.zeros(max_batch, self.pages_per_sequence, dtype=torch.int32, device=self.device)
         self._step = model.make_step(self.cache, self._page_table)
+        self.draws_at_once = self._step.chain is not None  # whether draw() is one call, so that the host has less to do
 
     @property
     def path(self) -> str:
@@ -75,6 +76,11 @@ class Runner:
     def _run(self, plan: StepPlan, tokens: Tensor | None = None) -> Tensor:
         arguments = self._arguments(plan)
         return self._step(arguments[0] if tokens is None else tokens, *arguments[1:])
+
+    def draw(self, plan: StepPlan, draws: Sequence[Draw]) -> list[int]:
+        """Run one step and draw a token behind each row of its logits, of which there is one at least, as ``draws``
+        says. NO_TOKEN for one that cannot be drawn."""
+        return [token for (token,) in self.chain(plan, [[own] for own in draws])]
 
     @torch.inference_mode()
     def chain(self, plan: StepPlan, draws: Sequence[Sequence[Draw]]) -> list[list[int]]:

@@ -17,22 +17,25 @@ def _put_on_the_brake():
 
     from gpt_fast.engine.runner import Runner
 
-    file, execute, steps = Path({file!r}), Runner.execute, itertools.count(1)
+    file, steps = Path({file!r}), itertools.count(1)
 
-    def braked(self, plan):
-        nonlocal steps
-        number = next(steps)
-        while True:
-            try:
-                allowed = int(file.read_text())
-            except FileNotFoundError:
-                steps = itertools.count(1)
-                return execute(self, plan)
-            if number <= allowed:
-                return execute(self, plan)
-            time.sleep(0.002)
+    def braked(run):
+        def wait_and_run(self, plan, *more):
+            nonlocal steps
+            number = next(steps)
+            while True:
+                try:
+                    allowed = int(file.read_text())
+                except FileNotFoundError:
+                    steps = itertools.count(1)
+                    return run(self, plan, *more)
+                if number <= allowed:
+                    return run(self, plan, *more)
+                time.sleep(0.002)
 
-    Runner.execute = braked
+        return wait_and_run
+
+    Runner.execute, Runner.draw = braked(Runner.execute), braked(Runner.draw)
 
 
 _put_on_the_brake()
