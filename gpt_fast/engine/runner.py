@@ -125,7 +125,7 @@ class Runner:
             write_slots += [pages[position // size] * size + position % size for position in here]
         home = _HOST if self._step.reads_host() else self.device
         numbers = tensor_of([*tokens, *positions, *lengths, *write_slots], torch.int64, home)
-        new, places, totals, slots = numbers.view(4, -1).unbind(0)
+        new, places, totals, slots = numbers.chunk(4)
         query_start = tensor_of([0, *itertools.accumulate(counts)], torch.int32, home)
         layout = StepLayout(query_start, tensor_of(context_len, torch.int32, home), self._page_table, slots)
         return new, places, totals, layout, tensor_of(rows, torch.int64, home)
