@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout
+from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, StepNumbers
 from gpt_fast.kernels.race import Draw
 
-# Tokens, positions, layout, rows, the slot of each row, and draws -> the tokens drawn for each row.
-Chain = Callable[[Tensor, Tensor, StepLayout, Tensor, Tensor, Sequence[Sequence[Draw]]], list[list[int]]]
+# Numbers of a step, the page table, the slot of each row, and draws -> the tokens drawn for each row.
+Chain = Callable[[StepNumbers, Tensor, Sequence[int], Sequence[Sequence[Draw]]], list[list[int]]]
 
 
 class Step(Protocol):

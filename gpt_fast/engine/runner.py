@@ -17,7 +17,7 @@ from gpt_fast.engine.model import Model
 from gpt_fast.engine.sampling import NO_TOKEN, draw_tokens
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.tensors import tensor_of
-from gpt_fast.kernels.cache import StepLayout
+from gpt_fast.kernels.cache import StepLayout, StepNumbers
 from gpt_fast.kernels.race import Draw
 
 log = logging.getLogger(__name__)
@@ -82,17 +82,16 @@ class Runner:
         says. NO_TOKEN for one that cannot be drawn."""
         return [token for (token,) in self.chain(plan, [[own] for own in draws])]
 
-    @torch.inference_mode()
     def chain(self, plan: StepPlan, draws: Sequence[Sequence[Draw]]) -> list[list[int]]:
         """Run one step, and then those of the tokens that are drawn behind it; the host waits once, at the end.
         ``draws``: of each sequence with a row of logits how its tokens are drawn, one after the other; at least one.
         Returns the tokens of each; NO_TOKEN for one that cannot be drawn, and those behind it mean nothing."""
         if self._step.chain is None:
             return self._chain_by_steps(plan, draws)
-        slots = tensor_of([s.slot for s in plan.sequences if s.num_logits], torch.int64, _HOST)
-        tokens, positions, _, layout, rows = self._arguments(plan)
-        return self._step.chain(tokens, positions, layout, rows, slots, draws)
+        slots = [s.slot for s in plan.sequences if s.num_logits]
+        return self._step.chain(self._numbers(plan), self._page_table, slots, draws)
 
+    @torch.inference_mode()
     def _chain_by_steps(self, plan: StepPlan, draws: Sequence[Sequence[Draw]]) -> list[list[int]]:
         """:meth:`chain` in one call for each step. The tokens go from step to step on the device."""
         sequences = [s for s in plan.sequences if s.num_logits]
@@ -111,6 +110,16 @@ class Runner:
 
     def _arguments(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, StepLayout, Tensor]:
         """What the model's step takes."""
+        n = self._numbers(plan)
+        home = _HOST if self._step.reads_host() else self.device
+        numbers = tensor_of([*n.tokens, *n.positions, *n.lengths, *n.write_slots], torch.int64, home)
+        new, places, totals, slots = numbers.chunk(4)
+        query_start, context_len = (tensor_of(part, torch.int32, home) for part in (n.query_start, n.context_len))
+        layout = StepLayout(query_start, context_len, self._page_table, slots)
+        return new, places, totals, layout, tensor_of(n.rows, torch.int64, home)
+
+    def _numbers(self, plan: StepPlan) -> StepNumbers:
+        """Those of ``plan``, whose new pages are in the page table then."""
         self._place(plan)
         tokens, positions, lengths, write_slots, rows = (list[int]() for _ in range(5))
         counts, context_len = [0] * self.max_batch, [0] * self.max_batch
@@ -123,12 +132,8 @@ class Runner:
             positions += here
             lengths += [max(s.rope_len, position + 1) for position in here]
             write_slots += [pages[position // size] * size + position % size for position in here]
-        home = _HOST if self._step.reads_host() else self.device
-        numbers = tensor_of([*tokens, *positions, *lengths, *write_slots], torch.int64, home)
-        new, places, totals, slots = numbers.chunk(4)
-        query_start = tensor_of([0, *itertools.accumulate(counts)], torch.int32, home)
-        layout = StepLayout(query_start, tensor_of(context_len, torch.int32, home), self._page_table, slots)
-        return new, places, totals, layout, tensor_of(rows, torch.int64, home)
+        query_start = [0, *itertools.accumulate(counts)]
+        return StepNumbers(tokens, positions, lengths, write_slots, rows, query_start, context_len)
 
     def _place(self, plan: StepPlan) -> None:
         """Send what the plan changes in the page table to the device."""

@@ -82,6 +82,19 @@ class StepLayout(NamedTuple):
     write_slots: Tensor
 
 
+class StepNumbers(NamedTuple):
+    """The numbers of a step of N new tokens on the host: tokens, their positions, the ``lengths`` of their sequences,
+    where they are written, the [R] tokens whose logits are wanted; and two of ``StepLayout``."""
+
+    tokens: list[int]
+    positions: list[int]
+    lengths: list[int]
+    write_slots: list[int]
+    rows: list[int]
+    query_start: list[int]
+    context_len: list[int]
+
+
 def whole_sequences(batch: int, length: int, page_size: int, device: torch.device) -> tuple[Tensor, StepLayout]:
     """A step of ``batch`` sequences from their beginnings to ``length``: positions [batch * length] int64, and a layout
     in which each sequence has pages that follow each other, from page 0 on."""

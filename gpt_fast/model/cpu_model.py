@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, padded, whole_sequences
+from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, StepNumbers, padded, whole_sequences
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available, rounded_together
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Ranks, Weights, check
@@ -105,17 +105,11 @@ class CpuStep:
         return None if self._tables is None else self._chain
 
     def _chain(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        layout: StepLayout,
-        rows: Tensor,
-        slots: Tensor,
-        draws: Sequence[Sequence[Draw]],
+        self, numbers: StepNumbers, page_table: Tensor, slots: Sequence[int], draws: Sequence[Sequence[Draw]]
     ) -> list[list[int]]:
         assert self._tables is not None
         with _named("gpt_fast::cpu_chain"):
-            return self._program.chain(tokens, positions, self._tables, layout, rows, slots, draws)
+            return self._program.chain(numbers, page_table, self._tables, slots, draws)
 
     def reads_host(self) -> bool:
         """Always: host and device are one."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gpt_fast.config import VocabShare
 from gpt_fast.errors import UnsupportedError
-from gpt_fast.kernels.cache import LayerCache, StepLayout, check_cache, holds_whole_groups, padded
+from gpt_fast.kernels.cache import LayerCache, StepLayout, StepNumbers, check_cache, holds_whole_groups, padded
 from gpt_fast.kernels.cpu import structs
 from gpt_fast.kernels.cpu.library import CACHE_FORMATS, FORMATS, library, rounding
 from gpt_fast.kernels.race import Draw, draw_table
@@ -130,6 +130,9 @@ class Program:
         if len(b.widths) > _MAX_BUFFERS:
             raise UnsupportedError(f"{len(b.widths)} buffers, more than {_MAX_BUFFERS}")
         self._width, self._rows = b.widths[b.output], rows_before is not None
+        self._angles: Sequence[Angles] | None = None  # of the last step
+        self._waves: tuple[list[Tensor], array[int]] = [], array("q")  # these, and where they are
+        self._logits: Tensor | None = None  # of chains
         self._in_place = input is not None and b.output == 0
         widths, slots, slot_widths = (self._array(ctypes.c_int64, n) for n in (b.widths, b.slots, b.slot_widths))
         self._program = structs.Program(
@@ -165,31 +168,43 @@ class Program:
 
     def chain(
         self,
-        tokens: Tensor,  # [N] int64
-        positions: Tensor,  # [N] int64
+        numbers: StepNumbers,  # of the first step, whose rows are the last tokens of the slots that have one
+        page_table: Tensor,  # [S, P] int32, with the pages of the later steps as well
         angles: Sequence[Angles],  # of all positions from 0 on
-        layout: StepLayout,  # of the first step; the page table has the pages of the later ones as well
-        rows: Tensor,  # [R] int64: the last token of each slot that has a row
-        row_slots: Tensor,  # [R] int64, rising: the slot of each row
+        row_slots: Sequence[int],  # [R], rising: the slot of each row
         draws: Sequence[Sequence[Draw]],
     ) -> list[list[int]]:
         """A step, and then one after the other those of the tokens that are drawn behind its rows: ``draws[r]`` says
         how (the fields of ``Draw``) and, by its length, how many. A row drops out after its last token, and later
         steps hold the tokens of the others in order. Returns the tokens of each row; -1 for one that cannot be drawn.
+
+        No tensor is made here, and nothing copied that can stay: a model of any size takes the CPU's caches for its
+        weights, and what the host does between two steps is slow (a tensor costs 10 to 30 us).
         """
-        step, out, kept = self._step(tokens, positions, angles, layout, rows, by_position=True)
-        counts, longest = [len(each) for each in draws], max(map(len, draws))
+        n, count = numbers, [len(each) for each in draws]
+        num_tokens, num_rows, longest = len(n.tokens), len(n.rows), max(count)
+        if self._logits is None or self._logits.shape[0] < num_rows:
+            self._logits = torch.empty(num_rows, self._width)
+        wide = array("q", [*n.tokens, *n.positions, *n.write_slots, *n.rows, *row_slots, *count])
+        narrow = array("i", [*n.query_start, *n.context_len])
+        sizes = (0, num_tokens, num_tokens, num_tokens, num_rows, num_rows)
+        at = [structs.address(wide) + 8 * before for before in itertools.accumulate(sizes)]
+        starts = structs.address(narrow)
+        step = structs.Step(
+            tokens=at[0], positions=at[1], turns=at[1], num_tokens=num_tokens, angles=self._angle_pointers(angles),
+            query_start=starts, context_len=starts + 4 * len(n.query_start), page_table=page_table.data_ptr(),
+            write_slots=at[2], slots=page_table.shape[0], pages_per_slot=page_table.shape[1],
+            rows=at[3], num_rows=num_rows, output=self._logits.data_ptr(),
+        )  # fmt: skip
         table = draw_table(itertools.chain(*itertools.zip_longest(*draws, fillvalue=Draw())))
-        each_count = array("q", counts)
-        drawn = array("q", bytes(8 * longest * len(draws)))
+        drawn = array("q", bytes(8 * longest * num_rows))
         chain = structs.Chain(
-            draws=structs.address(table), counts=structs.address(each_count), row_slots=row_slots.data_ptr(),
-            num_steps=longest, vocab=self._width, tokens=structs.address(drawn),
+            draws=structs.address(table), counts=at[5], row_slots=at[4], num_steps=longest, vocab=self._width,
+            tokens=structs.address(drawn),
         )  # fmt: skip
         addresses = (ctypes.addressof(struct) for struct in (self._program, step, chain))
         self._library.gpt_fast_chain(*addresses, torch.get_num_threads())
-        del out, kept
-        return [drawn[r :: len(draws)][:count].tolist() for r, count in enumerate(counts)]
+        return [drawn[r::num_rows][:own].tolist() for r, own in enumerate(count)]
 
     def _step(
         self,
@@ -202,13 +217,8 @@ class Program:
         input: Tensor | None = None,
     ) -> tuple[Structure, Tensor, object]:
         """The struct of a step, its output, and what must be kept while it runs."""
-        for table, half in self._halves.items():
-            if angles[table][0].shape[-1] != half or angles[table][1].shape[-1] != half:
-                raise ValueError(f"rope table {table} must have {half} columns, not {angles[table][0].shape[-1]}")
-        given = [tokens, positions, rows, *(layout or _NO_LAYOUT), *(t for pair in angles for t in pair)]
-        given = [t.contiguous() for t in given]
-        tokens, positions, rows, start, context_len, page_table, write_slots, *waves = given
-        pointers = array("q", [t.data_ptr() for t in waves])
+        given = [t.contiguous() for t in (tokens, positions, rows, *(layout or _NO_LAYOUT))]
+        tokens, positions, rows, start, context_len, page_table, write_slots = given
         source = None if input is None else input.clone(memory_format=torch.contiguous_format)
         if self._in_place and source is not None:
             out = source
@@ -216,13 +226,24 @@ class Program:
             out = torch.empty(rows.shape[0] if self._rows else tokens.shape[0], self._width)
         step = structs.Step(
             tokens=tokens.data_ptr(), positions=positions.data_ptr(), num_tokens=tokens.shape[0],
-            angles=structs.address(pointers), turns=positions.data_ptr() if by_position else None,
+            angles=self._angle_pointers(angles), turns=positions.data_ptr() if by_position else None,
             query_start=start.data_ptr(), context_len=context_len.data_ptr(), page_table=page_table.data_ptr(),
             write_slots=write_slots.data_ptr(), slots=page_table.shape[0], pages_per_slot=page_table.shape[1],
             rows=rows.data_ptr(), num_rows=rows.shape[0], input=None if source is None else source.data_ptr(),
             output=out.data_ptr(),
         )  # fmt: skip
-        return step, out, (given, pointers, source)
+        return step, out, (given, source)
+
+    def _angle_pointers(self, angles: Sequence[Angles]) -> int:
+        """Where the addresses of ``angles`` stand, which are kept until others come: those of all positions come with
+        every step. Raises ValueError."""
+        if angles is not self._angles:
+            for table, half in self._halves.items():
+                if angles[table][0].shape[-1] != half or angles[table][1].shape[-1] != half:
+                    raise ValueError(f"rope table {table} must have {half} columns, not {angles[table][0].shape[-1]}")
+            waves = [t.contiguous() for pair in angles for t in pair]
+            self._angles, self._waves = angles, (waves, array("q", [t.data_ptr() for t in waves]))
+        return structs.address(self._waves[1])
 
     def _keep_wanted_rows(self) -> None:
         x, width = self._buffers["x"], self._buffers.width("x")
