@@ -294,7 +294,7 @@ def test_profile_writes_a_trace_of_the_engine_thread(checkpoint: Path, tmp_path:
     result = generate(checkpoint, "--prompt", "a", "--max-new-tokens", "3", "--profile", str(tmp_path))
     assert result.returncode == 0, result.stderr
     trace = json.loads((tmp_path / "generate.trace.json").read_text())
-    assert any("cpu_step" in event.get("name", "") for event in trace["traceEvents"])
+    assert any("gpt_fast::cpu_" in event.get("name", "") for event in trace["traceEvents"])
 
 
 def test_info(checkpoint: Path) -> None:
