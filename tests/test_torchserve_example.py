@@ -126,4 +126,4 @@ def check_trace(folder: Path, wanted: bool) -> None:
     assert len(found) == wanted
     for trace in found:
         names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
-        assert any("cpu_step" in name or "aten::" in name for name in names)
+        assert any("gpt_fast::cpu_" in name or "aten::" in name for name in names)
