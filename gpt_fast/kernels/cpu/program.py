@@ -178,8 +178,8 @@ class Program:
         how (the fields of ``Draw``) and, by its length, how many. A row drops out after its last token, and later
         steps hold the tokens of the others in order. Returns the tokens of each row; -1 for one that cannot be drawn.
 
-        No tensor is made here, and nothing copied that can stay: a model of any size takes the CPU's caches for its
-        weights, and what the host does between two steps is slow (a tensor costs 10 to 30 us).
+        No tensor is made here. The weights of a step push Python out of the CPU's caches, so the host is slow between
+        two steps: each tensor would take 10 to 30 us.
         """
         n, count = numbers, [len(each) for each in draws]
         num_tokens, num_rows, longest = len(n.tokens), len(n.rows), max(count)

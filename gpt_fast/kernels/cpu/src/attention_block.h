@@ -80,8 +80,8 @@ private:
     int64_t left_, rate_, due_ = 0;
 };
 
-// step(i) for i in [begin, end), each so much work, and fetches: where a step is enough work, a few between some of
-// them.
+// Does step(i) for i in [begin, end). Each step is `work`, for which memory is asked ahead: every four steps where
+// registers are many, else at once before the first.
 template <class Cached, class Step>
 [[gnu::always_inline]] inline void fetching_steps(Ahead<Cached>& ahead, int64_t work, int64_t begin, int64_t end,
                                                   Step step) {
@@ -103,10 +103,11 @@ template <class Cached, class Step>
 
 constexpr int kMostQueries = kTiles ? 16 : 8;  // whose products are made together
 
-// Whether what a few queries need next is brought from the second level of the cache into the first one meanwhile: the
-// values of a block by the last scores of its first queries, and the keys of the next head, which lie behind those of
-// this one, by the last sums of its last queries. Else they wait for a third of the values' time. Pieces of memory of
-// 1 kB are as fast without.
+// Says when few queries bring what they need next from the second level of the cache into the first. The first queries
+// bring the values of the block while they make their last scores. The last queries bring the keys of the next head,
+// which lie behind those of this one, while they make their last sums. Without it a third of the values' time is
+// waiting.
+// Pieces of memory of 1 kB are as fast without.
 class Brings {
 public:
     Brings(int64_t queries, int64_t piece_bytes)

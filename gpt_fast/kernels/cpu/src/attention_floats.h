@@ -91,9 +91,7 @@ private:
     void scores_of(const float* q, float (*scores)[kKeys], Ahead<Cached>& ahead) const {
         constexpr int some = kRegisters >= 32 || R < 2 ? R : few && R > 2 ? 4 : 2, V = few && some > 2 ? 1 : kKeys / 16;
         for (int r = 0; r < R; r += some)
-            for (int64_t i = 0; i < kKeys; i += 16 * V) {
-                some_scores<some, V, few>(q + r * dim_, i, scores + r, ahead);
-            }
+            for (int64_t i = 0; i < kKeys; i += 16 * V) some_scores<some, V, few>(q + r * dim_, i, scores + r, ahead);
     }
 
     template <int R, bool few>
@@ -104,13 +102,11 @@ private:
         constexpr int W = kRegisters >= 32 ? 4 : few && R <= 2 ? 2 : 1;
         for (int r = 0; r < R; r += some) {
             int64_t d = 0;
-            for (; d + 16 * W <= columns_; d += 16 * W) {
+            for (; d + 16 * W <= columns_; d += 16 * W)
                 some_values<some, W, few>(into + r * stride, stride, kept + r, weights + r, d, ahead);
-            }
             if constexpr (W > 1)
-                for (; d < columns_; d += 16) {
+                for (; d < columns_; d += 16)
                     some_values<some, 1, few>(into + r * stride, stride, kept + r, weights + r, d, ahead);
-                }
         }
     }
 

@@ -58,8 +58,8 @@ constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-l
 
 constexpr int64_t kMemoryRows = 16;  // products of more take longer than memory
 
-// From so many rows on pieces of k are long, so that sums are stored less often. Fewer rows gain nothing by it, since
-// they use each piece of weights too seldom. CPUs with small caches, and those with registers of tiles, take short pieces.
+// With so many rows, pieces of k are long: then sums are stored less often. With fewer rows this gains nothing, because
+// each piece of weights is used too seldom. CPUs with few registers, or with registers of tiles, take short pieces.
 constexpr int64_t kPromptRows = 48;
 constexpr bool kLongPieces = kRegisters >= 32 && !kTiles;
 
