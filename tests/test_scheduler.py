@@ -231,3 +231,21 @@ def test_no_draft_is_verified_where_the_sequence_is_computed_anew() -> None:
     assert [turn(s), turn(s), turn(s)] == [[("a", 1)], [], [("a", 11)]]
     assert (r.num_admissions, s.num_preemptions) == (2, 1), "number 11 makes it long"
     assert s.room_for_drafts(r, 9) == 9
+
+
+def test_what_is_called_a_prompt() -> None:
+    """Its last token alone is. Several that were generated, and are computed again, are as those of a prompt."""
+    scheduler = Scheduler(PageAllocator(20, 4, prefix_cache=False), 2, prefill_chunk=5)
+    own = request("r", [5] * 11, max_tokens=9)
+    scheduler.add(own)
+
+    def step() -> tuple[int, int, bool]:
+        (plan,) = scheduler.schedule()[0].sequences
+        if plan.num_logits:
+            own.token_ids.append(7)
+        scheduler.advance(own, len(plan.tokens))
+        return plan.start, len(plan.tokens), plan.is_prompt
+
+    assert [step() for _ in range(5)] == [(0, 5, True), (5, 5, True), (10, 1, True), (11, 1, False), (12, 1, False)]
+    scheduler._preempt(own)
+    assert [step() for _ in range(4)] == [(0, 5, True), (5, 5, True), (10, 4, True), (14, 1, False)]

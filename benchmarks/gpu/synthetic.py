@@ -82,7 +82,7 @@ def recorded_step(
     logits [batch * each, V]; always the same."""
     per_slot, rows = -(-context // PAGE), torch.arange(batch * each)
     table = 1 + torch.arange(batch * per_slot).int().view(batch, per_slot)
-    graph = CapturedProgram(program, table.to(program.device), (len(rows),), capture)
+    graph = CapturedProgram(program, table.to(program.device), (len(rows),), capture, prompt_buckets=())
     graph.warm_up()
     slots, left = rows // each, each - 1 - rows % each  # new tokens behind a row's
     positions = context - 1 - left

@@ -69,7 +69,8 @@ def numbers_of(plan: StepPlan) -> list[int]:
     """``plan`` as numbers: only what it changes in the page table, so as many after a million tokens as after ten."""
     numbers = [len(plan.sequences)]
     for s in plan.sequences:
-        numbers += (s.slot, s.start, s.num_placed, s.num_logits, s.rope_len, len(s.new_pages), len(s.tokens))
+        numbers += (s.slot, s.start, s.num_placed, s.num_logits, s.rope_len, s.is_prompt)
+        numbers += (len(s.new_pages), len(s.tokens))
         numbers += s.new_pages
         numbers += s.tokens
     return numbers
@@ -79,8 +80,8 @@ def plan_of(numbers: Sequence[int]) -> StepPlan:
     """The inverse of :func:`numbers_of`."""
     sequences, at = [], 1
     for _ in range(numbers[0]):
-        slot, start, num_placed, num_logits, rope_len, num_pages, num_tokens = numbers[at : at + 7]
-        pages, at = tuple(numbers[at + 7 : at + 7 + num_pages]), at + 7 + num_pages
+        slot, start, num_placed, num_logits, rope_len, is_prompt, num_pages, num_tokens = numbers[at : at + 8]
+        pages, at = tuple(numbers[at + 8 : at + 8 + num_pages]), at + 8 + num_pages
         tokens, at = tuple(numbers[at : at + num_tokens]), at + num_tokens
-        sequences.append(SequencePlan(slot, tokens, start, num_placed, pages, num_logits, rope_len))
+        sequences.append(SequencePlan(slot, tokens, start, num_placed, pages, num_logits, rope_len, bool(is_prompt)))
     return StepPlan(tuple(sequences))

@@ -15,6 +15,20 @@ from gpt_fast.kernels.race import Draw
 Chain = Callable[[StepNumbers, Tensor, Sequence[int], Sequence[Sequence[Draw]]], list[list[int]]]
 
 
+class Apart(Protocol):
+    """Steps of generated tokens, and of prompts, by different kernels. Arguments and result as of :class:`Step`, which
+    are on the host but for the page table; tokens may lie anywhere."""
+
+    @property
+    def most(self) -> int:
+        """How many tokens ``step`` takes."""
+
+    def step(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor: ...
+    def prompts(
+        self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor
+    ) -> Tensor: ...
+
+
 class Step(Protocol):
     """Runs the steps of one model over one cache. ``path``: by ``kernels``, ``compiled`` or ``eager``."""
 
@@ -24,6 +38,10 @@ class Step(Protocol):
         """New tokens [N] at ``positions`` [N] -> logits [R, vocab_size] of the tokens in ``rows`` [R]; int64 all.
         ``lengths`` [N]: tokens of the sequence when this one was computed, its prompt at least. The cache receives the
         new tokens where ``layout`` says."""
+
+    @property
+    def apart(self) -> Apart | None:
+        """What computes generated tokens apart from prompts; None: a step takes both together."""
 
     @property
     def chain(self) -> Chain | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.engine.model import Model
+from gpt_fast.engine.parts import parts_of
 from gpt_fast.engine.sampling import NO_TOKEN, draw_tokens
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.engine.tensors import tensor_of
@@ -74,8 +75,24 @@ class Runner:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, tokens: Tensor | None = None) -> Tensor:
-        arguments = self._arguments(plan)
-        return self._step(arguments[0] if tokens is None else tokens, *arguments[1:])
+        apart = self._step.apart
+        if apart is None:
+            arguments = self._arguments(plan)
+            return self._step(arguments[0] if tokens is None else tokens, *arguments[1:])
+        parts = parts_of(plan, apart.most)
+        found = []
+        for part in parts:
+            arguments = self._arguments(part.plan)
+            own = arguments[0]
+            if tokens is not None:
+                own = tokens if len(parts) == 1 else tokens[tensor_of(part.tokens, torch.int64, self.device)]
+            found.append((apart.prompts if part.prompts else apart.step)(own, *arguments[1:]))
+        if len(parts) == 1:
+            return found[0]
+        out = found[0].new_empty(sum(map(len, found)), found[0].shape[1])
+        for part, logits in zip(parts, found, strict=True):
+            out.index_copy_(0, tensor_of(part.rows, torch.int64, self.device), logits)
+        return out
 
     def draw(self, plan: StepPlan, draws: Sequence[Draw]) -> list[int]:
         """Run one step and draw a token behind each row of its logits, of which there is one at least, as ``draws``

@@ -22,7 +22,8 @@ class SequencePlan(NamedTuple):
     may be drafts, which the request does not have yet. The slot's first ``num_placed`` pages are known from earlier
     steps; ``new_pages`` follow them. Logits are wanted of the last ``num_logits`` tokens: none in a prefill that goes
     on, one to sample the next token, k + 1 to verify k drafts. Rotary scaling takes the sequence to have at least
-    ``rope_len`` tokens (model/rope.py)."""
+    ``rope_len`` tokens (model/rope.py). ``is_prompt``: the tokens are of its prompt, or several that it generated
+    before it was preempted (parts.py)."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -31,6 +32,7 @@ class SequencePlan(NamedTuple):
     new_pages: tuple[int, ...]
     num_logits: int
     rope_len: int
+    is_prompt: bool = False
 
     @property
     def end(self) -> int:
@@ -173,6 +175,7 @@ class Scheduler:
             new_pages=tuple(request.pages[request.num_placed :]),
             num_logits=num_logits + len(drafts),
             rope_len=request.rope_len,
+            is_prompt=start < request.num_prompt or count > 1,
         )
 
     def _pages_for(self, num_tokens: int) -> int:

@@ -85,7 +85,7 @@ class CpuModel:
 class CpuStep:
     """Steps in C++ over one cache and page table, of sequences of at most ``longest`` tokens."""
 
-    path = "kernels"
+    path, apart = "kernels", None
 
     def __init__(self, model: CpuModel, cache: KVCache, longest: int) -> None:
         self._ropes, self._program = model.ropes, model.program(cache)

@@ -1,9 +1,9 @@
 """A ``Transformer`` behind the engine (engine/model.py): what it caches, and what runs its steps.
 
-On a CPU the C++ kernels run it where they can (cpu_model.py), on a GPU Triton's run its short steps (gpu_model.py), and
-of longer ones what is generated (step_parts.py). For all other steps torch compiles it block by block, once for one
-token and once for any larger number, so a model of any depth compiles in the time of one block and no later step
-compiles anything. Without a working C++ compiler the blocks run uncompiled, after one warning.
+On a CPU the C++ kernels run it where they can (cpu_model.py), on a GPU Triton's (gpu_model.py). Elsewhere torch
+compiles it block by block, once for one token and once for any larger number, so a model of any depth compiles in the
+time of one block and no later step compiles anything. Without a working C++ compiler the blocks run uncompiled, after
+one warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from gpt_fast.model import shares
 from gpt_fast.model.compile_cache import keep_private
 from gpt_fast.model.cpu_model import CpuModel, pack_model
 from gpt_fast.model.split import SplitModel
-from gpt_fast.model.step_parts import StepInputs, run_in_parts
 from gpt_fast.model.transformer import KVCache, Transformer
 
 if TYPE_CHECKING:
@@ -80,22 +79,43 @@ class TorchModel:
         self.cache_layers = [PagedLayer(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
         self.bytes_per_token, self.forward = model.bytes_per_token, model.forward
 
-    def make_step(self, cache: KVCache, page_table: Tensor) -> TorchStep:
-        return TorchStep(self.transformer, cache, page_table, kernels=self._kernels, compile=self._compile)
+    def make_step(self, cache: KVCache, page_table: Tensor) -> TorchStep | GpuStep:
+        wanted = self._kernels and self.device.type == "cuda"
+        captured = _capture(self.transformer, cache, page_table) if wanted else None
+        return GpuStep(captured) if captured else TorchStep(self.transformer, cache, compile=self._compile)
 
 
 Served = CpuModel | TorchModel | SplitModel | ForeignModel
 
 
+class GpuStep:
+    """The steps of one model over one cache by Triton's kernels."""
+
+    chain, path = None, "kernels"
+
+    def __init__(self, captured: CapturedProgram) -> None:
+        self.apart = captured
+
+    def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
+        """All tokens as those of prompts."""
+        return self.apart.prompts(tokens, positions, lengths, layout, rows)
+
+    def reads_host(self) -> bool:
+        return True
+
+    def warm_up(self, run: Callable[[int], None], longest: int) -> None:
+        self.apart.warm_up(log.info)
+        run(1)
+        run(longest)
+
+
 class TorchStep:
-    """The steps of one model over one cache. ``path`` says what runs them, or the short ones on a GPU."""
+    """The steps of one model over one cache in plain torch. ``path`` says whether they are compiled."""
 
-    chain = None
+    chain = apart = None
 
-    def __init__(self, model: Transformer, cache: KVCache, page_table: Tensor, *, kernels: bool, compile: bool) -> None:
-        self._model, self._cache = model, cache
-        self._captured = _capture(model, cache, page_table) if kernels and model.device.type == "cuda" else None
-        self._compiled = compile
+    def __init__(self, model: Transformer, cache: KVCache, *, compile: bool) -> None:
+        self._model, self._cache, self._compiled = model, cache, compile
         if compile:
             keep_private()
             for layer in model.layers:
@@ -105,34 +125,17 @@ class TorchStep:
 
     @property
     def path(self) -> str:
-        return "kernels" if self._captured else "compiled" if self._compiled else "eager"
+        return "compiled" if self._compiled else "eager"
 
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
-        captured = self._captured
-        if captured is None:
-            return self._model.step(tokens, positions, lengths, self._cache, layout, rows).float()
-        if captured.takes(tokens.shape[0]):
-            return captured.step(tokens, positions, lengths, layout, rows)
-        step = StepInputs(tokens, positions, lengths, layout, rows)
-        return run_in_parts(step, captured.buckets[-1], lambda part: captured.step(*part), self._run_plain)
-
-    def _run_plain(self, step: StepInputs) -> Tensor:
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(step.layout.page_table.device, non_blocking=True)
-
-        layout = StepLayout(*map(moved, step.layout))
-        tokens, positions, lengths, rows = map(moved, (step.tokens, step.positions, step.lengths, step.rows))
         return self._model.step(tokens, positions, lengths, self._cache, layout, rows).float()
 
     def reads_host(self) -> bool:
-        return self._captured is not None
+        return False
 
     def warm_up(self, run: Callable[[int], None], longest: int) -> None:
         # Compiled shapes twice each: the second run must find everything compiled.
         shapes = [1, min(2, longest), 1, longest, min(3, longest)]
-        if self._captured is not None:
-            self._captured.warm_up(log.info)
-            shapes = [1, longest, min(self._captured.buckets[-1] + 1, longest)]
         if self._compiled:
             _configure_compiler()
         try:

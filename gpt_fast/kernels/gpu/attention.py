@@ -3,7 +3,7 @@
 A step of few tokens is split over each sequence's length (flash-decoding: Dao et al. 2023, "Flash-Decoding for
 long-context inference"), with the running softmax of FlashAttention (arXiv 2205.14135) inside a part. The number of
 parts depends on the heads alone and their bounds on the token alone, so a row's result is the same bits in any batch.
-A step of more than MAX_TOKENS takes 16 queries of a sequence at a time and reads its keys once for them, unsplit.
+For prompts (``many``) 16 queries of a sequence are taken at a time, and its keys read once for them, unsplit.
 Lengths are never read on the host, so a CUDA graph can hold a launch.
 """
 
@@ -49,18 +49,25 @@ def scratch(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, d
 
 
 def attend(
-    q: Tensor, cache: LayerCache, layout: StepLayout, window: int, scale: float, room: Scratch | None = None
+    q: Tensor,
+    cache: LayerCache,
+    layout: StepLayout,
+    window: int,
+    scale: float,
+    room: Scratch | None = None,
+    many: bool | None = None,
 ) -> Tensor:
     """q [N, H, D] against what the cache holds already, the new tokens' keys and values included -> [N, H, D].
 
     The cache is float32, bfloat16, float16, or int8 with scales. ``window`` > 0 limits a query to the last ``window``
-    positions, itself included. Tokens of no slot give zeros. ``room``: None makes it for this call.
+    positions, itself included. Tokens of no slot give zeros. ``room``: None makes it for this call. ``many``: tokens of
+    prompts, which have other bits; None: more than MAX_TOKENS are.
     """
     q = q.contiguous()
     num_tokens, heads, dim = q.shape
     page_size, kv_heads = cache.k.shape[1:3]
     num_slots, pages_per_slot = layout.page_table.shape
-    group, few = heads // kv_heads, num_tokens <= launching.MAX_TOKENS
+    group, few = heads // kv_heads, not (num_tokens > launching.MAX_TOKENS if many is None else many)
     queries, splits = (1, num_splits(kv_heads)) if few else (_QUERIES, 1)
     programs = num_tokens if few else -(-num_tokens // queries) + num_slots
     rows, width = launching.power_of_two(group * queries, 16), launching.power_of_two(dim, 16)

@@ -53,8 +53,8 @@ def _write_head(cache, scales, first, second, slot, kv_heads, head, half, low, h
     place = slot * kv_heads + head
     if scales is not None:
         most = tl.maximum(tl.max(tl.max(tl.abs(first), 1), 0), tl.max(tl.max(tl.abs(second), 1), 0))
-        tl.store(scales + place, most / 127.0)
-        inverse = tl.where(most == 0.0, 0.0, 127.0 / tl.where(most == 0.0, 1.0, most))
+        tl.store(scales + place, tl.div_rn(most, 127.0))
+        inverse = tl.where(most == 0.0, 0.0, tl.div_rn(127.0, tl.where(most == 0.0, 1.0, most)))
         # Adding and taking 1.5 * 2 ** 23 rounds to the nearest integer, ties to even.
         first = first * inverse + 12582912.0 - 12582912.0
         second = second * inverse + 12582912.0 - 12582912.0

@@ -9,7 +9,10 @@ A norm in front of a product is spread over two launches (``Row``): the one that
 norm's weight and leaves sums of its squares; the product divides its outputs by the root of their mean, because
 ``(x * weight / rms) @ W == ((x * weight) @ W) / rms``.
 
-Activations are not quantized. int8 and fp8 weights become their dtype exactly, int4 weights are rounded to it once.
+Activations are not quantized, and int8 and fp8 weights become their dtype exactly, int4 weights are rounded to it once.
+Arithmetic bounds the rows of a prompt (``many``): there the matrix unit multiplies int8 weights with bytes, which is
+twice as fast, and rows are rounded to bytes in blocks of 128 for it. A bfloat16 has 8 bits, too, but with fp8 weights
+it would lose 5 of them: those are multiplied as bfloat16.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch import Tensor
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cpu.packing import GROUP_SIZES, from_nibbles
 from gpt_fast.kernels.gpu import launching
-from gpt_fast.kernels.gpu.linear_kernel import SQUARES, UNIT, linear_kernel
+from gpt_fast.kernels.gpu.linear_kernel import SQUARES, UNIT, dequantize_kernel, linear_kernel, round_kernel
 
 # Rows of activations that a program takes: the least that hold all, else the last. The interpreter's products have
 # other bits with other numbers of columns.
@@ -32,6 +35,7 @@ _COLUMNS = (16,) if launching.INTERPRETED else (16, 32, 64)
 _PROGRAMS = 512  # that fill a GPU of 132 multiprocessors
 _MOST_SPLITS = 8
 _WIDEST = 128  # rows of weights of a program, at most
+_MULTIPROCESSORS = 132
 _KINDS = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
 
 
@@ -54,6 +58,13 @@ class Row(NamedTuple):
     weighted: Tensor
     squares: Tensor
     eps: float
+
+
+class Rounded(NamedTuple):
+    """Rows rounded to bytes (:func:`round_rows`): int8 [M, K], and the scale of each 128, float32 [K / 128, M]."""
+
+    values: Tensor
+    scale: Tensor
 
 
 class Tiling(NamedTuple):
@@ -143,6 +154,21 @@ def tiling(w: Weights, columns: int = _COLUMNS[0]) -> Tiling:
     }[w.group_size == 32, columns]  # fmt: skip
 
 
+def tiling_of_many(w: Weights, num_rows: int, dtype: torch.dtype) -> tuple[int, Tiling]:
+    """Rows of activations that a program takes, and the division, where ``num_rows`` are of prompts, as measured on an
+    H100. One program has all of K: no bit of a row depends on what is chosen."""
+    if launching.INTERPRETED:
+        return _COLUMNS[0], Tiling(32, 1, UNIT.value, 1, 1)
+    if w.kind == "int8":
+        return 64, Tiling(128, 4, UNIT.value, 1, 4)
+    if dtype == torch.float32:
+        return 32, Tiling(64, 4, 32, 1, 2)
+    programs = -(-num_rows // 256) * -(-w.out_features // 128)
+    if 2 * programs >= 3 * _MULTIPROCESSORS:
+        return 256, Tiling(128, 8, 64, 1, 3) if w.kind == "dense" else Tiling(128, 8, 128, 1, 3)
+    return 128, Tiling(128, 4, 64, 1, 4) if w.kind == "dense" else Tiling(128, 8, 128, 1, 4)
+
+
 def make_room(products: Iterable[tuple[int, int]], num_rows: int, device: torch.device) -> Room:
     """Room for products of at most ``num_rows`` rows, each given by its outputs and its splits."""
     most = max((-(-outputs // _WIDEST) * _WIDEST * splits for outputs, splits in products if splits > 1), default=0)
@@ -160,6 +186,7 @@ def linear(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     following: tuple[Tensor, Tensor, Tensor] | None = None,
+    many: bool = False,
     division: Tiling | None = None,
     room: Room | None = None,
 ) -> Tensor:
@@ -167,17 +194,27 @@ def linear(
 
     ``gated``: the weights are gate and up [2 F, K]; gives ``silu(gate) * up`` [M, F] (SwiGLU, Shazeer 2020, arXiv
     2002.05202). ``residual`` [M, N] is added. ``out``: what to fill and return, of any float dtype, columns side by
-    side. ``following``: the next norm's weight, and the first two tensors of its ``Row`` to fill. ``room``: None makes
-    it for this call. No bit of a row depends on M. Raises ValueError for other columns than K, and rows that are not
-    contiguous.
+    side. ``following``: the next norm's weight, and the first two tensors of its ``Row`` to fill. ``many``: rows of
+    prompts, which have other bits. ``room``: None makes it for this call. No bit of a row depends on M. Raises
+    ValueError for other columns than K, and rows that are not contiguous.
     """
     rows, squares, eps = x if isinstance(x, Row) else (x, None, 0.0)
     if rows.shape[1] != w.in_features or not rows.is_contiguous():
         raise ValueError(f"x must be contiguous and have {w.in_features} columns, not {tuple(rows.shape)}")
-    num_rows, sides = rows.shape[0], 2 if gated else 1
-    columns = next((c for c in _COLUMNS if num_rows <= c), _COLUMNS[-1])
-    t, num_out = division or tiling(w, columns), w.out_features // sides
+    num_rows, sides, kind, x_scale = rows.shape[0], 2 if gated else 1, w.kind, None
+    num_out, dtype = w.out_features // sides, rows.dtype
     out = rows.new_empty(num_rows, num_out) if out is None else out
+    if num_rows == 0:
+        return out
+    if many:
+        w = unpacked(w, dtype) if kind == "int4" else w
+        columns, t = tiling_of_many(w, num_rows, dtype)
+        kind = w.kind
+        if kind == "int8":
+            (rows, x_scale), kind = round_rows(rows), "rounded"
+    else:
+        columns = next((c for c in _COLUMNS if num_rows <= c), _COLUMNS[-1])
+        t = division or tiling(w, columns)
     num_squares = 0 if squares is None else squares.shape[1]
     blocks, tiles = -(-num_rows // columns), -(-num_out // (t.tile // sides))
     serial = t.splits > 1 and blocks * tiles >= _PROGRAMS
@@ -185,14 +222,14 @@ def linear(
     if t.splits > 1 and not serial:
         parts = room or make_room([(w.out_features, t.splits)], num_rows, rows.device)
     linear_kernel[(blocks, tiles, 1 if serial else t.splits)](
-        rows, squares, w.data, w.scale, w.pairs, w.bias, residual, out, *(following or (None, None, None)), *parts,
-        num_rows, num_out, out.stride(0), w.in_features, num_squares, eps,
-        kind=w.kind, half_dtype=launching.triton_dtype(launching.half(rows.dtype)),
-        compute=launching.compute_dtype(rows.dtype), group_size=w.group_size, gated=gated, tile=t.tile, columns=columns,
+        rows, x_scale, squares, w.data, w.scale, w.pairs, w.bias, residual, out, *(following or (None, None, None)),
+        *parts, num_rows, num_out, out.stride(0), w.in_features, num_squares, eps,
+        kind=kind, half_dtype=launching.triton_dtype(launching.half(dtype)), compute=launching.compute_dtype(dtype),
+        group_size=w.group_size, gated=gated, tile=t.tile, columns=columns,
         step=t.step, splits=t.splits, serial=serial, even=w.in_features % (t.splits * UNIT.value) == 0,
         squares_pad=launching.power_of_two(num_squares),
         # float32 activations take twice the shared memory
-        num_warps=t.warps, num_stages=2 if rows.dtype == torch.float32 else t.stages,
+        num_warps=t.warps, num_stages=2 if dtype == torch.float32 and kind != "rounded" else t.stages,
     )  # fmt: skip
     return out
 
@@ -206,6 +243,29 @@ def linear_residual(
     out = torch.empty_like(residual)
     following = (next_norm, row.weighted, squares)
     return linear(x, w, residual=residual, out=out, following=following, room=room), row
+
+
+def round_rows(x: Tensor) -> Rounded:
+    """x [M, K] in bytes. Each block of 128 as ``reference.quantize_activations`` does it; one with a number that is not
+    finite has such a scale."""
+    num_rows, k = x.shape
+    blocks = -(-k // UNIT.value)
+    values, scale = torch.empty_like(x, dtype=torch.int8), x.new_empty(blocks, num_rows, dtype=torch.float32)
+    together = min(8, launching.power_of_two(blocks))
+    round_kernel[(num_rows, -(-blocks // together))](x, values, scale, num_rows, k, together=together, num_warps=4)
+    return Rounded(values, scale)
+
+
+def unpacked(w: Weights, dtype: torch.dtype) -> Weights:
+    """int4 weights as dense ones of ``dtype``: the numbers that products with them take (:func:`dequantized`)."""
+    assert w.pairs is not None
+    n, k = w.out_features, w.in_features
+    data = torch.empty(n, k, dtype=dtype, device=w.data.device)
+    dequantize_kernel[(-(-n // 64), -(-w.data.shape[0] // 4))](
+        w.data, w.pairs, data, n, k, half_dtype=launching.triton_dtype(launching.half(dtype)),
+        compute=launching.compute_dtype(dtype), group_size=w.group_size, tile=64, together=4, num_warps=4,
+    )  # fmt: skip
+    return Weights("dense", data, n, k, w.scale, bias=w.bias)
 
 
 def product(x: Tensor, w: Weights) -> Tensor:

@@ -9,6 +9,9 @@ of them, one after the other). The parts, and the steps in which a part goes alo
 an output is summed for itself: a row's result is the same bits alone and in a batch, in whatever tile and block.
 
 Every load of the loop is an asynchronous copy, ``num_stages`` deep in Triton's pipeline: each feeds the product.
+
+Rows of prompts that were rounded to bytes (``kind`` "rounded") are multiplied with int8 weights as bytes, UNIT of K at
+a time, which is what a scale of ``x`` is for. The same kernel does it, because all that follows a product is the same.
 """
 
 from __future__ import annotations
@@ -54,6 +57,15 @@ def _nibbles(packed, dtype: tl.constexpr):
         low = ((packed & 15).to(tl.int16) | one).to(dtype, bitcast=True)
         high = ((packed >> 4).to(tl.int16) | one).to(dtype, bitcast=True)
     return low - eight, high - eight
+
+
+@triton.jit
+def _int4_values(packed, pair, half_dtype: tl.constexpr, dtype: tl.constexpr):
+    """Bytes [N, bytes] and a pair [N] each -> both halves ``(q - 8) * scale + centre`` rounded to ``dtype``."""
+    low, high = _nibbles(packed, dtype)
+    scale = (pair & 0xFFFF).to(tl.int16).to(half_dtype, bitcast=True).to(dtype)[:, None]
+    centre = (pair >> 16).to(tl.int16).to(half_dtype, bitcast=True).to(dtype)[:, None] * scale
+    return low * scale + centre, high * scale + centre
 
 
 @triton.jit
@@ -104,6 +116,30 @@ def _bytes_sum(
 
 
 @triton.jit
+def _rounded_sum(
+    x, x_scale, w, m, n, num_x, k_size, tile: tl.constexpr, columns: tl.constexpr, even: tl.constexpr
+):  # fmt: skip
+    """[tile, columns] float32: int8 rows ``n`` [tile] of ``w`` [*, K] times int8 rows ``m`` [columns] of ``x``
+    [num_x, K], whose scales are ``x_scale`` [K / UNIT, num_x] float32. No sum of UNIT products overflows."""
+    k = tl.arange(0, UNIT)
+    w_at = w + n.to(tl.int64)[:, None] * k_size + k[None, :]
+    x_at = x + m.to(tl.int64)[:, None] * k_size + k[None, :]
+    given = m < num_x
+    acc = tl.zeros((columns, tile), tl.float32)
+    scale = tl.load(x_scale + m, mask=given, other=0.0)
+    for first in range(0, k_size, UNIT):
+        inside = ((first + k < k_size) | even)[None, :]
+        inputs = tl.load(x_at + first, mask=given[:, None] & inside, other=0)
+        weights = tl.load(w_at + first, mask=inside, other=0)
+        # The next scale is asked for before the product: it would be waited for behind it.
+        x_scale += num_x
+        following = tl.load(x_scale + m, mask=given & (m * 0 + first + UNIT < k_size), other=0.0)
+        acc += tl.dot(inputs, tl.trans(weights), out_dtype=tl.int32).to(tl.float32) * scale[:, None]
+        scale = following
+    return tl.trans(acc)
+
+
+@triton.jit
 def _int4_sum(
     x, w, pairs, m, n, begin, stop, num_x, k_size, w_rows, half_dtype: tl.constexpr, compute: tl.constexpr,
     group_size: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, even: tl.constexpr,
@@ -131,11 +167,7 @@ def _int4_sum(
             pair = tl.load(pairs + first // group_size * w_rows + n, mask=exists, other=0)
             low_x = tl.load(x_at + first, mask=given & low_inside, other=0.0)
             high_x = tl.load(x_at + first + 16, mask=given & high_inside, other=0.0)
-            low, high = _nibbles(packed, compute)
-            scale = (pair & 0xFFFF).to(tl.int16).to(half_dtype, bitcast=True).to(compute)[:, None]
-            centre = (pair >> 16).to(tl.int16).to(half_dtype, bitcast=True).to(compute)[:, None] * scale
-            low = low * scale + centre
-            high = high * scale + centre
+            low, high = _int4_values(packed, pair, half_dtype, compute)
             acc = tl.dot(low, tl.trans(low_x.to(compute)), acc, input_precision="ieee")
             acc = tl.dot(high, tl.trans(high_x.to(compute)), acc, input_precision="ieee")
     return acc
@@ -163,7 +195,7 @@ def _part_sum(
 
 @triton.jit(do_not_specialize=["num_x"])  # one program for any number of rows of a block
 def linear_kernel(
-    x, squares, w, scale, pairs, bias, residual, out, next_norm, weighted, next_squares, partial, arrivals,
+    x, x_scale, squares, w, scale, pairs, bias, residual, out, next_norm, weighted, next_squares, partial, arrivals,
     num_x, num_out, out_stride, k_size, num_squares, eps,
     kind: tl.constexpr, half_dtype: tl.constexpr, compute: tl.constexpr, group_size: tl.constexpr, gated: tl.constexpr,
     tile: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, splits: tl.constexpr, serial: tl.constexpr,
@@ -177,10 +209,13 @@ def linear_kernel(
     n = inner + r // outputs * num_out  # gate rows and, behind them, the same outputs' rows of up
     m = block * columns + c
     w_rows = num_out * (2 if gated else 1)
-    acc = _part_sum(
-        x, w, pairs, m, n, part, num_x, k_size, w_rows, kind, half_dtype, compute, group_size, tile, columns, step,
-        splits, even,
-    )  # fmt: skip
+    if kind == "rounded":
+        acc = _rounded_sum(x, x_scale, w, m, n, num_x, k_size, tile, columns, even)
+    else:
+        acc = _part_sum(
+            x, w, pairs, m, n, part, num_x, k_size, w_rows, kind, half_dtype, compute, group_size, tile, columns, step,
+            splits, even,
+        )  # fmt: skip
     if serial:
         for behind in range(1, splits):
             acc += _part_sum(
@@ -229,3 +264,44 @@ def linear_kernel(
         part = owned * parts + tl.arange(0, parts)
         at = m[None, :] * tl.cdiv(num_out, SQUARES) + part[:, None]
         tl.store(next_squares + at, sums, mask=(m < num_x)[None, :] & (part * SQUARES < num_out)[:, None])
+
+
+@triton.jit
+def round_kernel(x, values, scales, num_x, k_size, together: tl.constexpr):
+    """One row's next ``together`` blocks of UNIT numbers as bytes: the largest magnitude of a block is 127."""
+    m, first = tl.program_id(0), tl.program_id(1) * together
+    b = first + tl.arange(0, together)
+    k = b[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    at = m.to(tl.int64) * k_size + k
+    value = tl.load(x + at, mask=k < k_size, other=0.0).to(tl.float32)
+    size = tl.abs(value)
+    most = tl.max(size, 1)
+    scale = tl.where(tl.max((size != size).to(tl.int32), 1) == 1, float("nan"), tl.div_rn(most, 127.0))
+    inverse = tl.where(most == 0.0, 0.0, tl.div_rn(127.0, tl.where(most == 0.0, 1.0, most)))[:, None]
+    # Adding and taking 1.5 * 2 ** 23 rounds to the nearest integer, ties to even.
+    rounded = value * inverse + 12582912.0 - 12582912.0
+    tl.store(values + at, rounded.to(tl.int8), mask=k < k_size)
+    tl.store(scales + b * num_x + m, scale, mask=b * UNIT < k_size)
+
+
+@triton.jit
+def dequantize_kernel(
+    w, pairs, out, num_out, k_size, half_dtype: tl.constexpr, compute: tl.constexpr, group_size: tl.constexpr,
+    tile: tl.constexpr, together: tl.constexpr,
+):  # fmt: skip
+    """``tile`` rows of int4 weights, ``together`` chunks of each, as the numbers that _int4_sum multiplies."""
+    chunk: tl.constexpr = group_size if group_size < 64 else 64
+    half: tl.constexpr = chunk // 2
+    byte = tl.arange(0, half)
+    n = tl.program_id(0) * tile + tl.arange(0, tile)
+    for i in tl.static_range(together):
+        first = (tl.program_id(1) * together + i) * chunk
+        exists = (n < num_out) & (n * 0 + first < k_size)
+        w_at = w + (first // chunk * num_out + n)[:, None] * half + byte[None, :]
+        packed = tl.load(w_at, mask=exists[:, None], other=0)
+        pair = tl.load(pairs + first // group_size * num_out + n, mask=exists, other=0)
+        low, high = _int4_values(packed, pair, half_dtype, compute)
+        k = first + byte // 16 * 32 + byte % 16
+        at = out + n.to(tl.int64)[:, None] * k_size + k[None, :]
+        tl.store(at, low.to(out.dtype.element_ty), mask=exists[:, None] & (k < k_size)[None, :])
+        tl.store(at + 16, high.to(out.dtype.element_ty), mask=exists[:, None] & (k + 16 < k_size)[None, :])

@@ -6,8 +6,10 @@ with one more where keys and values are stored otherwise than queries. Small rul
 launch that makes its input and the products that read its output (linear.py), a gate into the product before it.
 Every field of an operation is honoured or refused here.
 
-Arithmetic, not memory, bounds steps of more than MAX_TOKENS: they belong to plain torch. Every shape depends on the
-number of tokens alone and nothing is read on the host, so a CUDA graph can hold a step (graphs.py).
+Steps are of two kinds. ``step`` computes at most MAX_TOKENS, which memory bounds; ``prompts`` any number, which
+arithmetic bounds: its products and attention are divided otherwise (``many``). No bit of a row depends on the others in
+either. Every shape depends on the number of tokens alone and nothing is read on the host, so a CUDA graph can hold both
+(graphs.py).
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class _Step(NamedTuple):
     tokens: Tensor
     angles: Sequence[tuple[Tensor, Tensor]]
     layout: StepLayout
+    many: bool  # tokens of prompts
     buffers: dict[str, Any]
 
 
@@ -54,7 +57,7 @@ _Following = tuple[d.Op, BlockWeights] | None
 
 
 class GpuProgram:
-    """Runs whole steps of at most MAX_TOKENS new tokens of the model ``description``.
+    """Runs whole steps of the model ``description``.
 
     ``weights``: of each block; nothing is copied but vectors and biases that a constant changes. ``ropes``: one for
     each table of the description. Activations are of ``dtype``. Caches, of one shape and dtype, are written in place.
@@ -83,6 +86,10 @@ class GpuProgram:
             self._launches.append(run)
             done += count
         self._check_rows("logits", "a model", "output")
+        head = ops[-1][0]  # whose launch is the last one
+        if not isinstance(head, d.Product) or head.add:
+            raise UnsupportedError(f"logits of the operation {type(head).__name__}")
+        self._head_input = head.x
 
     def step(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout) -> Tensor:
         """Logits [N, V] float32 of all new tokens; their keys and values go into the cache.
@@ -93,10 +100,31 @@ class GpuProgram:
         """
         if not 1 <= tokens.shape[0] <= MAX_TOKENS:
             raise ValueError(f"{tokens.shape[0]} new tokens; a step here takes 1 to {MAX_TOKENS}")
+        return self._logits(self._run_body(tokens, positions, lengths, layout, many=False))
+
+    def prompts(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout) -> Tensor | Row:
+        """The same for any number of tokens of prompts, up to what ``head`` makes logits of."""
+        found: Tensor | Row = self._run_body(tokens, positions, lengths, layout, many=True).buffers[self._head_input]
+        return found
+
+    def head(self, found: Tensor | Row, rows: Tensor) -> Tensor:
+        """Logits [R, V] float32 of the tokens ``rows`` [R] int64 of what ``prompts`` found."""
+        if isinstance(found, Row):
+            chosen: Tensor | Row = Row(found.weighted[rows], found.squares[rows], found.eps)
+        else:
+            chosen = found[rows]
+        layout = StepLayout(rows, rows, rows, rows)  # not read
+        return self._logits(_Step(rows, (), layout, False, {self._head_input: chosen}))
+
+    def _run_body(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, *, many: bool) -> _Step:
         turns = (rope(positions, lengths) for rope in self._ropes)
-        step = _Step(tokens, [(cos.contiguous(), sin.contiguous()) for cos, sin in turns], layout, {})
-        for run in self._launches:
+        step = _Step(tokens, [(cos.contiguous(), sin.contiguous()) for cos, sin in turns], layout, many, {})
+        for run in self._launches[:-1]:
             run(step)
+        return step
+
+    def _logits(self, step: _Step) -> Tensor:
+        self._launches[-1](step)
         logits: Tensor = step.buffers["logits"]
         return logits
 
@@ -146,15 +174,21 @@ class GpuProgram:
             x, residual = step.buffers[op.x], step.buffers[op.add] if op.add else None
             if residual is not None and norm is not None:
                 normed, vector, eps = norm
-                step.buffers[out], step.buffers[normed] = linear_residual(
-                    x, pieces[0], residual, vector, eps, self._room
-                )
+                if step.many:
+                    step.buffers[out] = sums = linear(x, pieces[0], residual=residual, many=True)
+                    step.buffers[normed] = prepare_norm(sums, vector, eps)
+                else:
+                    step.buffers[out], step.buffers[normed] = linear_residual(
+                        x, pieces[0], residual, vector, eps, self._room
+                    )
                 return
             rows = x.weighted if isinstance(x, Row) else x
             dtype = torch.float32 if out == "logits" else self._dtype
             step.buffers[out] = side_by_side = rows.new_empty(rows.shape[0], sum(sizes), dtype=dtype)
             for piece, columns in zip(pieces, side_by_side.split(sizes, dim=1), strict=True):
-                linear(x, piece, gated=gate is not None, residual=residual, out=columns, room=self._room)
+                linear(
+                    x, piece, gated=gate is not None, residual=residual, out=columns, many=step.many, room=self._room
+                )
 
         self._made.pop(op.out, None)  # never written where a gate is behind it
         self._made[out] = Tensor
@@ -202,7 +236,7 @@ class GpuProgram:
         room = self._scratch[shape]
 
         def run(step: _Step) -> None:
-            out = attend(step.buffers[op.q], cache, step.layout, op.window, op.scale, room)
+            out = attend(step.buffers[op.q], cache, step.layout, op.window, op.scale, room, step.many)
             step.buffers[op.out] = out.flatten(1)
 
         self._made[op.out] = Tensor
