@@ -53,7 +53,8 @@ class IdleModel:
 
 
 class IdleStep:
-    path, chain = "eager", None
+    path = "eager"
+    apart = chain = None
 
     def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         self._forward = forward

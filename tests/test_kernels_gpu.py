@@ -111,6 +111,7 @@ def test_the_benchmark_runs_from_end_to_end() -> None:
     assert all(row["tokens_per_second"] > 0 and row["gigabytes"] > 0 for row in report["decode"])
     assert [row["times_one_row"] for row in report["decode"] if row["each"] == 1] == [1.0] * 4
     assert {row["batch"] * row["each"] for row in report["decode"]} == {1, 20}
+    assert [row["tokens"] for row in report["prompts"]] == [5, 20] * 4
 
 
 def test_the_package_does_without_triton() -> None:
@@ -202,8 +203,8 @@ def check_everything_around_a_product(kind: str, dtype: torch.dtype, n: int, k: 
 
 def rounded(x: Tensor) -> Tensor:
     """x [M, K] rounded to bytes in blocks of 128, in float32."""
-    values, scales = quantize_activations(x, 128, False)
-    return (values * scales[..., None]).flatten(1)[:, : x.shape[1]]
+    values, scales = quantize_activations(x.cpu(), 128, False)
+    return (values * scales[..., None]).flatten(1)[:, : x.shape[1]].to(DEVICE)
 
 
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)
@@ -217,7 +218,7 @@ def check_products_of_prompts(kind: str, n: int, k: int, dtype: torch.dtype) -> 
     out = linear.linear(x, w, residual=residual, many=True)
     taken = rounded(x) if kind == "int8" else x
     assert_near(out, plain.linear(taken, values, bias=w.bias, residual=residual), dtype)
-    for begin, end in ((5, 6), (9, 16), (16, 39), (30, 100), (0, 300)):
+    for begin, end in ((5, 6), (9, 16), (16, 39), (0, 40), (30, 150), (0, 300)):
         own = residual[begin:end].contiguous()
         assert torch.equal(linear.linear(x[begin:end].contiguous(), w, residual=own, many=True), out[begin:end])
     assert linear.linear(x[:0], w, many=True).shape == (0, n)
@@ -234,29 +235,15 @@ def check_products_of_prompts(kind: str, n: int, k: int, dtype: torch.dtype) -> 
 def check_rounding_to_bytes(dtype: torch.dtype) -> None:
     x = noise(7, 1500).to(dtype) * torch.logspace(-6, 4, 7, device=DEVICE)[:, None].to(dtype)
     x[2, 130:300] = 0.0
-    values, scales = quantize_activations(x, 128, False)
+    values, scales = quantize_activations(x.cpu(), 128, False)  # a GPU's torch divides by multiplying
     got = linear.round_rows(x)
-    assert torch.equal(got.values, values.flatten(1)[:, :1500])
-    assert torch.equal(got.scale, scales.T)
+    assert torch.equal(got.values.cpu(), values.flatten(1)[:, :1500])
+    assert torch.equal(got.scale.cpu(), scales.T)
     for bad in (float("nan"), float("inf")):
         x[1, 1400] = bad
         finite = linear.round_rows(x).scale.isfinite()
         assert not finite[10, 1]
         assert finite.sum() == finite.numel() - 1
-
-
-@pytest.mark.parametrize("kind", ["int4-32", "int4-64", "int4-128"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def check_unpacked_weights(kind: str, dtype: torch.dtype) -> None:
-    """To the last bit what a step's product takes, but for the interpreter's bfloat16."""
-    for n, k in ((70, 512), (37, 416)):
-        w, _ = weights(kind, n, k, dtype)
-        got = linear.unpacked(w, dtype).data
-        assert_near(got, linear.dequantized(w, dtype), dtype)
-        eye = torch.eye(k, device=DEVICE, dtype=dtype)[-16:].contiguous()
-        taken = linear.linear(eye, w._replace(scale=None), out=torch.empty(16, n, device=DEVICE))
-        if not INTERPRETED or dtype != torch.bfloat16:
-            assert torch.equal(got[:, -16:].T.float(), taken)
 
 
 @pytest.mark.parametrize("kind", ["dense", "fp8", "int4-64"])
@@ -964,7 +951,7 @@ def compile_products(compiled: dict[str, Compiled]) -> None:
 def compile_products_of_prompts(compiled: dict[str, Compiled]) -> None:
     for kind in ("dense", "int8", "fp8", "int4-32", "int4-64"):
         w, _ = weights(kind, 8192, 256, torch.bfloat16, bias=True)
-        for rows in (40, 1100):
+        for rows in (40, 100, 1100):
             row = linear.Row(noise(rows, 256).bfloat16(), noise(rows, 1), 1e-5)
             linear.linear(row, w, residual=noise(rows, 8192).bfloat16(), many=True)
             linear.linear(row, w, gated=True, many=True)
@@ -972,9 +959,8 @@ def compile_products_of_prompts(compiled: dict[str, Compiled]) -> None:
         code = made.asm["ptx"]
         assert "wgmma.mma_async" in code
         assert "cp.async.cg.shared.global" in code
-    assert sum("s32.s8.s8" in made.asm["ptx"] for made in compiled["linear_kernel"].made) == 4
+    assert sum("s32.s8.s8" in made.asm["ptx"] for made in compiled["linear_kernel"].made) == 6
     assert compiled["round_kernel"].made
-    assert compiled["dequantize_kernel"].made
 
 
 def compile_products_of_float32(compiled: dict[str, Compiled]) -> None:
@@ -1001,5 +987,5 @@ def compile_the_rest(compiled: dict[str, Compiled]) -> None:
         fused.embed(torch.tensor([1, 2, 0]), x, noise(200), 1e-5, torch.bfloat16, scale)
     fused.prepare_norm(x, noise(200), 1e-5)
     least_kept.least_kept(noise(2, 50000), torch.ones(2, dtype=torch.int32), noise(2))
-    products = ("linear_kernel", "round_kernel", "dequantize_kernel")
+    products = ("linear_kernel", "round_kernel")
     assert all(kernel.made for name, kernel in compiled.items() if name not in products)

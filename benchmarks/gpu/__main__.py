@@ -4,9 +4,9 @@
 
 In this order, each part within its own limit: correctness of every kernel against float32 on fresh random numbers; the
 ceilings, by a large copy and a large product; whole decode steps of published shapes with random weights, replayed from
-CUDA graphs, with one new token for each sequence and with drafts to verify; gpt-fast's own decode on the same machine
-where a checkout is given; a profile of one step. Tokens per second are rows of the step alone: sampling and scheduling
-come on top, and wrong drafts go off. A step's time is also given in those of a step of one row.
+CUDA graphs, with one new token for each sequence and with drafts to verify, and prompts; gpt-fast's own decode on the
+same machine where a checkout is given; a profile of one step. Tokens per second are rows of the step alone: sampling
+and scheduling come on top, and wrong drafts go off. A step's time is also given in those of a step of one row.
 ``--smoke`` runs the same on a CPU by Triton's interpreter, with toy sizes. The last line is JSON.
 """
 
@@ -40,7 +40,7 @@ from gpt_fast.kernels.gpu.program import GpuProgram  # noqa: E402
 from gpt_fast.model.shapes import shape  # noqa: E402
 from gpu import pictures, selfcheck, tune  # noqa: E402
 from gpu.selfcheck import Checks  # noqa: E402
-from gpu.synthetic import PAGE, PRECISIONS, random_program, recorded_step  # noqa: E402
+from gpu.synthetic import PAGE, PRECISIONS, layer_weights, prompt_step, random_program, recorded_step  # noqa: E402
 
 SMOKE = "--smoke" in sys.argv
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
@@ -48,6 +48,7 @@ CAPTURE = (lambda run: run) if SMOKE else None
 if SMOKE:
     vars(attention)["num_splits"] = lambda _: 2  # a program that finds nothing to do takes milliseconds here
 TOY = ModelConfig("llama", 64, 64, 1, 2, 1, 32, 64, 64)
+PROMPTS = (5, 20) if SMOKE else (40, 256, 512, 2048)  # tokens
 
 
 class Budget:
@@ -125,14 +126,16 @@ def plan(quick: bool) -> Plan:
     return rows
 
 
-def decode(budget: Budget, rows: Plan, copy: float, reserve: float, checks: Checks) -> Iterator[dict[str, Any]]:
-    """Every row of the plan that there is time for."""
+def steps(
+    budget: Budget, rows: Plan, copy: float, product: float, reserve: float, checks: Checks
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every row of the plan that there is time for, as "decode", and prompts of each precision, as "prompts"."""
     for name, precision, points in rows:
         if budget.left() < reserve:
             budget.say(f"skipped for lack of time: {name} {precision}")
             continue
         config = TOY if SMOKE else shape(name)
-        room = max(batch * (context + PAGE) for batch, context, _ in points)
+        room = max(PROMPTS[-1], *(batch * (context + PAGE) for batch, context, _ in points))
         program, weight_bytes = random_program(config, precision, room, DEVICE)
         one = 0.0
         for point in points:
@@ -157,7 +160,10 @@ def decode(budget: Budget, rows: Plan, copy: float, reserve: float, checks: Chec
                 "share_of_copy": num_bytes / per_step / copy,
             }
             budget.say(line(row))
-            yield row
+            yield "decode", row
+        for row in prompts(program, checks, f"{name} {precision}", product / (2 * layer_weights(config))):
+            budget.say(prompt_line(row))
+            yield "prompts", {"shape": name, "precision": precision} | row
         if precision == "int4" and name in ("llama-3.1-8b", "toy"):
             profile(budget, recorded_step(program, 1, points[0][1], CAPTURE)[0])
         del program, replay
@@ -169,6 +175,27 @@ def check_logits(checks: Checks, title: str, program: GpuProgram, context: int, 
     """``logits`` [V] of the first sequence's last token are finite, and those of a step of this token alone."""
     checks.true(f"{title}: finite logits", bool(logits.isfinite().all()))
     checks.same(title, recorded_step(program, 1, context, CAPTURE)[1][0], logits)
+
+
+def prompts(program: GpuProgram, checks: Checks, title: str, limit: float) -> Iterator[dict[str, Any]]:
+    """Whole prompts, the host's part included. A token's logits are the same in all of them. ``limit``: tokens a second
+    if nothing but the layers' products took time, in bfloat16."""
+    first: Tensor | None = None
+    for length in PROMPTS:
+        run = prompt_step(program, length, PROMPTS[0] - 1, CAPTURE)
+        logits = run()
+        checks.true(f"{title} prompt of {length}: finite logits", bool(logits.isfinite().all()))
+        first = logits if first is None else first
+        checks.same(f"{title} prompt of {length}", logits, first)
+        took = seconds(run, 1.0)
+        row = {"tokens": length, "milliseconds": 1e3 * took, "tokens_per_second": length / took}
+        yield row | {"share_of_product": length / took / limit}
+
+
+def prompt_line(row: dict[str, Any]) -> str:
+    """One prompt, as a line."""
+    speed, share = row["tokens_per_second"], 100 * row["share_of_product"]
+    return f"prompt of {row['tokens']:>5} tokens {row['milliseconds']:>9.3f} ms {speed:>9.0f} tok/s {share:>5.1f} %"
 
 
 def line(row: dict[str, Any]) -> str:
@@ -305,16 +332,18 @@ def main() -> int:
         selfcheck.check_products(checks, [(32, 512)] if SMOKE else [(4096, 4096), (1024, 11008)])
         contexts, head_dims = ([70, 3], [32]) if SMOKE else ([1000, 1, 70, 3000], [64, 80, 96, 128, 256])
         selfcheck.check_attention(checks, contexts, head_dims, 1 if SMOKE else 50)
-        rows = list(decode(budget, plan(args.quick), copy, 200 if args.gpt_fast else 30, checks))
+        found = list(steps(budget, plan(args.quick), copy, product, 200 if args.gpt_fast else 30, checks))
+    rows, long = ([row for kind, row in found if kind == wanted] for wanted in ("decode", "prompts"))
     peers = others(budget, args.gpt_fast)
     print("\n" + "\n".join(line(row) for row in rows))
+    print("\n".join(f"{row['shape']:<15}{row['precision']:>5} {prompt_line(row)}" for row in long))
     print(
         *(f"gpt-fast, 8B, {precision}, sampling included: {speed:.1f} tok/s" for precision, speed in peers.items()),
         sep="\n",
     )
     print(f"{checks.count} checks, {len(checks.failed)} failed", *checks.failed, sep="\n  ")
     report = {"device": name, "copy": copy, "product": product, "checks": checks.count, "failed": checks.failed}
-    report |= {"decode": rows, "gpt_fast": peers}
+    report |= {"decode": rows, "prompts": long, "gpt_fast": peers}
     if args.out:
         args.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
     if args.plot:

@@ -10,13 +10,13 @@ from torch import Tensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu import linear
-from gpt_fast.kernels.gpu.graphs import CapturedProgram, Run
+from gpt_fast.kernels.gpu.graphs import PROMPT_BUCKETS, CapturedProgram, Run
 from gpt_fast.kernels.gpu.program import BlockWeights, GpuProgram
 from gpt_fast.model.description import Matrix, describe
 from gpt_fast.model.rope import Rope
 
 PRECISIONS = ("bf16", "int8", "int4", "fp8")
-GROUP = 64  # of int4
+GROUP = 32  # of int4
 PAGE = 16
 
 
@@ -39,6 +39,11 @@ def random_weights(precision: str, n: int, k: int, device: torch.device) -> line
 def num_bytes(w: linear.Weights) -> int:
     """What one product streams."""
     return sum(t.nbytes for t in (w.data, w.scale, w.bias, w.pairs) if t is not None)
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """With how many weights each token of a prompt is multiplied: all but the head's, which one token alone meets."""
+    return sum(m.outputs * m.inputs for block in describe(config).layers for m in block.matrices)
 
 
 def random_program(config: ModelConfig, precision: str, tokens: int, device: torch.device) -> tuple[GpuProgram, int]:
@@ -95,3 +100,19 @@ def recorded_step(
         return graph.replays[len(rows)]()  # by way of ``graph``: a recording does not keep the tensors that it reads
 
     return replay, logits
+
+
+def prompt_step(
+    program: GpuProgram, length: int, row: int, capture: Callable[[Run], Run] | None = None
+) -> Callable[[], Tensor]:
+    """A step of one prompt of ``length`` tokens, always the same ones, as the engine runs it: recorded where prompts of
+    that length are. Gives the logits [1, V] of token ``row``."""
+    pages, numbers = -(-length // PAGE), torch.arange(length)
+    table = 1 + torch.arange(pages).int()[None]
+    recorded = (length,) if length <= PROMPT_BUCKETS[-1] else ()
+    held = CapturedProgram(program, table.to(program.device), (1,), capture, prompt_buckets=recorded)
+    held.warm_up()
+    context = torch.tensor([length], dtype=torch.int32)
+    layout = StepLayout(torch.tensor([0, length], dtype=torch.int32), context, held.page_table, PAGE + numbers)
+    rows = torch.tensor([row])
+    return lambda: held.prompts(3 * numbers % 64, numbers, torch.full_like(numbers, length), layout, rows)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels import gpu
+from gpt_fast.kernels.cpu.packing import nibbles
 from gpt_fast.kernels.reference import dequantize_int4, exact_product, rounded_product
 from gpt_fast.quantize.scheme import Scheme, Split
 
@@ -88,7 +89,11 @@ class QuantizedLinear(nn.Module):
 
     def _codes(self, rows: slice) -> Tensor:
         """int4's, in the order of the scheme. :meth:`gpu_weights` leaves them in the order of Triton's kernels."""
-        return self.weight[rows] if self.weight.dim() == 2 else self.weight[:, rows].transpose(0, 1).flatten(1)
+        if self.weight.dim() == 2:
+            return self.weight[rows]
+        from gpt_fast.kernels.gpu.linear import from_chunks
+
+        return nibbles(from_chunks(self.weight[:, rows])[:, : self.in_features + self.padding])
 
     def gpu_weights(self, dtype: torch.dtype) -> Weights:
         """As Triton's kernels take them for activations of ``dtype``; this layer keeps no others. Raises

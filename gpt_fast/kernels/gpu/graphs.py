@@ -57,8 +57,8 @@ class CapturedProgram:
             for found in (self.buckets, self._prompt_buckets)
         )
         # The step of a bucket with the inputs that are there. What it gives lives until the next replay.
-        self.replays: dict[int, Run] = {}
-        self._prompt_replays: dict[int, Run] = {}
+        self.replays: dict[int, Callable[[], Tensor]] = {}
+        self._prompt_replays: dict[int, Callable[[], Found]] = {}
 
     @property
     def most(self) -> int:
@@ -95,8 +95,7 @@ class CapturedProgram:
         target.copy_(self._filled(bucket, tokens, positions, lengths, layout), non_blocking=True)
         if tokens.device.type != "cpu":
             self._parts(target)[2][0, : tokens.shape[0]].copy_(tokens)
-        logits: Tensor = self.replays[bucket]()
-        return logits.index_select(0, rows.to(target.device, non_blocking=True))
+        return self.replays[bucket]().index_select(0, rows.to(target.device, non_blocking=True))
 
     @torch.inference_mode()
     def prompts(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:

@@ -27,11 +27,11 @@ from torch import Tensor
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cpu.packing import GROUP_SIZES, from_nibbles
 from gpt_fast.kernels.gpu import launching
-from gpt_fast.kernels.gpu.linear_kernel import SQUARES, UNIT, dequantize_kernel, linear_kernel, round_kernel
+from gpt_fast.kernels.gpu.linear_kernel import SQUARES, UNIT, linear_kernel, round_kernel
 
 # Rows of activations that a program takes: the least that hold all, else the last. The interpreter's products have
 # other bits with other numbers of columns.
-_COLUMNS = (16,) if launching.INTERPRETED else (16, 32, 64)
+_COLUMNS = (16,) if launching.INTERPRETED else (8, 16, 32, 64)
 _PROGRAMS = 512  # that fill a GPU of 132 multiprocessors
 _MOST_SPLITS = 8
 _WIDEST = 128  # rows of weights of a program, at most
@@ -72,7 +72,7 @@ class Tiling(NamedTuple):
 
     tile: int  # rows of weights a program owns, at least 32; of gate and up together in a gated product
     warps: int
-    step: int  # values of K a program takes at a time; divides 128, int4: at least a group or 64
+    step: int  # values of K a program takes at a time; divides 128, int4: that
     splits: int  # parts of K, which programs compute side by side
     stages: int  # depth of the pipeline of loads
 
@@ -107,23 +107,31 @@ def prepare(
     group_size = 2 * width // grid[0].shape[1]
     if group_size not in GROUP_SIZES:
         raise UnsupportedError(f"int4 weights with group_size {group_size}, which is not one of {GROUP_SIZES}")
-    chunks = int4_chunks(data, group_size)
-    return Weights(kind, chunks, n, in_features or 2 * width, scale, group_size, bias, _pairs(*grid, dtype))
+    chunks = int4_chunks(data)
+    return Weights(kind, chunks, n, in_features or 2 * width, scale, group_size, bias, _pairs(*grid, group_size, dtype))
 
 
-def int4_chunks(codes: Tensor, group_size: int) -> Tensor:
-    """uint8 [N, P / 2] in the order of quantize/scheme.py -> [P / chunk, N, chunk / 2], a chunk being a group or 64
-    values of one: what a program takes together, of all its rows, lies side by side. Rows apart would be fetched in
-    pieces of 32 bytes, which takes longer."""
-    return codes.view(len(codes), -1, min(64, group_size) // 2).transpose(0, 1).contiguous()
+def int4_chunks(codes: Tensor) -> Tensor:
+    """uint8 [N, P / 2] in the order of quantize/scheme.py -> [ceil(P / 128), N, 64]: what a program takes together, of
+    all its rows, lies side by side. A byte is values i and 64 + i of the 128; missing ones are 0."""
+    n = len(codes)
+    values = F.pad(from_nibbles(codes), (0, -2 * codes.shape[1] % UNIT.value)).view(n, -1, 2, UNIT.value // 2)
+    return (values[:, :, 0] | values[:, :, 1] << 4).transpose(0, 1).contiguous()
 
 
-def _pairs(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+def from_chunks(chunks: Tensor) -> Tensor:
+    """The codes [n, ceil(P / 128) * 128] of rows of :func:`int4_chunks`, [ceil(P / 128), n, 64]."""
+    codes: Tensor = torch.stack((chunks & 15, chunks >> 4), dim=2).permute(1, 0, 2, 3).flatten(1)
+    return codes
+
+
+def _pairs(scale: Tensor, zero: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
     """uint8 [N, groups] twice -> int32 [groups, N]: scale in the low half, in the high one how far 8 is from the zero.
 
-    In the 16-bit float of ``dtype``, exactly: the kernel multiplies with it without a conversion.
+    In the 16-bit float of ``dtype``, exactly: the kernel multiplies with it without a conversion. Groups fill up 128.
     """
-    halves = [t.T.to(launching.half(dtype)) for t in (scale, 8 - zero / 8)]
+    missing = -scale.shape[1] % max(1, UNIT.value // group_size)
+    halves = [F.pad(t.T.to(launching.half(dtype)), (0, 0, 0, missing)) for t in (scale, 8 - zero / 8)]
     return torch.stack(halves, dim=-1).view(torch.int32).squeeze(-1)
 
 
@@ -135,7 +143,7 @@ def scaled(w: Weights, factor: float) -> Weights:
     return w._replace(scale=scale * factor, bias=None if w.bias is None else w.bias.float() * factor)
 
 
-def tiling(w: Weights, columns: int = _COLUMNS[0]) -> Tiling:
+def tiling(w: Weights, columns: int = 16) -> Tiling:
     """The division that ``linear`` uses where a program takes ``columns`` rows of activations, as measured on an H100.
 
     ``splits`` fills the GPU, and divides K where it can: loads without masks are faster.
@@ -147,26 +155,29 @@ def tiling(w: Weights, columns: int = _COLUMNS[0]) -> Tiling:
         splits *= 2
     if w.kind != "int4":
         return Tiling(32, 2, 128, splits, 4) if columns <= 16 else Tiling(64, 2, 128, splits, 3)
-    return {
-        (True, 16): Tiling(32, 2, 64, splits, 4), (True, 32): Tiling(64, 1, 32, splits, 4),
-        (True, 64): Tiling(128, 2, 32, splits, 3), (False, 16): Tiling(64, 2, 128, splits, 3),
-        (False, 32): Tiling(64, 2, 64, splits, 4), (False, 64): Tiling(128, 2, 64, splits, 4),
-    }[w.group_size == 32, columns]  # fmt: skip
+    if columns > 16:
+        return Tiling(64, 2, 128, splits, 3)
+    return Tiling(64, 2, 128, splits, 4) if splits == 1 else Tiling(32, 2, 128, splits, 5)
 
 
 def tiling_of_many(w: Weights, num_rows: int, dtype: torch.dtype) -> tuple[int, Tiling]:
     """Rows of activations that a program takes, and the division, where ``num_rows`` are of prompts, as measured on an
     H100. One program has all of K: no bit of a row depends on what is chosen."""
     if launching.INTERPRETED:
-        return _COLUMNS[0], Tiling(32, 1, UNIT.value, 1, 1)
+        return 16, Tiling(32, 1, UNIT.value, 1, 1)
     if w.kind == "int8":
         return 64, Tiling(128, 4, UNIT.value, 1, 4)
     if dtype == torch.float32:
         return 32, Tiling(64, 4, 32, 1, 2)
     programs = -(-num_rows // 256) * -(-w.out_features // 128)
-    if 2 * programs >= 3 * _MULTIPROCESSORS:
-        return 256, Tiling(128, 8, 64, 1, 3) if w.kind == "dense" else Tiling(128, 8, 128, 1, 3)
-    return 128, Tiling(128, 4, 64, 1, 4) if w.kind == "dense" else Tiling(128, 8, 128, 1, 4)
+    if w.kind == "dense":
+        fill = 2 * programs >= 3 * _MULTIPROCESSORS
+        return (256, Tiling(128, 8, 64, 1, 3)) if fill else (128, Tiling(128, 4, 64, 1, 4))
+    if num_rows <= 64:
+        return 64, Tiling(64, 4, 128, 1, 4)
+    if num_rows > 128 and 10 * programs >= 9 * _MULTIPROCESSORS:
+        return 256, Tiling(128, 8, 128, 1, 3)
+    return 128, Tiling(64, 4, 128, 1, 3) if w.kind == "int4" else Tiling(128, 8, 128, 1, 4)
 
 
 def make_room(products: Iterable[tuple[int, int]], num_rows: int, device: torch.device) -> Room:
@@ -207,13 +218,13 @@ def linear(
     if num_rows == 0:
         return out
     if many:
-        w = unpacked(w, dtype) if kind == "int4" else w
         columns, t = tiling_of_many(w, num_rows, dtype)
-        kind = w.kind
         if kind == "int8":
             (rows, x_scale), kind = round_rows(rows), "rounded"
     else:
-        columns = next((c for c in _COLUMNS if num_rows <= c), _COLUMNS[-1])
+        # Half as many rows of activations pay where instructions count, as for int4.
+        found = (c for c in _COLUMNS if num_rows <= c and (c > 8 or kind == "int4"))
+        columns = next(found, _COLUMNS[-1])
         t = division or tiling(w, columns)
     num_squares = 0 if squares is None else squares.shape[1]
     blocks, tiles = -(-num_rows // columns), -(-num_out // (t.tile // sides))
@@ -256,18 +267,6 @@ def round_rows(x: Tensor) -> Rounded:
     return Rounded(values, scale)
 
 
-def unpacked(w: Weights, dtype: torch.dtype) -> Weights:
-    """int4 weights as dense ones of ``dtype``: the numbers that products with them take (:func:`dequantized`)."""
-    assert w.pairs is not None
-    n, k = w.out_features, w.in_features
-    data = torch.empty(n, k, dtype=dtype, device=w.data.device)
-    dequantize_kernel[(-(-n // 64), -(-w.data.shape[0] // 4))](
-        w.data, w.pairs, data, n, k, half_dtype=launching.triton_dtype(launching.half(dtype)),
-        compute=launching.compute_dtype(dtype), group_size=w.group_size, tile=64, together=4, num_warps=4,
-    )  # fmt: skip
-    return Weights("dense", data, n, k, w.scale, bias=w.bias)
-
-
 def product(x: Tensor, w: Weights) -> Tensor:
     """x [..., K] of any number of rows -> [..., N] of x's dtype: a prompt's products, and a step's outside a program.
 
@@ -275,7 +274,7 @@ def product(x: Tensor, w: Weights) -> Tensor:
     relied on to launch the kernel.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] <= _COLUMNS[0] and not torch.compiler.is_compiling():
+    if rows.shape[0] <= 16 and not torch.compiler.is_compiling():
         return linear(rows.contiguous(), w).view(*x.shape[:-1], w.out_features)
     out = F.linear(rows, dequantized(w, x.dtype))
     if w.scale is not None:
@@ -289,5 +288,5 @@ def dequantized(w: Weights, dtype: torch.dtype) -> Tensor:
         return (w.data.view(torch.float8_e4m3fn) if w.kind == "fp8" else w.data).to(dtype)
     halves = w.pairs.view(launching.half(dtype)).view(*w.pairs.shape, 2).to(dtype)
     scale, centre = halves.transpose(0, 1)[:, :, None].unbind(-1)  # [N, groups, 1]
-    values = from_nibbles(w.data.transpose(0, 1).flatten(1)).view(w.out_features, w.pairs.shape[0], -1).to(dtype)
+    values = from_chunks(w.data).view(w.out_features, w.pairs.shape[0], -1).to(dtype)
     return ((values - 8 + centre) * scale).flatten(1)[:, : w.in_features]

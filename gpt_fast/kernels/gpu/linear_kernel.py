@@ -43,7 +43,8 @@ _FP8_TO_FP16 = tl.constexpr(_FP8_TO_BF16.value.replace("0x07F007F0", "0x3F803F80
 def _nibbles(packed, dtype: tl.constexpr):
     """Bytes -> both halves minus 8, exactly, as ``dtype``: the bits go into a mantissa, without a conversion.
 
-    Assembly treats four bytes at once; the plain form is its twin.
+    Assembly treats four bytes at once, each for itself: which four they are is the compiler's choice. The plain form is
+    its twin.
     """
     one: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400  # the bits of 128 or 1024
     eight: tl.constexpr = 136.0 if dtype == tl.bfloat16 else 1032.0
@@ -60,12 +61,35 @@ def _nibbles(packed, dtype: tl.constexpr):
 
 
 @triton.jit
-def _int4_values(packed, pair, half_dtype: tl.constexpr, dtype: tl.constexpr):
-    """Bytes [N, bytes] and a pair [N] each -> both halves ``(q - 8) * scale + centre`` rounded to ``dtype``."""
+def _scaled(values, pair, half_dtype: tl.constexpr, dtype: tl.constexpr):
+    """Nibbles minus 8 [N, 64] and the pairs of their groups [N, groups] -> ``(q - 8) * scale + centre`` rounded to
+    ``dtype``."""
+    scale = (pair & 0xFFFF).to(tl.int16).to(half_dtype, bitcast=True).to(dtype)
+    centre = (pair >> 16).to(tl.int16).to(half_dtype, bitcast=True).to(dtype) * scale
+    groups: tl.constexpr = pair.shape[1]
+    grouped = tl.reshape(values, (values.shape[0], groups, values.shape[1] // groups))
+    return tl.reshape(grouped * scale[:, :, None] + centre[:, :, None], values.shape)
+
+
+@triton.jit
+def _int4_values(
+    w, pairs, n, exists, first, w_rows, half_dtype: tl.constexpr, dtype: tl.constexpr, group_size: tl.constexpr
+):  # fmt: skip
+    """Rows ``n`` of 128 weights from ``first`` of K on: the first 64 and the others, as ``dtype``. A weight is
+    ``(q - 8) * scale + centre`` rounded once."""
+    half: tl.constexpr = UNIT // 2
+    groups: tl.constexpr = half // group_size if group_size < half else 1
+    behind: tl.constexpr = half // group_size  # from a group of the first half to its fellow in the other
+    g = first // group_size + tl.arange(0, groups)
+    w_at = w + first // UNIT * (w_rows * half) + n[:, None] * half + tl.arange(0, half)[None, :]
+    packed = tl.load(w_at, mask=exists, other=0)
+    at = pairs + g[None, :] * w_rows + n[:, None]
+    low_pair = tl.load(at, mask=exists, other=0)
+    high_pair = low_pair
+    if behind > 0:
+        high_pair = tl.load(at + behind * w_rows, mask=exists, other=0)
     low, high = _nibbles(packed, dtype)
-    scale = (pair & 0xFFFF).to(tl.int16).to(half_dtype, bitcast=True).to(dtype)[:, None]
-    centre = (pair >> 16).to(tl.int16).to(half_dtype, bitcast=True).to(dtype)[:, None] * scale
-    return low * scale + centre, high * scale + centre
+    return _scaled(low, low_pair, half_dtype, dtype), _scaled(high, high_pair, half_dtype, dtype)
 
 
 @triton.jit
@@ -142,34 +166,24 @@ def _rounded_sum(
 @triton.jit
 def _int4_sum(
     x, w, pairs, m, n, begin, stop, num_x, k_size, w_rows, half_dtype: tl.constexpr, compute: tl.constexpr,
-    group_size: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, even: tl.constexpr,
+    group_size: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, even: tl.constexpr,
 ):  # fmt: skip
-    """As ``_bytes_sum`` for nibbles, ``w`` [P / chunk, w_rows, chunk / 2] and ``pairs`` [P / group_size, w_rows] as
-    prepare() made them.
-
-    A weight is ``(q - 8) * scale + centre`` rounded to ``compute``, in which the product is taken.
-    """
-    chunk: tl.constexpr = group_size if group_size < 64 else 64
-    half: tl.constexpr = chunk // 2  # bytes of a chunk
-    byte = tl.arange(0, half)
-    k = byte // 16 * 32 + byte % 16  # of low nibbles; the high ones' is 16 more
-    w_at = w + n[:, None] * half + byte[None, :]  # a matrix has less than 2 GiB
+    """As ``_bytes_sum`` for nibbles, ``w`` [P / 128, w_rows, 64] and ``pairs`` [P / group_size, w_rows] as prepare()
+    made them."""
+    half: tl.constexpr = UNIT // 2
+    k = tl.arange(0, half)
     x_at = x + m.to(tl.int64)[:, None] * k_size + k[None, :]
     given = (m < num_x)[:, None]
     acc = tl.zeros((tile, columns), tl.float32)
-    for outer in range(begin, stop, step):
-        for inner in tl.static_range(0, step, chunk):
-            first = outer + inner
-            left = k_size - first
-            exists = (n * 0 < left) | even
-            low_inside, high_inside = ((k < left) | even)[None, :], ((k + 16 < left) | even)[None, :]
-            packed = tl.load(w_at + first // chunk * (w_rows * half), mask=exists[:, None], other=0)
-            pair = tl.load(pairs + first // group_size * w_rows + n, mask=exists, other=0)
-            low_x = tl.load(x_at + first, mask=given & low_inside, other=0.0)
-            high_x = tl.load(x_at + first + 16, mask=given & high_inside, other=0.0)
-            low, high = _int4_values(packed, pair, half_dtype, compute)
-            acc = tl.dot(low, tl.trans(low_x.to(compute)), acc, input_precision="ieee")
-            acc = tl.dot(high, tl.trans(high_x.to(compute)), acc, input_precision="ieee")
+    for first in range(begin, stop, UNIT):
+        left = k_size - first
+        low_inside, high_inside = ((k < left) | even)[None, :], ((k + half < left) | even)[None, :]
+        exists = ((n * 0 < left) | even)[:, None]
+        low_x = tl.load(x_at + first, mask=given & low_inside, other=0.0)
+        high_x = tl.load(x_at + first + half, mask=given & high_inside, other=0.0)
+        low, high = _int4_values(w, pairs, n, exists, first, w_rows, half_dtype, compute, group_size)
+        acc = tl.dot(low, tl.trans(low_x.to(compute)), acc, input_precision="ieee")
+        acc = tl.dot(high, tl.trans(high_x.to(compute)), acc, input_precision="ieee")
     return acc
 
 
@@ -185,8 +199,7 @@ def _part_sum(
     stop = begin + share if even else tl.minimum(begin + share, k_size)
     if kind == "int4":
         acc = _int4_sum(
-            x, w, pairs, m, n, begin, stop, num_x, k_size, w_rows, half_dtype, compute, group_size, tile, columns, step,
-            even,
+            x, w, pairs, m, n, begin, stop, num_x, k_size, w_rows, half_dtype, compute, group_size, tile, columns, even
         )  # fmt: skip
     else:
         acc = _bytes_sum(x, w, m, n, begin, stop, num_x, k_size, kind, compute, tile, columns, step, even)
@@ -282,26 +295,3 @@ def round_kernel(x, values, scales, num_x, k_size, together: tl.constexpr):
     rounded = value * inverse + 12582912.0 - 12582912.0
     tl.store(values + at, rounded.to(tl.int8), mask=k < k_size)
     tl.store(scales + b * num_x + m, scale, mask=b * UNIT < k_size)
-
-
-@triton.jit
-def dequantize_kernel(
-    w, pairs, out, num_out, k_size, half_dtype: tl.constexpr, compute: tl.constexpr, group_size: tl.constexpr,
-    tile: tl.constexpr, together: tl.constexpr,
-):  # fmt: skip
-    """``tile`` rows of int4 weights, ``together`` chunks of each, as the numbers that _int4_sum multiplies."""
-    chunk: tl.constexpr = group_size if group_size < 64 else 64
-    half: tl.constexpr = chunk // 2
-    byte = tl.arange(0, half)
-    n = tl.program_id(0) * tile + tl.arange(0, tile)
-    for i in tl.static_range(together):
-        first = (tl.program_id(1) * together + i) * chunk
-        exists = (n < num_out) & (n * 0 + first < k_size)
-        w_at = w + (first // chunk * num_out + n)[:, None] * half + byte[None, :]
-        packed = tl.load(w_at, mask=exists[:, None], other=0)
-        pair = tl.load(pairs + first // group_size * num_out + n, mask=exists, other=0)
-        low, high = _int4_values(packed, pair, half_dtype, compute)
-        k = first + byte // 16 * 32 + byte % 16
-        at = out + n.to(tl.int64)[:, None] * k_size + k[None, :]
-        tl.store(at, low.to(out.dtype.element_ty), mask=exists[:, None] & (k < k_size)[None, :])
-        tl.store(at + 16, high.to(out.dtype.element_ty), mask=exists[:, None] & (k + 16 < k_size)[None, :])
