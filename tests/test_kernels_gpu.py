@@ -393,6 +393,19 @@ def check_a_query_is_the_same_in_any_company(window: int) -> None:
             assert torch.equal(got, whole[token : token + 1])
 
 
+@pytest.mark.parametrize("window", [0, 70])
+def check_a_prompt_is_the_same_in_any_pieces(window: int) -> None:
+    case = Case([60, 9], [200, 30], 4, 2, 64, pages=50)
+    cache = LayerCache(case.k_cache, case.v_cache)
+    _, length, table, write = case.layout
+    whole = attention.attend(case.q, cache, case.layout, window, SCALE, many=True)
+    for begin, end in ((0, 23), (23, 60), (7, 8), (59, 60)):
+        ends = torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE)
+        layout = StepLayout(ends, length[:1] - (60 - end), table[:1], write[:0])
+        got = attention.attend(case.q[begin:end], cache, layout, window, SCALE, many=True)
+        assert torch.equal(got, whole[begin:end])
+
+
 def check_scratch_is_ready_for_the_next_launch() -> None:
     case = Case([1, 2], [91, 40], 4, 2, 64)
     cache = LayerCache(case.k_cache, case.v_cache)

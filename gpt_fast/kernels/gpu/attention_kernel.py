@@ -134,6 +134,8 @@ def attend_kernel(
     position = tl.load(context_len + slot) - (end - token)  # of the first query
     length = position + count
     lowest = tl.maximum(position - window + 1, 0) if window > 0 else 0
+    if queries > 1:  # where the block of queries begins depends on company: where a block of keys does must not
+        lowest = lowest // block * block
     # Parts depend on this block alone: the same row gives the same bits in any batch.
     share = tl.cdiv(tl.cdiv(length - lowest, splits), block) * block
     active = tl.cdiv(length - lowest, share)
