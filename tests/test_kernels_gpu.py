@@ -178,6 +178,19 @@ def check_other_tilings_agree(kind: str) -> None:
         assert_near(linear.linear(x, w, division=division), plain.linear(x, values), torch.float32)
 
 
+def check_more_rows_than_there_is_room_for() -> None:
+    w, _ = weights("dense", 64, 2048, torch.float32)
+    assert linear.tiling(w).splits > 1
+    x = noise(150, 2048, seed=3)
+    memory = torch.full((4 * 64 * 64 * 8,), 7.0, device=DEVICE)
+    room = linear.make_room([(64, linear.tiling(w).splits)], 64, torch.device(DEVICE))
+    small = room._replace(partial=memory[: room.partial.numel()])  # what is behind it belongs to others
+    assert torch.equal(linear.linear(x, w, room=small), linear.linear(x, w))
+    assert (memory == 7.0).all()
+    assert torch.equal(linear.linear(x[:20], w, room=small), linear.linear(x[:20], w))
+    assert not (memory[: room.partial.numel()] == 7.0).all()
+
+
 @pytest.mark.parametrize("kind", ["dense", "int8", "int4-32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (44, 200)])

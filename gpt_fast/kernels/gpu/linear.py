@@ -11,8 +11,8 @@ norm's weight and leaves sums of its squares; the product divides its outputs by
 
 Activations are not quantized, and int8 and fp8 weights become their dtype exactly, int4 weights are rounded to it once.
 Arithmetic bounds the rows of a prompt (``many``): there the matrix unit multiplies int8 weights with bytes, which is
-twice as fast, and rows are rounded to bytes in blocks of 128 for it. A bfloat16 has 8 bits, too, but with fp8 weights
-it would lose 5 of them: those are multiplied as bfloat16.
+twice as fast, and rows are rounded to bytes in blocks of 128 for it. A float8 would keep 4 bits of a row's numbers, too
+few: fp8 weights are multiplied as 16-bit floats.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Tiling(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where the parts of a product meet; one for all products that follow each other."""
+    """Where the parts of a product of at most MAX_TOKENS rows meet; one for all products that follow each other."""
 
     partial: Tensor  # float32
     arrivals: Tensor  # [_PROGRAMS] int32: zeros between launches
@@ -206,8 +206,8 @@ def linear(
     ``gated``: the weights are gate and up [2 F, K]; gives ``silu(gate) * up`` [M, F] (SwiGLU, Shazeer 2020, arXiv
     2002.05202). ``residual`` [M, N] is added. ``out``: what to fill and return, of any float dtype, columns side by
     side. ``following``: the next norm's weight, and the first two tensors of its ``Row`` to fill. ``many``: rows of
-    prompts, which have other bits. ``room``: None makes it for this call. No bit of a row depends on M. Raises
-    ValueError for other columns than K, and rows that are not contiguous.
+    prompts, which have other bits. ``room``: where the parts of at most MAX_TOKENS rows meet; else it is made for this
+    call. No bit of a row depends on M. Raises ValueError for other columns than K, and rows that are not contiguous.
     """
     rows, squares, eps = x if isinstance(x, Row) else (x, None, 0.0)
     if rows.shape[1] != w.in_features or not rows.is_contiguous():
@@ -231,7 +231,9 @@ def linear(
     serial = t.splits > 1 and blocks * tiles >= _PROGRAMS
     parts: tuple[Tensor | None, ...] = (None, None)
     if t.splits > 1 and not serial:
-        parts = room or make_room([(w.out_features, t.splits)], num_rows, rows.device)
+        if room is None or num_rows > launching.MAX_TOKENS:
+            room = make_room([(w.out_features, t.splits)], num_rows, rows.device)
+        parts = room
     linear_kernel[(blocks, tiles, 1 if serial else t.splits)](
         rows, x_scale, squares, w.data, w.scale, w.pairs, w.bias, residual, out, *(following or (None, None, None)),
         *parts, num_rows, num_out, out.stride(0), w.in_features, num_squares, eps,
@@ -268,7 +270,7 @@ def round_rows(x: Tensor) -> Rounded:
 
 
 def product(x: Tensor, w: Weights) -> Tensor:
-    """x [..., K] of any number of rows -> [..., N] of x's dtype: a prompt's products, and a step's outside a program.
+    """x [..., K] of any number of rows -> [..., N] of x's dtype, where no program runs the model.
 
     Torch multiplies with dequantized weights for more than 16 rows, and inside torch.compile, whose code cannot be
     relied on to launch the kernel.
