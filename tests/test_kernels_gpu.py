@@ -829,6 +829,7 @@ def check_a_chain_of_replays_equals_a_step_for_each_token(monkeypatch: pytest.Mo
     runners = [Runner(served, **sizes) for _ in range(2)]
     for runner in runners:
         runner.warm_up()
+        assert runner.path == "kernels"
     prompts = {0: (3, 9, 27), 1: (30,), 3: (7, 7)}  # three of them are a prompt
     pages = {slot: tuple(range(1 + 4 * i, 5 + 4 * i)) for i, slot in enumerate(prompts)}
     kinds = [(Draw(0.0), 4), (Draw(1.0, top_k=9, top_p=0.8), 1), (Draw(0.7, min_p=0.01), 3)]
@@ -851,6 +852,43 @@ def check_a_chain_of_replays_equals_a_step_for_each_token(monkeypatch: pytest.Mo
     for chained, single in zip(*(runner.cache for runner in runners), strict=True):
         assert torch.equal(chained.k[1:], single.k[1:])
         assert torch.equal(chained.v[1:], single.v[1:])
+
+
+@pytest.mark.parametrize("mode", [None, "int8"])
+@torch.inference_mode()
+def check_what_is_beside_a_token_has_no_part_in_its_bits(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of generated tokens, drafts and prompts in one plan, and of each alone."""
+    model = model_of(CONFIGS["norms"], mode)
+    capture = (lambda run: run) if DEVICE == "cpu" else None
+    monkeypatch.setattr(
+        engine_steps,
+        "_capture",
+        lambda m, cache, table: graphs.CapturedProgram(gpu_model.gpu_program(m, cache), table, (1, 16), capture, (8,)),
+    )
+    served = engine_steps.TorchModel(model, kernels=True, compile=False)
+    monkeypatch.setattr(Transformer, "device", torch.device("cuda"))
+    sizes = {"max_batch": 4, "max_seq_len": 16, "num_pages": 17, "page_size": 4, "prefill_chunk": 8}
+    together, alone = (Runner(served, **sizes) for _ in range(2))
+
+    def part(slot: int, start: int, count: int, is_prompt: bool, num_logits: int = 1) -> SequencePlan:
+        tokens = tuple((5 * p + slot) % 40 for p in range(start, start + count))
+        pages = tuple(range(1 + 4 * slot, 5 + 4 * slot)) if start == 0 else ()
+        return SequencePlan(slot, tokens, start, 0 if start == 0 else 4, pages, num_logits, 0, is_prompt)
+
+    for runner in (together, alone):
+        runner.warm_up()
+        assert runner.path == "kernels"
+    plans = [
+        [part(0, 0, 9, True, 2), part(2, 0, 5, True)],
+        [part(0, 9, 1, False), part(1, 0, 6, True), part(2, 5, 3, False, 3), part(3, 0, 1, True)],
+        [part(0, 10, 1, False), part(1, 6, 2, True), part(2, 8, 1, False), part(3, 1, 1, False)],
+    ]
+    for sequences in plans:
+        got = together.execute(StepPlan(tuple(sequences)))
+        wanted = torch.cat([alone.execute(StepPlan((own,))) for own in sequences])
+        assert torch.equal(got, wanted)
+    for ours, theirs in zip(together.cache, alone.cache, strict=True):
+        assert torch.equal(ours.k[1:], theirs.k[1:])
 
 
 def check_what_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

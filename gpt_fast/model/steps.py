@@ -80,7 +80,7 @@ class TorchModel:
         self.bytes_per_token, self.forward = model.bytes_per_token, model.forward
 
     def make_step(self, cache: KVCache, page_table: Tensor) -> TorchStep | GpuStep:
-        wanted = self._kernels and self.device.type == "cuda"
+        wanted = self._kernels and self.transformer.device.type == "cuda"
         captured = _capture(self.transformer, cache, page_table) if wanted else None
         return GpuStep(captured) if captured else TorchStep(self.transformer, cache, compile=self._compile)
 
