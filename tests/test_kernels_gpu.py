@@ -857,7 +857,7 @@ def check_a_chain_of_replays_equals_a_step_for_each_token(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("mode", [None, "int8"])
 @torch.inference_mode()
 def check_what_is_beside_a_token_has_no_part_in_its_bits(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of generated tokens, drafts and prompts in one plan, and of each alone."""
+    """Steps of generated tokens, drafts and prompts in one plan, and of each alone; a prompt in pieces, and whole."""
     model = model_of(CONFIGS["norms"], mode)
     capture = (lambda run: run) if DEVICE == "cpu" else None
     monkeypatch.setattr(
@@ -868,25 +868,27 @@ def check_what_is_beside_a_token_has_no_part_in_its_bits(mode: str | None, monke
     served = engine_steps.TorchModel(model, kernels=True, compile=False)
     monkeypatch.setattr(Transformer, "device", torch.device("cuda"))
     sizes = {"max_batch": 4, "max_seq_len": 16, "num_pages": 17, "page_size": 4, "prefill_chunk": 8}
-    together, alone = (Runner(served, **sizes) for _ in range(2))
+    together, alone, whole = (Runner(served, **sizes) for _ in range(3))
+    monkeypatch.setattr(parts, "FEW", 2)
 
     def part(slot: int, start: int, count: int, is_prompt: bool, num_logits: int = 1) -> SequencePlan:
         tokens = tuple((5 * p + slot) % 40 for p in range(start, start + count))
         pages = tuple(range(1 + 4 * slot, 5 + 4 * slot)) if start == 0 else ()
         return SequencePlan(slot, tokens, start, 0 if start == 0 else 4, pages, num_logits, 0, is_prompt)
 
-    for runner in (together, alone):
+    for runner in (together, alone, whole):
         runner.warm_up()
         assert runner.path == "kernels"
     plans = [
         [part(0, 0, 9, True, 2), part(2, 0, 5, True)],
-        [part(0, 9, 1, False), part(1, 0, 6, True), part(2, 5, 3, False, 3), part(3, 0, 1, True)],
-        [part(0, 10, 1, False), part(1, 6, 2, True), part(2, 8, 1, False), part(3, 1, 1, False)],
+        [part(0, 9, 1, False), part(1, 0, 6, True), part(2, 5, 2, False, 2), part(3, 0, 1, True)],
+        [part(0, 10, 1, False), part(1, 6, 2, True), part(2, 7, 1, False), part(3, 1, 1, False)],
     ]
     for sequences in plans:
         got = together.execute(StepPlan(tuple(sequences)))
         wanted = torch.cat([alone.execute(StepPlan((own,))) for own in sequences])
         assert torch.equal(got, wanted)
+    assert torch.equal(got[1:2], whole.execute(StepPlan((part(1, 0, 8, True),))))
     for ours, theirs in zip(together.cache, alone.cache, strict=True):
         assert torch.equal(ours.k[1:], theirs.k[1:])
 
