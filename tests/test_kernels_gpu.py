@@ -54,6 +54,7 @@ if INTERPRETED or COMPILING or torch.cuda.is_available():
     attention = pytest.importorskip("gpt_fast.kernels.gpu.attention")
     fused = pytest.importorskip("gpt_fast.kernels.gpu.fused")
     graphs = pytest.importorskip("gpt_fast.kernels.gpu.graphs")
+    launching = pytest.importorskip("gpt_fast.kernels.gpu.launching")
     least_kept = pytest.importorskip("gpt_fast.kernels.gpu.least_kept")
     linear = pytest.importorskip("gpt_fast.kernels.gpu.linear")
     race = pytest.importorskip("gpt_fast.kernels.gpu.race")
@@ -948,7 +949,9 @@ def check_products_of_many_rows(kind: str) -> None:
 
 
 class Compiled:
-    """Stands for a kernel: compiles what it is launched with for a GPU that need not be here, an H100."""
+    """Stands for a kernel: compiles what it is launched with for a GPU that need not be here."""
+
+    capability, kilobytes = 90, 227  # an H100's
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -978,8 +981,8 @@ class Compiled:
             if isinstance(value, Tensor) or (number and value != 1 and isinstance(value, int) and value % 16 == 0):
                 aligned[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, aligned)
-        made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert made.metadata.shared <= 227 * 1024, "more shared memory than an H100 has"
+        made = compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+        assert made.metadata.shared <= self.kilobytes * 1024, "more shared memory than there is"
         self.made.append(made)
 
 
@@ -1014,7 +1017,14 @@ def compile_products(compiled: dict[str, Compiled]) -> None:
         assert not any("ld.global" in loop for loop in loops)
 
 
-def compile_products_of_prompts(compiled: dict[str, Compiled]) -> None:
+@pytest.mark.parametrize(("capability", "kilobytes"), [(80, 163), (89, 99), (90, 227)])
+def compile_products_of_prompts(
+    capability: int, kilobytes: int, compiled: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an A100, an L40S and an H100, with as much shared memory as they have."""
+    monkeypatch.setattr(Compiled, "capability", capability)
+    monkeypatch.setattr(Compiled, "kilobytes", kilobytes)
+    monkeypatch.setattr(launching, "shared_memory", lambda _: kilobytes * 1024)
     for kind in ("dense", "int8", "fp8", "int4-32", "int4-64"):
         w, _ = weights(kind, 8192, 256, torch.bfloat16, bias=True)
         for rows in (40, 100, 1100):
@@ -1023,9 +1033,9 @@ def compile_products_of_prompts(compiled: dict[str, Compiled]) -> None:
             linear.linear(row, w, gated=True, many=True)
     for made in compiled["linear_kernel"].made:
         code = made.asm["ptx"]
-        assert "wgmma.mma_async" in code
+        assert ("wgmma.mma_async" if capability == 90 else "mma.sync") in code
         assert "cp.async.cg.shared.global" in code
-    assert sum("s32.s8.s8" in made.asm["ptx"] for made in compiled["linear_kernel"].made) == 6
+    assert sum(".s8.s8" in made.asm["ptx"] for made in compiled["linear_kernel"].made) == 6
     assert compiled["round_kernel"].made
 
 

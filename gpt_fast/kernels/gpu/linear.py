@@ -160,24 +160,40 @@ def tiling(w: Weights, columns: int = 16) -> Tiling:
     return Tiling(64, 2, 128, splits, 4) if splits == 1 else Tiling(32, 2, 128, splits, 5)
 
 
-def tiling_of_many(w: Weights, num_rows: int, dtype: torch.dtype) -> tuple[int, Tiling]:
+def tiling_of_many(w: Weights, num_rows: int, dtype: torch.dtype, memory: int = 227 * 1024) -> tuple[int, Tiling]:
     """Rows of activations that a program takes, and the division, where ``num_rows`` are of prompts, as measured on an
-    H100. One program has all of K: no bit of a row depends on what is chosen."""
+    H100; on a GPU with less ``memory`` for a program, bytes, what fits of it. One program has all of K: no bit of a row
+    depends on what is chosen."""
     if launching.INTERPRETED:
         return 16, Tiling(32, 1, UNIT.value, 1, 1)
-    if w.kind == "int8":
-        return 64, Tiling(128, 4, UNIT.value, 1, 4)
-    if dtype == torch.float32:
-        return 32, Tiling(64, 4, 32, 1, 2)
     programs = -(-num_rows // 256) * -(-w.out_features // 128)
-    if w.kind == "dense":
+    found: list[tuple[int, Tiling]] = []
+    if w.kind == "int8":
+        found = [(64, Tiling(128, 4, UNIT.value, 1, 4))]
+    elif dtype != torch.float32 and w.kind == "dense":
         fill = 2 * programs >= 3 * _MULTIPROCESSORS
-        return (256, Tiling(128, 8, 64, 1, 3)) if fill else (128, Tiling(128, 4, 64, 1, 4))
-    if num_rows <= 64:
-        return 64, Tiling(64, 4, 128, 1, 4)
-    if num_rows > 128 and 10 * programs >= 9 * _MULTIPROCESSORS:
-        return 256, Tiling(128, 8, 128, 1, 3)
-    return 128, Tiling(64, 4, 128, 1, 3) if w.kind == "int4" else Tiling(128, 8, 128, 1, 4)
+        found = [*([(256, Tiling(128, 8, 64, 1, 3))] if fill else []), (128, Tiling(128, 4, 64, 1, 4))]
+    elif dtype != torch.float32:
+        if num_rows > 128 and 10 * programs >= 9 * _MULTIPROCESSORS:
+            found = [(256, Tiling(128, 8, 128, 1, 3))]
+        if num_rows > 64:
+            found.append((128, Tiling(64, 4, 128, 1, 3) if w.kind == "int4" else Tiling(128, 8, 128, 1, 4)))
+        found.append((64, Tiling(64, 4, 128, 1, 4)))
+    for columns, t in found:
+        for stages in range(t.stages, 1, -1):
+            if _shared_bytes(w, columns, t._replace(stages=stages), dtype) <= memory:
+                return columns, t._replace(stages=stages)
+    return 32, Tiling(64, 4, UNIT.value if w.kind == "int4" else 32, 1, 2)
+
+
+def _shared_bytes(w: Weights, columns: int, t: Tiling, dtype: torch.dtype) -> int:
+    """What a program's loads take, or its sums where they are exchanged between threads."""
+    own = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / max(1, w.group_size)}.get(w.kind, dtype.itemsize)
+    of_x = 1 if w.kind == "int8" else dtype.itemsize
+    # Weights that are converted leave for registers a stage before the product.
+    held = t.stages if w.kind in ("dense", "int8") else t.stages - 1
+    loads = t.step * (t.stages * columns * of_x + held * t.tile * own)
+    return max(int(loads), 4 * t.tile * columns)
 
 
 def make_room(products: Iterable[tuple[int, int]], num_rows: int, device: torch.device) -> Room:
@@ -218,7 +234,7 @@ def linear(
     if num_rows == 0:
         return out
     if many:
-        columns, t = tiling_of_many(w, num_rows, dtype)
+        columns, t = tiling_of_many(w, num_rows, dtype, launching.shared_memory(rows.device))
         if kind == "int8":
             (rows, x_scale), kind = round_rows(rows), "rounded"
     else:
