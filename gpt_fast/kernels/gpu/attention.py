@@ -20,7 +20,6 @@ from gpt_fast.kernels.gpu import launching
 from gpt_fast.kernels.gpu.attention_kernel import attend_kernel
 
 _QUERIES = 16  # tokens of a sequence that a program of a long step takes together
-_PROGRAMS = 132  # multiprocessors to fill at batch 1
 _LOG2E = 1.4426950408889634  # the kernel takes powers of 2
 
 
@@ -34,7 +33,7 @@ class Scratch(NamedTuple):
 
 def num_splits(num_kv_heads: int) -> int:
     """Into how many parts a sequence is split: enough that one sequence fills the GPU; a power of two up to 32."""
-    return min(32, launching.power_of_two(-(-_PROGRAMS // num_kv_heads) // 2 + 1, 4))
+    return min(32, launching.power_of_two(-(-launching.MULTIPROCESSORS // num_kv_heads) // 2 + 1, 4))
 
 
 def scratch(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> Scratch:

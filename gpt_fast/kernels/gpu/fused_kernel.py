@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gpt_fast.kernels.gpu.linear_kernel import UNIT
+
 
 @triton.jit
 def prepare_norm_kernel(
@@ -48,16 +50,20 @@ def _turned(source, start, norm, cos, sin, eps, rows_inside, half, low, high, pa
 
 
 @triton.jit
+def _in_steps(x, most):
+    """x in 127ths of ``most``, rounded to the nearest whole number, ties to even: what a byte holds."""
+    inverse = tl.where(most == 0.0, 0.0, tl.div_rn(127.0, tl.where(most == 0.0, 1.0, most)))
+    return x * inverse + 12582912.0 - 12582912.0  # adding and taking 1.5 * 2 ** 23 rounds
+
+
+@triton.jit
 def _write_head(cache, scales, first, second, slot, kv_heads, head, half, low, high, pairs):
     """One head's key or value, both members of its pairs [1, width], into the cache; int8 with its scale."""
     place = slot * kv_heads + head
     if scales is not None:
         most = tl.maximum(tl.max(tl.max(tl.abs(first), 1), 0), tl.max(tl.max(tl.abs(second), 1), 0))
         tl.store(scales + place, tl.div_rn(most, 127.0))
-        inverse = tl.where(most == 0.0, 0.0, tl.div_rn(127.0, tl.where(most == 0.0, 1.0, most)))
-        # Adding and taking 1.5 * 2 ** 23 rounds to the nearest integer, ties to even.
-        first = first * inverse + 12582912.0 - 12582912.0
-        second = second * inverse + 12582912.0 - 12582912.0
+        first, second = _in_steps(first, most), _in_steps(second, most)
     at = cache + place * 2 * half
     tl.store(at + low[None, :], first.to(cache.dtype.element_ty), mask=pairs[None, :])
     tl.store(at + high[None, :], second.to(cache.dtype.element_ty), mask=pairs[None, :])
@@ -101,3 +107,18 @@ def rope_write_kernel(
     first = tl.load(v_at + low[None, :], mask=pairs[None, :], other=0.0).to(tl.float32)
     second = tl.load(v_at + high[None, :], mask=pairs[None, :], other=0.0).to(tl.float32)
     _write_head(v_cache, v_scale, first, second, slot, kv_heads, head, half, low, high, pairs)
+
+
+@triton.jit
+def round_kernel(x, values, scales, num_x, k_size, together: tl.constexpr):
+    """One row's next ``together`` blocks of UNIT numbers as bytes: the largest magnitude of a block is 127."""
+    m, first = tl.program_id(0), tl.program_id(1) * together
+    b = first + tl.arange(0, together)
+    k = b[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    at = m.to(tl.int64) * k_size + k
+    value = tl.load(x + at, mask=k < k_size, other=0.0).to(tl.float32)
+    size = tl.abs(value)
+    most = tl.max(size, 1)
+    scale = tl.where(tl.max((size != size).to(tl.int32), 1) == 1, float("nan"), tl.div_rn(most, 127.0))
+    tl.store(values + at, _in_steps(value, most[:, None]).to(tl.int8), mask=k < k_size)
+    tl.store(scales + b * num_x + m, scale, mask=b * UNIT < k_size)

@@ -67,10 +67,10 @@ class CapturedProgram:
 
     def bucket(self, num_tokens: int) -> int:
         """The least bucket that holds ``num_tokens``. Raises ValueError where there is none."""
-        for bucket in self.buckets:
-            if num_tokens <= bucket:
-                return bucket
-        raise ValueError(f"{num_tokens} new tokens; the largest bucket holds {self.buckets[-1]}")
+        bucket = _least(self.buckets, num_tokens)
+        if bucket is None:
+            raise ValueError(f"{num_tokens} new tokens; the largest bucket holds {self.buckets[-1]}")
+        return bucket
 
     @torch.inference_mode()
     def warm_up(self, report: Callable[[str], None] = lambda _: None) -> None:
@@ -101,7 +101,7 @@ class CapturedProgram:
     def prompts(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         """The same for any number of tokens of prompts; they lie on the host, too."""
         num_tokens, device = tokens.shape[0], self.program.device
-        bucket = next((b for b in self._prompt_buckets if num_tokens <= b), None)
+        bucket = _least(self._prompt_buckets, num_tokens)
         filled = self._filled(bucket or num_tokens, tokens, positions, lengths, layout)
         if bucket is None:
             found = self._run_prompts(filled.to(device))
@@ -146,6 +146,10 @@ class CapturedProgram:
         start, context_len, rows = self._parts(given)
         tokens, positions, lengths, write_slots = rows
         return tokens, positions, lengths, StepLayout(start.int(), context_len.int(), self.page_table, write_slots)
+
+
+def _least(buckets: Sequence[int], num_tokens: int) -> int | None:
+    return next((bucket for bucket in buckets if num_tokens <= bucket), None)
 
 
 class CudaCapture:

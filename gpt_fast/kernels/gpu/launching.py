@@ -11,6 +11,8 @@ import triton.language as tl
 
 MAX_TOKENS = 64  # new tokens of a step of a program: what one program of a product takes (linear.py)
 
+MULTIPROCESSORS = 132  # of an H100, for which launches are divided
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it when a kernel is defined: at import
 
 

@@ -27,7 +27,8 @@ from torch import Tensor
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cpu.packing import GROUP_SIZES, from_nibbles
 from gpt_fast.kernels.gpu import launching
-from gpt_fast.kernels.gpu.linear_kernel import SQUARES, UNIT, linear_kernel, round_kernel
+from gpt_fast.kernels.gpu.fused_kernel import round_kernel
+from gpt_fast.kernels.gpu.linear_kernel import SQUARES, UNIT, linear_kernel
 
 # Rows of activations that a program takes: the least that hold all, else the last. The interpreter's products have
 # other bits with other numbers of columns.
@@ -35,7 +36,6 @@ _COLUMNS = (16,) if launching.INTERPRETED else (8, 16, 32, 64)
 _PROGRAMS = 512  # that fill a GPU of 132 multiprocessors
 _MOST_SPLITS = 8
 _WIDEST = 128  # rows of weights of a program, at most
-_MULTIPROCESSORS = 132
 _KINDS = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
 
 
@@ -160,22 +160,23 @@ def tiling(w: Weights, columns: int = 16) -> Tiling:
     return Tiling(64, 2, 128, splits, 4) if splits == 1 else Tiling(32, 2, 128, splits, 5)
 
 
-def tiling_of_many(w: Weights, num_rows: int, dtype: torch.dtype, memory: int = 227 * 1024) -> tuple[int, Tiling]:
+def tiling_of_many(w: Weights, num_rows: int, dtype: torch.dtype, memory: int) -> tuple[int, Tiling]:
     """Rows of activations that a program takes, and the division, where ``num_rows`` are of prompts, as measured on an
     H100; on a GPU with less ``memory`` for a program, bytes, what fits of it. One program has all of K: no bit of a row
     depends on what is chosen."""
     if launching.INTERPRETED:
         return 16, Tiling(32, 1, UNIT.value, 1, 1)
-    programs = -(-num_rows // 256) * -(-w.out_features // 128)
-    found: list[tuple[int, Tiling]] = []
+    filled = -(-num_rows // 256) * -(-w.out_features // 128) / launching.MULTIPROCESSORS  # by programs of 256 rows
+    found: list[tuple[int, Tiling]] = []  # the first that fits is taken
     if w.kind == "int8":
         found = [(64, Tiling(128, 4, UNIT.value, 1, 4))]
-    elif dtype != torch.float32 and w.kind == "dense":
-        fill = 2 * programs >= 3 * _MULTIPROCESSORS
-        found = [*([(256, Tiling(128, 8, 64, 1, 3))] if fill else []), (128, Tiling(128, 4, 64, 1, 4))]
-    elif dtype != torch.float32:
-        if num_rows > 128 and 10 * programs >= 9 * _MULTIPROCESSORS:
-            found = [(256, Tiling(128, 8, 128, 1, 3))]
+    elif dtype == torch.float32:
+        pass
+    elif w.kind == "dense":
+        found = [(256, Tiling(128, 8, 64, 1, 3))] if filled >= 1.5 else []
+        found.append((128, Tiling(128, 4, 64, 1, 4)))
+    else:
+        found = [(256, Tiling(128, 8, 128, 1, 3))] if num_rows > 128 and filled >= 0.9 else []
         if num_rows > 64:
             found.append((128, Tiling(64, 4, 128, 1, 3) if w.kind == "int4" else Tiling(128, 8, 128, 1, 4)))
         found.append((64, Tiling(64, 4, 128, 1, 4)))

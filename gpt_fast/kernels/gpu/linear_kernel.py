@@ -277,21 +277,3 @@ def linear_kernel(
         part = owned * parts + tl.arange(0, parts)
         at = m[None, :] * tl.cdiv(num_out, SQUARES) + part[:, None]
         tl.store(next_squares + at, sums, mask=(m < num_x)[None, :] & (part * SQUARES < num_out)[:, None])
-
-
-@triton.jit
-def round_kernel(x, values, scales, num_x, k_size, together: tl.constexpr):
-    """One row's next ``together`` blocks of UNIT numbers as bytes: the largest magnitude of a block is 127."""
-    m, first = tl.program_id(0), tl.program_id(1) * together
-    b = first + tl.arange(0, together)
-    k = b[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
-    at = m.to(tl.int64) * k_size + k
-    value = tl.load(x + at, mask=k < k_size, other=0.0).to(tl.float32)
-    size = tl.abs(value)
-    most = tl.max(size, 1)
-    scale = tl.where(tl.max((size != size).to(tl.int32), 1) == 1, float("nan"), tl.div_rn(most, 127.0))
-    inverse = tl.where(most == 0.0, 0.0, tl.div_rn(127.0, tl.where(most == 0.0, 1.0, most)))[:, None]
-    # Adding and taking 1.5 * 2 ** 23 rounds to the nearest integer, ties to even.
-    rounded = value * inverse + 12582912.0 - 12582912.0
-    tl.store(values + at, rounded.to(tl.int8), mask=k < k_size)
-    tl.store(scales + b * num_x + m, scale, mask=b * UNIT < k_size)

@@ -58,8 +58,8 @@ constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-l
 
 constexpr int64_t kMemoryRows = 16;  // products of more take longer than memory
 
-// With so many rows, pieces of k are long: then sums are stored less often. With fewer rows this gains nothing, because
-// each piece of weights is used too seldom. CPUs with few registers, or with registers of tiles, take short pieces.
+// From so many rows on, a product goes along k in long pieces, and stores its sums less often. Fewer rows use each piece
+// of weights too seldom for that. CPUs with few registers, or with registers of tiles, always take short pieces.
 constexpr int64_t kPromptRows = 48;
 constexpr bool kLongPieces = kRegisters >= 32 && !kTiles;
 
