@@ -23,10 +23,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from quantized import dequantized
 from torch import Tensor
 
-from gpt_fast.config import ModelConfig, RopeScaling
+from gpt_fast.config import ExpertsConfig, ModelConfig, RopeScaling
 from gpt_fast.engine import parts, sampling
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
@@ -38,7 +39,7 @@ from gpt_fast.kernels.reference import quantize_activations, quantize_heads
 from gpt_fast.model import steps as engine_steps
 from gpt_fast.model.attention import Scoring, paged_attention_eager, paged_attention_static
 from gpt_fast.model.rope import rotate
-from gpt_fast.model.transformer import Transformer, rms_norm
+from gpt_fast.model.transformer import Transformer, activate, rms_norm
 from gpt_fast.quantize.apply import quantize_model
 from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.rtn import quantize_rows
@@ -52,6 +53,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILING = os.environ.get("GPT_FAST_TEST_COMPILE") == "1"
 if INTERPRETED or COMPILING or torch.cuda.is_available():
     attention = pytest.importorskip("gpt_fast.kernels.gpu.attention")
+    experts = pytest.importorskip("gpt_fast.kernels.gpu.experts")
     fused = pytest.importorskip("gpt_fast.kernels.gpu.fused")
     graphs = pytest.importorskip("gpt_fast.kernels.gpu.graphs")
     launching = pytest.importorskip("gpt_fast.kernels.gpu.launching")
@@ -110,9 +112,9 @@ def test_the_benchmark_runs_from_end_to_end() -> None:
     assert report["checks"] > 5
     assert {row["precision"] for row in report["decode"]} == {"bf16", "int8", "int4", "fp8"}
     assert all(row["tokens_per_second"] > 0 and row["gigabytes"] > 0 for row in report["decode"])
-    assert [row["times_one_row"] for row in report["decode"] if row["each"] == 1] == [1.0] * 4
+    assert [row["times_one_row"] for row in report["decode"] if row["each"] == 1] == [1.0] * 5
     assert {row["batch"] * row["each"] for row in report["decode"]} == {1, 20}
-    assert [row["tokens"] for row in report["prompts"]] == [5, 20] * 4
+    assert [row["tokens"] for row in report["prompts"]] == [5, 20] * 5
 
 
 def test_the_package_does_without_triton() -> None:
@@ -184,7 +186,7 @@ def check_more_rows_than_there_is_room_for() -> None:
     assert linear.tiling(w).splits > 1
     x = noise(150, 2048, seed=3)
     memory = torch.full((4 * 64 * 64 * 8,), 7.0, device=DEVICE)
-    room = linear.make_room([(64, linear.tiling(w).splits)], 64, torch.device(DEVICE))
+    room = linear.make_room([(w, 1)], 64, torch.device(DEVICE))
     small = room._replace(partial=memory[: room.partial.numel()])  # what is behind it belongs to others
     assert torch.equal(linear.linear(x, w, room=small), linear.linear(x, w))
     assert (memory == 7.0).all()
@@ -295,6 +297,120 @@ def check_every_byte_is_read_right() -> None:
                 assert torch.equal(got, wanted[kind][:, begin : begin + 16].T), (kind, dtype)
 
 
+@pytest.mark.parametrize(("kind", "gated"), [("gelu", False), ("gelu_tanh", True), ("relu", True), ("silu", False)])
+def check_activations_and_caps(kind: str, gated: bool) -> None:
+    w, values = weights("dense", 64, 96, torch.float32, bias=True)
+    x = 5 * noise(3, 96, seed=3)
+    made = plain.linear(x, values, bias=w.bias)
+    for many in (False, True):
+        got = linear.linear(x, w, gated=gated, activation=kind, many=many)
+        assert_near(got, activate(made, kind, gated), torch.float32)
+        assert_near(linear.linear(x, w, cap=0.8, many=many), 0.8 * torch.tanh(made / 0.8), torch.float32)
+
+
+# --- experts -------------------------------------------------------------------------------------------------------
+
+
+def layout_of(num_tokens: int, num_real: int) -> StepLayout:
+    """Of ``num_tokens`` rows those of two sequences; the others only pad."""
+    ends = torch.tensor([0, min(3, num_real), num_real], dtype=torch.int32, device=DEVICE)
+    return StepLayout(ends, ends[1:], torch.zeros(2, 4, dtype=torch.int32, device=DEVICE), ends[:0].long())
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_real", "num_experts", "top_k"),
+    [(1, 1, 8, 2), (19, 17, 5, 3), (150, 150, 60, 4), (70, 70, 2, 2)],
+)
+@pytest.mark.parametrize("renormalize", [True, False])
+def check_routes(num_tokens: int, num_real: int, num_experts: int, top_k: int, renormalize: bool) -> None:
+    scores = noise(num_tokens, num_experts).round(decimals=1)  # some are equal
+    found = experts.route(scores, top_k, renormalize, layout_of(num_tokens, num_real))
+    order = scores.sort(dim=1, descending=True, stable=True)
+    chosen, top = order.indices[:, :top_k], order.values[:, :top_k]
+    wanted = top.softmax(1) if renormalize else scores.softmax(1).gather(1, chosen)
+    torch.testing.assert_close(found.weights, wanted, atol=1e-6, rtol=1e-5)
+    chosen[num_real:] = num_experts
+    flat = chosen.flatten()
+    assert torch.equal(found.order.long(), flat.sort(stable=True).indices)
+    assert found.starts.tolist() == [int((flat < e).sum()) for e in range(num_experts + 1)]
+
+
+def check_scores_that_are_no_numbers() -> None:
+    scores = noise(4, 6)
+    scores[1, 3], scores[2, 0], scores[3] = torch.nan, -torch.inf, -torch.inf
+    found = experts.route(scores, 2, True, layout_of(4, 4))
+    assert found.weights.isnan().all(1).tolist() == [False, True, False, True]
+    assert sorted(found.order.tolist()) == list(range(8))
+    assert found.starts[-1] == 8
+
+
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+@pytest.mark.parametrize("many", [False, True])
+def check_products_of_experts(kind: str, many: bool) -> None:
+    """Against each pair by itself. A row has the same bits alone and in any company, whatever others choose."""
+    num_experts, top_k, k, f, count = 5, 2, 1024, 40, 27
+    up, values = weights(kind, num_experts * 2 * f, k, torch.float16, bias=True)
+    w = linear.stacked(up, num_experts)
+    x, norm = noise(count, k, seed=3).half(), 1 + 0.1 * noise(k, seed=5)
+    scores = noise(count, num_experts, seed=4)
+    scores[:, 3] = -9.0  # which nobody chooses
+
+    def made(begin: int, end: int) -> tuple[Tensor, Any]:
+        routes = experts.route(scores[begin:end], top_k, True, layout_of(end - begin, end - begin))
+        row = fused.prepare_norm(x[begin:end], norm, 1e-5)
+        return linear.linear(row, w, gated=True, routes=routes, many=many).view(end - begin, top_k, f), row
+
+    out, row = made(0, count)
+    taken = rounded(row.weighted) if kind == "int8" and many else row.weighted.float()
+    taken = taken * torch.rsqrt(row.squares / k + 1e-5)
+    chosen = scores.topk(top_k, dim=1).indices
+    for j in range(top_k):
+        rows = [slice(e * 2 * f, (e + 1) * 2 * f) for e in chosen[:, j].tolist()]
+        wanted = [
+            plain.linear(t[None], values[r], bias=w.bias[r], gated=True) for t, r in zip(taken, rows, strict=True)
+        ]
+        assert_near(out[:, j], torch.cat(wanted), torch.float16)
+    for begin, end in ((3, 4), (5, 20), (0, 9)):
+        assert torch.equal(made(begin, end)[0], out[begin:end])
+
+
+def check_experts_with_parts_that_meet() -> None:
+    """The parts of products with few outputs meet in a room that was made for any step."""
+    num_experts, top_k, count = 4, 2, 60
+    stored, values = weights("dense", num_experts * 32, 2048, torch.float32)
+    w = linear.stacked(stored, num_experts)
+    assert linear.tiling(w, 16, top_k).splits > 1
+    room = linear.make_room([(w, top_k)], 64, torch.device(DEVICE))
+    room.partial.fill_(torch.nan)
+    x, scores = noise(count, 2048, seed=3), noise(count, num_experts, seed=4)
+    for n in (1, 9, count):
+        routes = experts.route(scores[:n], top_k, True, layout_of(n, n))
+        out = linear.linear(x[:n], w, routes=routes, room=room)
+        assert torch.equal(linear.linear(x[:n], w, routes=routes), out)
+        assert not room.arrivals.any()
+    pairs = torch.einsum("mk,enk->men", x, values.view(num_experts, 32, 2048))
+    chosen = scores.topk(top_k, dim=1).indices
+    assert_near(out.view(count, top_k, 32), pairs.gather(1, chosen[..., None].expand(-1, -1, 32)), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def check_what_experts_made_is_gathered(dtype: torch.dtype) -> None:
+    layout, norm = layout_of(6, 5), 1 + 0.1 * noise(72, seed=2)
+    routes = experts.route(noise(6, 4), 2, True, layout)
+    y, add, shared = (noise(n, 72, seed=n).to(dtype) for n in (12, 6, 7))
+    y[10:] = torch.nan  # of a row that only pads
+    by = noise(6, 1, seed=3).to(dtype)
+    out, row = experts.gather(y, routes, layout, add, (shared[:6], by), (norm, 1e-5))
+    summed = (y.float().view(6, 2, 72) * routes.weights[..., None]).sum(1)
+    summed[5] = 0.0
+    assert_near(out, add.float() + summed + by.float().sigmoid() * shared[:6].float(), dtype)
+    ready = row.weighted.float() * torch.rsqrt(row.squares / 72 + row.eps)
+    assert_near(ready, rms_norm(out.float(), norm, 1e-5), dtype)
+    alone, no_row = experts.gather(y, routes, layout)
+    assert_near(alone, summed, dtype)
+    assert no_row is None
+
+
 def check_what_a_product_refuses() -> None:
     w, _ = weights("dense", 16, 64, torch.float32)
     with pytest.raises(ValueError, match="have 64 columns"):
@@ -306,6 +422,7 @@ def check_what_a_product_refuses() -> None:
 # --- attention -----------------------------------------------------------------------------------------------------
 
 SCALE = 0.125
+FLOATS = (torch.float32, torch.float32)
 
 
 class Case:
@@ -383,6 +500,20 @@ def check_steps_of_any_mixture(counts: list[int], window: int, heads: int, kv_he
     case = Case(counts, [c if n else 0 for c, n in zip(contexts, counts, strict=True)], heads, kv_heads, 64)
     got = case.run(fast_attention, window, torch.float32, torch.float32)
     assert_near(got, case.run(paged_attention_eager, window, torch.float32, torch.float32), torch.float32)
+
+
+@pytest.mark.parametrize("counts", [[1, 2, 1], [5, 60, 3]])
+@pytest.mark.parametrize("extra", ["cap", "slopes", "sinks"])
+def check_what_becomes_of_scores(extra: str, counts: list[int]) -> None:
+    case = Case(counts, [91, 60, 8], 4, 2, 64)
+    given = {"cap": 0.6, "slopes": 0.3 * noise(4, seed=3).abs(), "sinks": 2 * noise(4, seed=3)}[extra]
+    cache = LayerCache(case.k_cache, case.v_cache)
+    scoring = Scoring(20, SCALE, **{extra: given})
+    wanted = case.run(lambda q, k, v, c, layout, _: paged_attention_eager(q, k, v, c, layout, scoring), 0, *FLOATS)
+    for many in (False, True):
+        if sum(counts) <= 64 or many:
+            got = attention.attend(case.q, cache, case.layout, 20, SCALE, many=many, **{extra: given})
+            assert_near(got, wanted, torch.float32)
 
 
 def check_a_cache_of_another_dtype_is_written_and_read() -> None:
@@ -517,6 +648,26 @@ def check_norms_and_embedding(dtype: torch.dtype) -> None:
             assert_near(ready, rms_norm(wanted.float(), norm, 1e-5), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def check_norms_that_nobody_waits_for(dtype: torch.dtype) -> None:
+    x, weight, bias, add = (
+        noise(*size, seed=i).to(dtype) for i, size in enumerate(((3, 200), (200,), (200,), (3, 200)))
+    )
+    out, row = fused.norm(x, weight, None, 1e-5, add=add, following=(1 + bias, 1e-6))
+    assert_near(out, rms_norm(x.float(), weight.float(), 1e-5) + add.float(), dtype)
+    ready = row.weighted.float() * torch.rsqrt(row.squares / 200 + 1e-6)
+    assert_near(ready, rms_norm(out.float(), 1 + bias.float(), 1e-6), dtype)
+    layer, no_row = fused.norm(x + 7, weight, bias, 1e-5, centred=True)
+    assert_near(layer, F.layer_norm((x + 7).float(), (200,), weight.float(), bias.float(), 1e-5), dtype)
+    assert no_row is None
+    columns = x.split((40, 160), dim=1)
+    wanted = rms_norm(columns[1].float(), weight[:160].float(), 1e-5)
+    first = columns[0].clone()
+    fused.norm(columns[1], weight[:160], None, 1e-5, out=columns[1])
+    assert_near(x[:, 40:], wanted, dtype)
+    assert torch.equal(x[:, :40], first)
+
+
 # --- whole steps ---------------------------------------------------------------------------------------------------
 
 
@@ -579,7 +730,28 @@ CONFIGS = {
         qk_norm="head",
     ),
     "dynamic": config(rope_scaling=RopeScaling("dynamic", 2.0, 2)),
-}
+    "experts": config(family="mixtral", num_layers=2, experts=ExpertsConfig(5, 2, 24), residual_scale=0.3),
+    "shared": config(
+        family="qwen2_moe", num_layers=2, experts=ExpertsConfig(6, 3, 24, False, 32, (True, False)), qkv_bias=True
+    ),
+    "sinks": config(
+        family="gpt_oss", sinks=True, experts=ExpertsConfig(4, 2, 32), activation="clamped_swiglu", router_bias=True,
+        mlp_bias=True, windows=(3,),
+    ),
+    "caps": config(
+        family="gemma2", norms="both", num_layers=2, attention_cap=0.7, logits_cap=1.5, activation="gelu_tanh",
+        norm_offset=1.0,
+    ),
+    "layer norms": config(
+        family="gpt2", norm="layer", gated=False, activation="gelu", learned_positions=2, rotary_dim=0, mlp_bias=True,
+        head_bias=True, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8,
+    ),
+    "alibi": config(
+        family="bloom", norm="layer", gated=False, activation="relu", alibi=True, rotary_dim=0, embedding_norm=True,
+        parallel="one norm",
+    ),
+    "rows": config(family="olmo2", norms="after", qk_norm="row", num_heads=4, num_kv_heads=2, head_dim=8, num_layers=2),
+}  # fmt: skip
 MODES = (None, "int8", "int4", "fp8")
 
 
@@ -638,7 +810,9 @@ def fast_step(run: Any, step: dict[str, Any]) -> Tensor:
     [
         *(("plain", mode) for mode in MODES),
         *((name, None) for name in ("norms", "dynamic", "rotations")),
-        *((name, "int8") for name in ("biases", "constants")),
+        *((name, "int8") for name in ("biases", "constants", "experts", "shared", "sinks", "caps", "layer norms")),
+        *((name, None) for name in ("experts", "shared", "sinks", "caps", "layer norms", "alibi", "rows")),
+        *(("experts", mode) for mode in ("int4", "fp8")),
     ],
 )
 @torch.inference_mode()
@@ -767,11 +941,18 @@ def check_verifying_equals_one_token_at_a_time() -> None:
         assert torch.equal(logits(seen, counts), torch.cat(wanted))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *(("norms", mode) for mode in MODES),
+        *(("experts", mode) for mode in MODES),
+        *((name, None) for name in ("shared", "sinks", "caps", "layer norms", "alibi", "rows")),
+    ],
+)
 @torch.inference_mode()
-def check_prompts(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_prompts(name: str, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the model computes them, and each with the same bits in a replay, launched, alone and beside others."""
-    model = model_of(CONFIGS["norms"], mode)
+    model = model_of(CONFIGS[name], mode)
     cache, twin_cache = empty_cache(model.config), empty_cache(model.config)
     pages = steps()[0]["layout"].page_table.clone()
     capture = (lambda run: run) if DEVICE == "cpu" else None
@@ -855,11 +1036,15 @@ def check_a_chain_of_replays_equals_a_step_for_each_token(monkeypatch: pytest.Mo
         assert torch.equal(chained.v[1:], single.v[1:])
 
 
-@pytest.mark.parametrize("mode", [None, "int8"])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("norms", None), ("norms", "int8"), ("experts", "int8"), ("shared", None), ("caps", None)]
+)
 @torch.inference_mode()
-def check_what_is_beside_a_token_has_no_part_in_its_bits(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_what_is_beside_a_token_has_no_part_in_its_bits(
+    name: str, mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps of generated tokens, drafts and prompts in one plan, and of each alone; a prompt in pieces, and whole."""
-    model = model_of(CONFIGS["norms"], mode)
+    model = model_of(CONFIGS[name], mode)
     capture = (lambda run: run) if DEVICE == "cpu" else None
     monkeypatch.setattr(
         engine_steps,
@@ -902,12 +1087,13 @@ def check_what_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         caplog.clear()
         table = torch.zeros(max_batch, 4, dtype=torch.int32, device=DEVICE)
         found = engine_steps._capture(model_of(c, None), empty_cache(c), table)
-        assert (found is None) == bool(c.logits_cap)
+        assert (found is None) == (c.head_dim > 256)
         return caplog.messages
 
     assert said(CONFIGS["plain"], 80) == []
-    assert said(config(logits_cap=30.0), 4) == [
-        "the GPU kernels do not run the operation Cap: plain torch runs this model, and slower"
+    assert said(config(head_dim=300), 4) == [
+        "the GPU kernels do not run Heads with head_dim 300: it must be even and at most 256: plain torch runs this "
+        "model, and slower"
     ]
 
 
@@ -989,7 +1175,7 @@ class Compiled:
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
     kernels = {}
-    for module in (linear, attention, fused, least_kept):
+    for module in (linear, attention, fused, experts, least_kept):
         for name in [name for name in vars(module) if name.endswith("_kernel") and hasattr(vars(module)[name], "fn")]:
             kernels[name] = Compiled(getattr(module, name))
             monkeypatch.setattr(module, name, kernels[name])
@@ -1039,6 +1225,29 @@ def compile_products_of_prompts(
     assert compiled["round_kernel"].made
 
 
+@pytest.mark.parametrize(("capability", "kilobytes"), [(80, 163), (89, 99), (90, 227)])
+def compile_experts(
+    capability: int, kilobytes: int, compiled: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Compiled, "capability", capability)
+    monkeypatch.setattr(Compiled, "kilobytes", kilobytes)
+    monkeypatch.setattr(launching, "shared_memory", lambda _: kilobytes * 1024)
+    for kind in ("dense", "int8", "fp8", "int4-32"):
+        w, _ = weights(kind, 8 * 2048, 256, torch.bfloat16, bias=True)
+        w = linear.stacked(w, 8)
+        for rows in (1, 40, 1100):
+            layout = layout_of(rows, rows)
+            routes = experts.route(noise(rows, 8).bfloat16(), 2, True, layout)
+            row = linear.Row(noise(rows, 256).bfloat16(), noise(rows, 1), 1e-5)
+            linear.linear(row, w, gated=True, routes=routes, many=rows > 64)
+            linear.linear(noise(2 * rows, 256).bfloat16(), w, routes=routes, many=rows > 64)
+            x = noise(rows, 2048).bfloat16()
+            experts.gather(noise(2 * rows, 2048).bfloat16(), routes, layout, x, (x, x[:, :1]), (noise(2048), 1e-5))
+    assert len(compiled["linear_kernel"].made) == 24
+    for name in ("route_kernel", "order_kernel", "gather_kernel"):
+        assert compiled[name].made
+
+
 def compile_products_of_float32(compiled: dict[str, Compiled]) -> None:
     for kind in ("int4-128", "dense"):
         w, _ = weights(kind, 37, 416, torch.float32)
@@ -1062,6 +1271,9 @@ def compile_the_rest(compiled: dict[str, Compiled]) -> None:
     for scale in (1.0, 3.0):
         fused.embed(torch.tensor([1, 2, 0]), x, noise(200), 1e-5, torch.bfloat16, scale)
     fused.prepare_norm(x, noise(200), 1e-5)
+    fused.norm(x, noise(200), noise(200), 1e-5, centred=True)
+    fused.norm(x, noise(200), None, 1e-5, add=x, following=(noise(200), 1e-5))
+    attention.attend(case.q.bfloat16(), cache, case.layout, 7, SCALE, cap=0.5, slopes=noise(8), sinks=noise(8))
     least_kept.least_kept(noise(2, 50000), torch.ones(2, dtype=torch.int32), noise(2))
-    products = ("linear_kernel", "round_kernel")
-    assert all(kernel.made for name, kernel in compiled.items() if name not in products)
+    others = ("linear_kernel", "round_kernel", "route_kernel", "order_kernel", "gather_kernel")
+    assert all(kernel.made for name, kernel in compiled.items() if name not in others)

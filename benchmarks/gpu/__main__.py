@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from gpt_fast.bench import plots  # noqa: E402
-from gpt_fast.config import ModelConfig  # noqa: E402
+from gpt_fast.config import ExpertsConfig, ModelConfig  # noqa: E402
 from gpt_fast.kernels.gpu import attention  # noqa: E402
 from gpt_fast.kernels.gpu.program import GpuProgram  # noqa: E402
 from gpt_fast.model.shapes import shape  # noqa: E402
@@ -48,6 +49,7 @@ CAPTURE = (lambda run: run) if SMOKE else None
 if SMOKE:
     vars(attention)["num_splits"] = lambda _: 2  # a program that finds nothing to do takes milliseconds here
 TOY = ModelConfig("llama", 64, 64, 1, 2, 1, 32, 64, 64)
+TOYS = {"toy": TOY, "toy experts": replace(TOY, family="mixtral", experts=ExpertsConfig(4, 2, 64))}
 PROMPTS = (5, 20) if SMOKE else (40, 256, 512, 2048)  # tokens
 
 
@@ -115,13 +117,15 @@ def plan(quick: bool) -> Plan:
     """The rows to measure: every shape and precision at batch 1, and the 8B model's batches, drafts and contexts. The
     first point of each is one row."""
     if SMOKE:
-        return [("toy", precision, [(1, 20, 1), (4, 20, 5)][: 1 + (precision == "int4")]) for precision in PRECISIONS]
+        plain: Plan = [("toy", p, [(1, 20, 1), (4, 20, 5)][: 1 + (p == "int4")]) for p in PRECISIONS]
+        return [*plain, ("toy experts", "int8", [(1, 20, 1)])]
     one = [(1, 128, 1)]
     verify = [(1, 128, each) for each in (2, 3, 5, 9)] + [(8, 128, each) for each in (2, 3, 4, 5)]
     sweep = [(b, 128, 1) for b in (2, 4, 8, 16, 32, 64)] + [(1, c, 1) for c in (1024, 2048, 8192)] + [(16, 2048, 1)]
     more = {} if quick else dict.fromkeys(("bf16", "int8", "int4"), verify + sweep)
     rows: Plan = [("llama-3.1-8b", p, one + more.get(p, [])) for p in PRECISIONS]
     if not quick:
+        rows.append(("mixtral-8x7b", "int4", one + [(b, 128, 1) for b in (4, 8, 32, 64)]))
         rows += [(name, p, one) for name in ("tinyllama-1.1b", "llama-2-7b") for p in PRECISIONS]
     return rows
 
@@ -134,9 +138,9 @@ def steps(
         if budget.left() < reserve:
             budget.say(f"skipped for lack of time: {name} {precision}")
             continue
-        config = TOY if SMOKE else shape(name)
+        config = TOYS[name] if SMOKE else shape(name)
         room = max(PROMPTS[-1], *(batch * (context + PAGE) for batch, context, _ in points))
-        program, weight_bytes = random_program(config, precision, room, DEVICE)
+        program, streamed = random_program(config, precision, room, DEVICE)
         one = 0.0
         for point in points:
             batch, context, each = point
@@ -145,7 +149,7 @@ def steps(
             check_logits(checks, title, program, context, logits[each - 1])
             per_step = seconds(replay, 1.0)
             one = one or per_step
-            num_bytes = weight_bytes + batch * context * config.kv_bytes_per_token(2)
+            num_bytes = streamed.bytes_of(batch * each) + batch * context * config.kv_bytes_per_token(2)
             row = {
                 "shape": name,
                 "precision": precision,

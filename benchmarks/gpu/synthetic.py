@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,12 +44,25 @@ def num_bytes(w: linear.Weights) -> int:
 
 def layer_weights(config: ModelConfig) -> int:
     """With how many weights each token of a prompt is multiplied: all but the head's, which one token alone meets."""
-    return sum(m.outputs * m.inputs for block in describe(config).layers for m in block.matrices)
+    return sum(block.met(m, m.outputs * m.inputs) for block in describe(config).layers for m in block.matrices)
 
 
-def random_program(config: ModelConfig, precision: str, tokens: int, device: torch.device) -> tuple[GpuProgram, int]:
-    """A program of the shape ``config`` with room for ``tokens`` in its cache of noise, and the bytes of weights that
-    one of its steps streams.
+class Streamed(NamedTuple):
+    """Bytes of weights that a step reads."""
+
+    always: int
+    by_experts: int  # of all experts
+    share: float  # of experts that one token goes to
+
+    def bytes_of(self, rows: int) -> int:
+        """What a step of ``rows`` tokens reads, if each token goes to any experts."""
+        return self.always + round(self.by_experts * (1 - (1 - self.share) ** rows))
+
+
+def random_program(
+    config: ModelConfig, precision: str, tokens: int, device: torch.device
+) -> tuple[GpuProgram, Streamed]:
+    """A program of the shape ``config`` with room for ``tokens`` in its cache of noise, and what its steps read.
 
     The head, and keys and values that heads share, are int8 where the rest is int4, as quantize/scheme.py decides.
     """
@@ -60,12 +74,12 @@ def random_program(config: ModelConfig, precision: str, tokens: int, device: tor
         return torch.empty(*size, dtype=torch.bfloat16, device=device).normal_()
 
     def pieces(m: Matrix) -> list[linear.Weights]:
-        parts = [(precision, m.outputs)]
+        parts = [("bf16" if m.split == "whole" else precision, m.outputs)]  # "whole": routers
         if m.name == "output":
             parts = [(finer, m.outputs)]
         elif m.name == "wqkv" and precision == "int4" and config.kv_dim < config.q_dim:
             parts = [(precision, config.q_dim), (finer, 2 * config.kv_dim)]
-        return [random_weights(p, n, m.inputs, device) for p, n in parts]
+        return [linear.stacked(random_weights(p, n, m.inputs, device), m.num_experts or 1) for p, n in parts]
 
     weights = [
         BlockWeights(
@@ -76,7 +90,10 @@ def random_program(config: ModelConfig, precision: str, tokens: int, device: tor
         )
         for block in description.blocks
     ]
-    streamed = sum(num_bytes(w) for block in weights for found in block.matrices.values() for w in found)
+    every = [w for block in weights for found in block.matrices.values() for w in found]
+    always, by_experts = (sum(num_bytes(w) for w in every if (w.num_experts > 1) == routed) for routed in (False, True))
+    e = config.experts
+    streamed = Streamed(always, by_experts, e.top_k / e.num_experts if e else 0.0)
     return GpuProgram(description, weights, ropes, torch.bfloat16), streamed
 
 

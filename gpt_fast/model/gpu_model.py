@@ -9,7 +9,7 @@ from torch import nn
 
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, check_cache
-from gpt_fast.kernels.gpu.linear import Weights, prepare
+from gpt_fast.kernels.gpu.linear import Weights, prepare, stacked
 from gpt_fast.kernels.gpu.program import BlockWeights, GpuProgram
 from gpt_fast.model.transformer import Block, KVCache, Transformer
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
@@ -25,15 +25,19 @@ def gpu_program(model: Transformer, cache: KVCache) -> GpuProgram:
 
 
 def _block_weights(module: Block, cache: LayerCache | None, dtype: torch.dtype) -> BlockWeights:
-    def parameter(name: str) -> torch.Tensor:
-        return module.get_parameter(f"{name}.weight").detach()
+    def parameter(name: str, kind: str = "weight") -> torch.Tensor:
+        return module.get_parameter(f"{name}.{kind}").detach()
+
+    def pieces(name: str) -> list[Weights]:
+        return _pieces(module.get_submodule(name), block.prefix + name, dtype)
 
     block = module.block
     return BlockWeights(
-        {m.name: _pieces(module.get_submodule(m.name), block.prefix + m.name, dtype) for m in block.matrices},
+        {m.name: [stacked(piece, m.num_experts or 1) for piece in pieces(m.name)] for m in block.matrices},
         {v.name: parameter(v.name) for v in block.vectors},
         {t.name: parameter(t.name) for t in block.tables},
         cache,
+        {v.name: parameter(v.name, "bias") for v in block.vectors if v.bias},
     )
 
 

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu import launching
-from gpt_fast.kernels.gpu.attention_kernel import attend_kernel
+from gpt_fast.kernels.gpu.attention_kernel import LOG2E, attend_kernel
 
 _QUERIES = 16  # tokens of a sequence that a program of a long step takes together
-_LOG2E = 1.4426950408889634  # the kernel takes powers of 2
 
 
 class Scratch(NamedTuple):
@@ -55,12 +54,17 @@ def attend(
     scale: float,
     room: Scratch | None = None,
     many: bool | None = None,
+    cap: float = 0.0,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [N, H, D] against what the cache holds already, the new tokens' keys and values included -> [N, H, D].
 
     The cache is float32, bfloat16, float16, or int8 with scales. ``window`` > 0 limits a query to the last ``window``
     positions, itself included. Tokens of no slot give zeros. ``room``: None makes it for this call. ``many``: tokens of
-    prompts, which have other bits; None: more than MAX_TOKENS are.
+    prompts, which have other bits; None: more than MAX_TOKENS are. ``cap`` > 0: scores become ``cap * tanh(score /
+    cap)``. ``slopes`` [H] float32: how much a score falls with each token of distance. ``sinks`` [H]: scores that take
+    weight and give nothing.
     """
     q = q.contiguous()
     num_tokens, heads, dim = q.shape
@@ -75,7 +79,8 @@ def attend(
         parts = room or scratch(num_tokens, heads, kv_heads, dim, q.device)
     out = torch.empty_like(q) if few else torch.zeros_like(q)
     attend_kernel[(programs, kv_heads, splits)](
-        q, *cache, *layout[:3], out, *parts, num_slots, pages_per_slot, _LOG2E * scale, window,
+        q, *cache, *layout[:3], out, *parts, slopes, sinks, num_slots,
+        pages_per_slot, LOG2E.value * scale, window, LOG2E.value * cap if cap else None,
         page_size=page_size, heads=heads, kv_heads=kv_heads, dim=dim, compute=launching.compute_dtype(q.dtype),
         group=group, queries=queries, rows=rows, width=width, splits=splits, block=64 if width <= 128 else 32,
         slots_pad=launching.power_of_two(num_slots),

@@ -10,26 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gpt_fast.kernels.gpu.common_kernel import find_block, tanh
 
-@triton.jit
-def _find_slot(program, query_start, num_slots, queries: tl.constexpr, slots_pad: tl.constexpr):
-    """The slot of ``program``, and the first of its new tokens: slots in order, each in blocks of ``queries`` tokens.
-
-    The slot is ``num_slots`` where there is nothing to do, or a padding token.
-    """
-    s = tl.arange(0, slots_pad)
-    begin = tl.load(query_start + s, mask=s < num_slots, other=0)
-    end = tl.load(query_start + 1 + s, mask=s < num_slots, other=0)
-    blocks = tl.where(s < num_slots, (end - begin + queries - 1) // queries, 0)
-    past = tl.cumsum(blocks, 0)
-    slot = tl.sum(((past <= program) & (s < num_slots)).to(tl.int32), 0)
-    before = tl.sum(tl.where(s < slot, blocks, 0), 0)
-    return slot, (program - before) * queries
+LOG2E = tl.constexpr(1.4426950408889634)  # scores are in bits: weights are powers of 2
 
 
 @triton.jit
 def _combine(partial, stats, at, active, used, rows: tl.constexpr, width: tl.constexpr, splits: tl.constexpr):
-    """Parts 0..active-1 of the row group ``at`` in one: [rows, width] float32, the first ``used`` rows.
+    """Parts 0..active-1 of the row group ``at`` in one, the first ``used`` rows. Gives what ``_attend_part`` gives.
 
     Read past the first-level cache, which does not know of other programs' stores.
     """
@@ -51,6 +39,18 @@ def _combine(partial, stats, at, active, used, rows: tl.constexpr, width: tl.con
         acc = acc * old_share[:, None] + its_acc * share[:, None]
         total = total * old_share + its_total * share
         most = new
+    return most, total, acc
+
+
+@triton.jit
+def _mean(most, total, acc, sinks):
+    """The weighted sum over the sum of weights [rows, width]. ``sinks`` [rows]: scores that take weight and give
+    nothing."""
+    if sinks is not None:
+        new = tl.maximum(most, sinks)
+        share = tl.exp2(most - new)
+        total = total * share + tl.exp2(sinks - new)
+        acc *= share[:, None]
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
@@ -68,7 +68,7 @@ def _places(token, head, count, heads, dim, group: tl.constexpr, rows: tl.conste
 
 @triton.jit
 def _attend_part(
-    own, own_position, k_cache, v_cache, k_scale, v_scale, pages, head, start, stop, scale, window,
+    own, own_position, k_cache, v_cache, k_scale, v_scale, pages, head, start, stop, scale, window, cap, slopes,
     page_size: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, compute: tl.constexpr, rows: tl.constexpr,
     width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -93,6 +93,10 @@ def _attend_part(
         scores = tl.dot(own, tl.trans(keys), input_precision="ieee") * scale
         if k_scale is not None:
             scores *= tl.load(k_scale + row, mask=valid, other=0.0)[None, :]
+        if cap is not None:
+            scores = cap * tanh(scores / cap)
+        if slopes is not None:
+            scores += slopes[:, None] * (key[None, :] - own_position[:, None]).to(tl.float32)
         seen = valid[None, :] & (key[None, :] <= own_position[:, None])
         if window > 0:
             seen &= key[None, :] > own_position[:, None] - window
@@ -112,7 +116,7 @@ def _attend_part(
 @triton.jit
 def attend_kernel(
     q, k_cache, v_cache, k_scale, v_scale, query_start, context_len, page_table, out, partial, stats, arrivals,
-    num_slots, pages_per_slot, scale, window,
+    slopes, sinks, num_slots, pages_per_slot, scale, window, cap,
     page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, compute: tl.constexpr,
     group: tl.constexpr, queries: tl.constexpr, rows: tl.constexpr, width: tl.constexpr, splits: tl.constexpr,
     block: tl.constexpr, slots_pad: tl.constexpr,
@@ -121,7 +125,7 @@ def attend_kernel(
     program, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r = tl.arange(0, rows)
     d = tl.arange(0, width)
-    slot, first_query = _find_slot(program, query_start, num_slots, queries, slots_pad)
+    slot, first_query = find_block(program, query_start, num_slots, queries, slots_pad)
     if slot >= num_slots:
         # A token past the last sequence's (queries == 1 alone counts programs by tokens): zeros.
         if queries == 1 and part == 0:
@@ -146,14 +150,18 @@ def attend_kernel(
 
     at, inside = _places(token, head, count, heads, dim, group, rows, width)
     own = tl.load(q + at + d[None, :], mask=inside, other=0.0)
+    if slopes is not None:
+        slopes = tl.load(slopes + head * group + r % group) * LOG2E
+    if sinks is not None:
+        sinks = tl.load(sinks + head * group + r % group).to(tl.float32) * LOG2E
     most, total, acc = _attend_part(
         own.to(compute), position + r // group, k_cache, v_cache, k_scale, v_scale,
-        page_table + slot * pages_per_slot, head, start, stop, scale, window, page_size, kv_heads, dim, compute, rows,
-        width, block,
+        page_table + slot * pages_per_slot, head, start, stop, scale, window, cap, slopes, page_size, kv_heads, dim,
+        compute, rows, width, block,
     )  # fmt: skip
 
     if splits == 1:
-        tl.store(out + at + d[None, :], acc / tl.where(total == 0.0, 1.0, total)[:, None], mask=inside)
+        tl.store(out + at + d[None, :], _mean(most, total, acc, sinks), mask=inside)
     else:
         cell = program * kv_heads + head
         place = cell * splits + part
@@ -164,6 +172,6 @@ def attend_kernel(
         tl.debug_barrier()  # all threads' stores come before the one thread's release
         before = tl.atomic_add(arrivals + cell, 1, sem="acq_rel")
         if before == active - 1:
-            value = _combine(partial, stats, cell, active, used, rows, width, splits)
-            tl.store(out + at + d[None, :], value, mask=inside)
+            most, total, acc = _combine(partial, stats, cell, active, used, rows, width, splits)
+            tl.store(out + at + d[None, :], _mean(most, total, acc, sinks), mask=inside)
             tl.store(arrivals + cell, 0)  # ready for the next launch

@@ -7,33 +7,72 @@ from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache
 from gpt_fast.kernels.gpu import launching
-from gpt_fast.kernels.gpu.fused_kernel import prepare_norm_kernel, rope_write_kernel
+from gpt_fast.kernels.gpu.fused_kernel import norm_kernel, prepare_norm_kernel, rope_write_kernel
 from gpt_fast.kernels.gpu.linear import Row
 
+Following = tuple[Tensor, float]  # the next norm's weight and eps
 _Source = tuple[Tensor | None, Tensor | None, float | None]  # table, tokens, scale
 
 
 def embed(
-    tokens: Tensor, table: Tensor, norm: Tensor, eps: float, dtype: torch.dtype, scale: float = 1.0
-) -> tuple[Tensor, Row]:
-    """Rows ``tokens`` [N] int64 of ``table`` [V, E] as ``dtype`` [N, E], and the same waiting for the first norm.
+    tokens: Tensor, table: Tensor, norm: Tensor | None, eps: float, dtype: torch.dtype, scale: float = 1.0
+) -> tuple[Tensor, Row | None]:
+    """Rows ``tokens`` [N] int64 of ``table`` [V, E] as ``dtype`` [N, E], and the same waiting for the first norm, if
+    there is one.
 
     They are multiplied by ``scale`` rounded to ``dtype``.
     """
     out = torch.empty(tokens.shape[0], table.shape[1], dtype=dtype, device=table.device)
     rounded = None if scale == 1.0 else torch.tensor(scale, dtype=dtype).item()
-    return out, prepare_norm(out, norm, eps, (table, tokens, rounded))
+    return out, _prepared(out, None if norm is None else (norm, eps), (table, tokens, rounded))
 
 
-def prepare_norm(x: Tensor, norm: Tensor, eps: float, source: _Source = (None, None, None)) -> Row:
-    """x [M, E] waiting for the norm of weight ``norm`` [E]: what a product takes. ``source`` fills ``x`` first."""
-    x = x.contiguous()
-    row = Row(torch.empty_like(x), x.new_empty(x.shape[0], 1, dtype=torch.float32), eps)
-    prepare_norm_kernel[(x.shape[0],)](
-        x, norm, row.weighted, row.squares, *source, x.shape[1], width=launching.power_of_two(x.shape[1]),
-        num_warps=8,
-    )  # fmt: skip
+def prepare_norm(x: Tensor, norm: Tensor, eps: float) -> Row:
+    """x [M, E] waiting for the norm of weight ``norm`` [E]: what a product takes."""
+    row = _prepared(x.contiguous(), (norm, eps), (None, None, None))
+    assert row is not None
     return row
+
+
+def _prepared(x: Tensor, following: Following | None, source: _Source) -> Row | None:
+    row, waiting = row_of(x, following)
+    prepare_norm_kernel[(x.shape[0],)](
+        x, *waiting, *source, x.shape[1], width=launching.power_of_two(x.shape[1]), num_warps=8
+    )
+    return row
+
+
+def row_of(x: Tensor, following: Following | None) -> tuple[Row | None, tuple[Tensor | None, ...]]:
+    """For a kernel that makes whole rows x [M, E]: the same waiting for the norm ``following``, to be filled, and the
+    kernel's arguments for it. Nothing where no norm follows."""
+    if following is None:
+        return None, (None, None, None)
+    norm, eps = following
+    row = Row(torch.empty_like(x), x.new_empty(x.shape[0], 1, dtype=torch.float32), eps)
+    return row, (norm, row.weighted, row.squares)
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centred: bool = False,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+    following: Following | None = None,
+) -> tuple[Tensor, Row | None]:
+    """The root-mean-square norm of x [M, E], or ``centred`` the layer norm, with ``add`` [M, E] added; and the same
+    waiting for the norm that is ``following``, if there is one. ``out``: what to fill. Its columns and those of x lie
+    side by side."""
+    out = torch.empty_like(x) if out is None else out
+    row, waiting = row_of(out, following)
+    norm_kernel[(x.shape[0],)](
+        x, weight, bias, add, out, *waiting, x.stride(0), out.stride(0), x.shape[1], eps, centred=centred,
+        width=launching.power_of_two(x.shape[1]), num_warps=8,
+    )  # fmt: skip
+    return out, row
 
 
 def rope_write(

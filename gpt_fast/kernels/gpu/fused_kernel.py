@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false, disallow-untyped-calls=false
-"""The small Triton kernels of a decode step: what stands between the products (fused.py launches them)."""
+"""The small Triton kernels of a step: what stands between the products (fused.py launches them)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from gpt_fast.kernels.gpu.linear_kernel import UNIT
 
 
 @triton.jit
+def leave(value, row, column, inside, norm, weighted, squares, dim):
+    """A row ``value`` [width] of float32 for the next norm: times its weight, and the sum of its squares."""
+    own = value * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(weighted + row.to(tl.int64) * dim + column, own.to(weighted.dtype.element_ty), mask=inside)
+    tl.store(squares + row, tl.sum(value * value, 0))
+
+
+@triton.jit
 def prepare_norm_kernel(
     x, norm, weighted, squares, table, tokens, scale, dim, width: tl.constexpr
 ):  # fmt: skip
-    """One row of ``x`` times the norm's weight, and the sum of its squares. A ``table`` fills the row first."""
+    """One row of ``x`` times the norm's weight, and the sum of its squares. A ``table`` fills the row first. Without a
+    ``norm`` that is all."""
     row = tl.program_id(0)
     column = tl.arange(0, width)
     inside = column < dim
@@ -25,10 +34,32 @@ def prepare_norm_kernel(
         if scale is not None:
             value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
         tl.store(x + row * dim + column, value, mask=inside)
-    value = value.to(tl.float32)
-    scaled = value * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(weighted + row * dim + column, scaled.to(weighted.dtype.element_ty), mask=inside)
-    tl.store(squares + row, tl.sum(value * value, 0))
+    if norm is not None:
+        leave(value.to(tl.float32), row, column, inside, norm, weighted, squares, dim)
+
+
+@triton.jit
+def norm_kernel(
+    x, norm, bias, add, out, next_norm, weighted, squares, x_stride, out_stride, dim, eps, centred: tl.constexpr,
+    width: tl.constexpr,
+):  # fmt: skip
+    """One row of ``x`` normed, by its root mean square or, ``centred``, as a layer norm does it; ``add`` is added."""
+    row = tl.program_id(0)
+    column = tl.arange(0, width)
+    inside = column < dim
+    value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if centred:
+        value = tl.where(inside, value - tl.sum(value, 0) / dim, 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
+    value *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if add is not None:
+        value += tl.load(add + row.to(tl.int64) * dim + column, mask=inside, other=0.0).to(tl.float32)
+    stored = value.to(out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64) * out_stride + column, stored, mask=inside)
+    if next_norm is not None:
+        leave(stored.to(tl.float32), row, column, inside, next_norm, weighted, squares, dim)
 
 
 @triton.jit

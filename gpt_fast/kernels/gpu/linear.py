@@ -2,8 +2,8 @@
 
 Decoding reads every weight once per step, so memory bounds the products. Each launch streams its weights once from
 memory for up to 64 rows, and once more from the second-level cache for every further 64. It does on the way what would
-otherwise take another launch and another trip to memory: the norm of its input, the bias, the gate of SwiGLU, the
-residual, and what the next norm needs. linear_kernel.py says how the work is divided.
+otherwise take another launch and another trip to memory: the norm of its input, the bias, the activation, the gate of
+SwiGLU, the residual, and what the next norm needs. linear_kernel.py says how the work is divided.
 
 A norm in front of a product is spread over two launches (``Row``): the one that makes a row also multiplies it by the
 norm's weight and leaves sums of its squares; the product divides its outputs by the root of their mean, because
@@ -44,12 +44,21 @@ class Weights(NamedTuple):
 
     kind: str  # dense, int8, int4, fp8
     data: Tensor  # dense, int8, fp8 (its bytes): [N, K]; int4: :func:`int4_chunks`
-    out_features: int
+    out_features: int  # of experts, those of each
     in_features: int
     scale: Tensor | None = None  # float32 [N], for the outputs; dense weights have one by scaled() alone
     group_size: int = 0  # int4
     bias: Tensor | None = None  # [N]
     pairs: Tensor | None = None  # int4: int32 [P / group_size, N], two 16-bit floats each
+    num_experts: int = 1  # whose rows lie one expert's behind the other's
+
+
+class Routes(NamedTuple):
+    """Which experts each of M rows goes to (experts.py): pairs of a row and one of its k experts."""
+
+    weights: Tensor  # [M, k] float32
+    order: Tensor  # [M k] int32: pairs sorted by expert. Pair i is row i // k
+    starts: Tensor  # [experts + 1] int32: where each expert's pairs begin in ``order``. No expert has those behind
 
 
 class Row(NamedTuple):
@@ -135,20 +144,28 @@ def _pairs(scale: Tensor, zero: Tensor, group_size: int, dtype: torch.dtype) -> 
     return torch.stack(halves, dim=-1).view(torch.int32).squeeze(-1)
 
 
+def stacked(w: Weights, num_experts: int) -> Weights:
+    """``w``, whose outputs are those of ``num_experts``, as their products take it. Raises UnsupportedError."""
+    if num_experts > 1 and w.kind == "int4" and w.data.numel() >= 2**31:
+        raise UnsupportedError(f"experts with {w.data.numel()} bytes of int4 weights in a layer, more than 2 GiB")
+    return w._replace(out_features=w.out_features // num_experts, num_experts=num_experts)
+
+
 def scaled(w: Weights, factor: float) -> Weights:
     """Weights whose products, biases included, are ``factor`` times those of ``w``."""
     if factor == 1.0:
         return w
-    scale = torch.ones(w.out_features, device=w.data.device) if w.scale is None else w.scale
+    scale = torch.ones(w.out_features * w.num_experts, device=w.data.device) if w.scale is None else w.scale
     return w._replace(scale=scale * factor, bias=None if w.bias is None else w.bias.float() * factor)
 
 
-def tiling(w: Weights, columns: int = 16) -> Tiling:
+def tiling(w: Weights, columns: int = 16, top_k: int = 1) -> Tiling:
     """The division that ``linear`` uses where a program takes ``columns`` rows of activations, as measured on an H100.
 
-    ``splits`` fills the GPU, and divides K where it can: loads without masks are faster.
+    ``splits`` fills the GPU, and divides K where it can: loads without masks are faster. ``top_k``: experts of a row,
+    which are multiplied side by side.
     """
-    tiles, k, splits = -(-w.out_features // 32), w.in_features, 1
+    tiles, k, splits = -(-w.out_features // 32) * top_k, w.in_features, 1
     while tiles * splits < _PROGRAMS and splits < _MOST_SPLITS and k >= 4 * splits * UNIT.value:
         if k % UNIT.value == 0 and k % (2 * splits * UNIT.value):
             break
@@ -197,13 +214,47 @@ def _shared_bytes(w: Weights, columns: int, t: Tiling, dtype: torch.dtype) -> in
     return max(int(loads), 4 * t.tile * columns)
 
 
-def make_room(products: Iterable[tuple[int, int]], num_rows: int, device: torch.device) -> Room:
-    """Room for products of at most ``num_rows`` rows, each given by its outputs and its splits."""
-    most = max((-(-outputs // _WIDEST) * _WIDEST * splits for outputs, splits in products if splits > 1), default=0)
-    return Room(
-        torch.empty(most * -(-num_rows // 64) * 64, device=device),
-        torch.zeros(_PROGRAMS, dtype=torch.int32, device=device),
-    )
+class _Division(NamedTuple):
+    """How a product of some rows is launched."""
+
+    columns: int  # rows of activations of a program
+    tiling: Tiling
+    blocks: int  # of rows
+    tiles: int
+
+    @property
+    def serial(self) -> bool:
+        """Whether a program computes all parts of its tile, because there are enough programs."""
+        return self.tiling.splits > 1 and self.blocks * self.tiles >= _PROGRAMS
+
+    @property
+    def room(self) -> int:
+        """Numbers of all parts that meet."""
+        t = self.tiling
+        return 0 if self.serial or t.splits == 1 else self.blocks * self.tiles * t.splits * t.tile * self.columns
+
+
+def _divide(w: Weights, num_rows: int, top_k: int, given: Tiling | None = None) -> _Division:
+    """A product of ``num_rows`` generated tokens, each with ``top_k`` of the experts of ``w``."""
+    # An expert has at most all of them, and seldom twice as many as the mean.
+    most = min(num_rows, 2 * -(-num_rows * top_k // w.num_experts))
+    # Half as many rows of activations pay where instructions count, as for int4.
+    columns = next((c for c in _COLUMNS if most <= c and (c > 8 or w.kind == "int4")), _COLUMNS[-1])
+    t = given or tiling(w, columns, top_k)
+    return _Division(columns, t, _num_blocks(w, num_rows, top_k, columns), -(-w.out_features // t.tile))
+
+
+def _num_blocks(w: Weights, num_rows: int, top_k: int, columns: int) -> int:
+    """The most blocks of ``columns`` pairs that the experts of ``w`` can have."""
+    pairs = num_rows * top_k
+    return (pairs + min(pairs, w.num_experts) * (columns - 1)) // columns
+
+
+def make_room(products: Iterable[tuple[Weights, int]], num_rows: int, device: torch.device) -> Room:
+    """Room for products of at most ``num_rows`` rows, each given by its weights and how many experts a row has."""
+    shapes = {(w.kind, w.out_features, w.in_features, w.num_experts, k): w for w, k in products}
+    most = max((_divide(w, n, key[-1]).room for key, w in shapes.items() for n in range(1, num_rows + 1)), default=0)
+    return Room(torch.empty(most, device=device), torch.zeros(_PROGRAMS, dtype=torch.int32, device=device))
 
 
 def linear(
@@ -211,53 +262,63 @@ def linear(
     w: Weights,
     *,
     gated: bool = False,
+    activation: str | None = None,
+    cap: float | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
     following: tuple[Tensor, Tensor, Tensor] | None = None,
+    routes: Routes | None = None,
     many: bool = False,
     division: Tiling | None = None,
     room: Room | None = None,
 ) -> Tensor:
     """x [M, K], or rows that wait for their norm -> [M, N] of x's dtype.
 
-    ``gated``: the weights are gate and up [2 F, K]; gives ``silu(gate) * up`` [M, F] (SwiGLU, Shazeer 2020, arXiv
-    2002.05202). ``residual`` [M, N] is added. ``out``: what to fill and return, of any float dtype, columns side by
-    side. ``following``: the next norm's weight, and the first two tensors of its ``Row`` to fill. ``many``: rows of
+    ``gated``: the weights are gate and up [2 F, K]; gives ``activation(gate) * up`` [M, F], by default with silu
+    (SwiGLU, Shazeer 2020, arXiv 2002.05202). ``activation``: of model/description.py. ``cap``: ``cap * tanh(y / cap)``
+    in the place of y. ``residual`` [M, N] is added. ``out``: what to fill and return, of any float dtype, columns side
+    by side. ``following``: the next norm's weight, and the first two tensors of its ``Row`` to fill. ``many``: rows of
     prompts, which have other bits. ``room``: where the parts of at most MAX_TOKENS rows meet; else it is made for this
-    call. No bit of a row depends on M. Raises ValueError for other columns than K, and rows that are not contiguous.
+    call.
+
+    ``routes``: by the experts of ``w``, without a residual. x has the rows that they are about, or one for each of
+    their P pairs; gives [P, N], where the rows of pairs that no expert has are not written.
+
+    No bit of a row depends on M. Raises ValueError for other columns than K, and rows that are not contiguous.
     """
     rows, squares, eps = x if isinstance(x, Row) else (x, None, 0.0)
     if rows.shape[1] != w.in_features or not rows.is_contiguous():
         raise ValueError(f"x must be contiguous and have {w.in_features} columns, not {tuple(rows.shape)}")
-    num_rows, sides, kind, x_scale = rows.shape[0], 2 if gated else 1, w.kind, None
-    num_out, dtype = w.out_features // sides, rows.dtype
-    out = rows.new_empty(num_rows, num_out) if out is None else out
+    num_x, kind, x_scale, dtype = rows.shape[0], w.kind, None, rows.dtype
+    num_rows, top_k = (num_x, 1) if routes is None else routes.weights.shape
+    num_out = w.out_features // (2 if gated else 1)
+    out = rows.new_empty(num_rows * top_k, num_out) if out is None else out
     if num_rows == 0:
         return out
     if many:
-        columns, t = tiling_of_many(w, num_rows, dtype, launching.shared_memory(rows.device))
+        each = -(-num_rows * top_k // w.num_experts)
+        columns, t = tiling_of_many(w, each, dtype, launching.shared_memory(rows.device))
+        d = _Division(columns, t, _num_blocks(w, num_rows, top_k, columns), -(-w.out_features // t.tile))
         if kind == "int8":
             (rows, x_scale), kind = round_rows(rows), "rounded"
     else:
-        # Half as many rows of activations pay where instructions count, as for int4.
-        found = (c for c in _COLUMNS if num_rows <= c and (c > 8 or kind == "int4"))
-        columns = next(found, _COLUMNS[-1])
-        t = division or tiling(w, columns)
+        d = _divide(w, num_rows, top_k, division)
+    t = d.tiling
     num_squares = 0 if squares is None else squares.shape[1]
-    blocks, tiles = -(-num_rows // columns), -(-num_out // (t.tile // sides))
-    serial = t.splits > 1 and blocks * tiles >= _PROGRAMS
     parts: tuple[Tensor | None, ...] = (None, None)
-    if t.splits > 1 and not serial:
+    if d.room:
         if room is None or num_rows > launching.MAX_TOKENS:
-            room = make_room([(w.out_features, t.splits)], num_rows, rows.device)
+            room = Room(rows.new_empty(d.room, dtype=torch.float32), rows.new_zeros(_PROGRAMS, dtype=torch.int32))
         parts = room
-    linear_kernel[(blocks, tiles, 1 if serial else t.splits)](
+    linear_kernel[(d.blocks, d.tiles, 1 if d.serial else t.splits)](
         rows, x_scale, squares, w.data, w.scale, w.pairs, w.bias, residual, out, *(following or (None, None, None)),
-        *parts, num_rows, num_out, out.stride(0), w.in_features, num_squares, eps,
+        *parts, *((None, None, None) if routes is None else (routes.order, routes.starts, w.num_experts)),
+        num_x, num_out, out.stride(0), w.in_features, w.out_features * w.num_experts, num_squares, eps, cap,
         kind=kind, half_dtype=launching.triton_dtype(launching.half(dtype)), compute=launching.compute_dtype(dtype),
-        group_size=w.group_size, gated=gated, tile=t.tile, columns=columns,
-        step=t.step, splits=t.splits, serial=serial, even=w.in_features % (t.splits * UNIT.value) == 0,
-        squares_pad=launching.power_of_two(num_squares),
+        group_size=w.group_size, gated=gated, activation=activation or ("silu" if gated else None), tile=t.tile,
+        columns=d.columns, step=t.step, splits=t.splits, serial=d.serial,
+        even=w.in_features % (t.splits * UNIT.value) == 0, squares_pad=launching.power_of_two(num_squares),
+        experts_pad=launching.power_of_two(w.num_experts), sharing=num_rows * top_k // num_x,
         # float32 activations take twice the shared memory
         num_warps=t.warps, num_stages=2 if dtype == torch.float32 and kind != "rounded" else t.stages,
     )  # fmt: skip

@@ -8,6 +8,9 @@ hide each other's waiting. The last of a tile's parts to end adds them up, in or
 of them, one after the other). The parts, and the steps in which a part goes along K, depend on the weights alone, and
 an output is summed for itself: a row's result is the same bits alone and in a batch, in whatever tile and block.
 
+With experts (``order``) the rows of activations are pairs of a token and an expert, sorted by expert. A block has pairs
+of one expert and multiplies with that one's rows of the weights.
+
 Every load of the loop is an asynchronous copy, ``num_stages`` deep in Triton's pipeline: each feeds the product.
 
 Rows of prompts that were rounded to bytes (``kind`` "rounded") are multiplied with int8 weights as bytes, UNIT of K at
@@ -19,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gpt_fast.kernels.gpu.common_kernel import find_block, tanh
 from gpt_fast.kernels.gpu.launching import INTERPRETED
 
 UNIT = tl.constexpr(128)  # values of K: parts are whole numbers of them, and steps divide them
@@ -121,15 +125,16 @@ def _sum_in_any_order(x, axis: tl.constexpr, count: tl.constexpr):
 
 @triton.jit
 def _bytes_sum(
-    x, w, m, n, begin, stop, num_x, k_size, kind: tl.constexpr, compute: tl.constexpr, tile: tl.constexpr,
+    x, w, m, given, n, begin, stop, k_size, kind: tl.constexpr, compute: tl.constexpr, tile: tl.constexpr,
     columns: tl.constexpr, step: tl.constexpr, even: tl.constexpr,
 ):  # fmt: skip
-    """[tile, columns] float32: rows ``n`` [tile] of ``w`` [*, K] times rows ``m`` [columns] of ``x`` [num_x, K], over
-    ``begin`` to ``stop`` of K. ``even``: that is a whole number of steps, so no load of weights needs a mask."""
+    """[tile, columns] float32: rows ``n`` [tile] of ``w`` [*, K] times rows ``m`` [columns] of ``x`` [*, K] that are
+    ``given``, over ``begin`` to ``stop`` of K. ``even``: that is a whole number of steps, so no load of weights needs a
+    mask."""
     k = tl.arange(0, step)
     w_at = w + n.to(tl.int64)[:, None] * k_size + k[None, :]
     x_at = x + m.to(tl.int64)[:, None] * k_size + k[None, :]
-    given = (m < num_x)[:, None]
+    given = given[:, None]
     acc = tl.zeros((tile, columns), tl.float32)
     for first in range(begin, stop, step):
         inside = ((first + k < k_size) | even)[None, :]
@@ -141,14 +146,14 @@ def _bytes_sum(
 
 @triton.jit
 def _rounded_sum(
-    x, x_scale, w, m, n, num_x, k_size, tile: tl.constexpr, columns: tl.constexpr, even: tl.constexpr
+    x, x_scale, w, m, given, n, num_x, k_size, tile: tl.constexpr, columns: tl.constexpr, even: tl.constexpr
 ):  # fmt: skip
-    """[tile, columns] float32: int8 rows ``n`` [tile] of ``w`` [*, K] times int8 rows ``m`` [columns] of ``x``
-    [num_x, K], whose scales are ``x_scale`` [K / UNIT, num_x] float32. No sum of UNIT products overflows."""
+    """[tile, columns] float32: int8 rows ``n`` [tile] of ``w`` [*, K] times those int8 rows ``m`` [columns] of ``x``
+    [num_x, K] that are ``given``. Their scales are ``x_scale`` [K / UNIT, num_x] float32. No sum of UNIT products
+    overflows."""
     k = tl.arange(0, UNIT)
     w_at = w + n.to(tl.int64)[:, None] * k_size + k[None, :]
     x_at = x + m.to(tl.int64)[:, None] * k_size + k[None, :]
-    given = m < num_x
     acc = tl.zeros((columns, tile), tl.float32)
     scale = tl.load(x_scale + m, mask=given, other=0.0)
     for first in range(0, k_size, UNIT):
@@ -165,7 +170,7 @@ def _rounded_sum(
 
 @triton.jit
 def _int4_sum(
-    x, w, pairs, m, n, begin, stop, num_x, k_size, w_rows, half_dtype: tl.constexpr, compute: tl.constexpr,
+    x, w, pairs, m, given, n, begin, stop, k_size, w_rows, half_dtype: tl.constexpr, compute: tl.constexpr,
     group_size: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, even: tl.constexpr,
 ):  # fmt: skip
     """As ``_bytes_sum`` for nibbles, ``w`` [P / 128, w_rows, 64] and ``pairs`` [P / group_size, w_rows] as prepare()
@@ -173,7 +178,7 @@ def _int4_sum(
     half: tl.constexpr = UNIT // 2
     k = tl.arange(0, half)
     x_at = x + m.to(tl.int64)[:, None] * k_size + k[None, :]
-    given = (m < num_x)[:, None]
+    given = given[:, None]
     acc = tl.zeros((tile, columns), tl.float32)
     for first in range(begin, stop, UNIT):
         left = k_size - first
@@ -189,7 +194,7 @@ def _int4_sum(
 
 @triton.jit
 def _part_sum(
-    x, w, pairs, m, n, part, num_x, k_size, w_rows, kind: tl.constexpr, half_dtype: tl.constexpr,
+    x, w, pairs, m, given, n, part, k_size, w_rows, kind: tl.constexpr, half_dtype: tl.constexpr,
     compute: tl.constexpr, group_size: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, step: tl.constexpr,
     splits: tl.constexpr, even: tl.constexpr,
 ):  # fmt: skip
@@ -199,20 +204,44 @@ def _part_sum(
     stop = begin + share if even else tl.minimum(begin + share, k_size)
     if kind == "int4":
         acc = _int4_sum(
-            x, w, pairs, m, n, begin, stop, num_x, k_size, w_rows, half_dtype, compute, group_size, tile, columns, even
+            x, w, pairs, m, given, n, begin, stop, k_size, w_rows, half_dtype, compute, group_size, tile, columns, even
         )  # fmt: skip
     else:
-        acc = _bytes_sum(x, w, m, n, begin, stop, num_x, k_size, kind, compute, tile, columns, step, even)
+        acc = _bytes_sum(x, w, m, given, n, begin, stop, k_size, kind, compute, tile, columns, step, even)
     return acc
+
+
+@triton.jit
+def _activated(x, kind: tl.constexpr):
+    """``kind`` (model/description.py) of each number."""
+    if kind == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif kind == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif kind == "gelu_tanh":
+        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    else:
+        return tl.where(x < 0.0, 0.0, x)  # relu
+
+
+@triton.jit
+def _gated(gate, up, kind: tl.constexpr):
+    """``kind`` of ``gate``, times ``up``."""
+    if kind == "clamped_swiglu":
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    return _activated(gate, kind) * up
 
 
 @triton.jit(do_not_specialize=["num_x"])  # one program for any number of rows of a block
 def linear_kernel(
     x, x_scale, squares, w, scale, pairs, bias, residual, out, next_norm, weighted, next_squares, partial, arrivals,
-    num_x, num_out, out_stride, k_size, num_squares, eps,
+    order, starts, num_experts, num_x, num_out, out_stride, k_size, w_rows, num_squares, eps, cap,
     kind: tl.constexpr, half_dtype: tl.constexpr, compute: tl.constexpr, group_size: tl.constexpr, gated: tl.constexpr,
-    tile: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, splits: tl.constexpr, serial: tl.constexpr,
-    even: tl.constexpr, squares_pad: tl.constexpr,
+    activation: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, splits: tl.constexpr,
+    serial: tl.constexpr, even: tl.constexpr, squares_pad: tl.constexpr, experts_pad: tl.constexpr,
+    sharing: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs for one block of rows of ``x``; see linear.py's ``linear``."""
     block, owned, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -220,50 +249,66 @@ def linear_kernel(
     r, c = tl.arange(0, tile), tl.arange(0, columns)
     inner = tl.minimum(owned * outputs + r % outputs, num_out - 1)
     n = inner + r // outputs * num_out  # gate rows and, behind them, the same outputs' rows of up
-    m = block * columns + c
-    w_rows = num_out * (2 if gated else 1)
+    # Of the block's columns: which exist, the rows of x, and those of the output.
+    if order is None:
+        m = block * columns + c
+        given = m < num_x
+        source = m
+    else:
+        expert, first = find_block(block, starts, num_experts, columns, experts_pad)
+        if expert >= num_experts:
+            return
+        at = tl.load(starts + expert) + first + c
+        given = at < tl.load(starts + expert + 1)
+        m = tl.load(order + at, mask=given, other=0)
+        source = m // sharing
+        n += expert * (w_rows // num_experts)
     if kind == "rounded":
-        acc = _rounded_sum(x, x_scale, w, m, n, num_x, k_size, tile, columns, even)
+        acc = _rounded_sum(x, x_scale, w, source, given, n, num_x, k_size, tile, columns, even)
     else:
         acc = _part_sum(
-            x, w, pairs, m, n, part, num_x, k_size, w_rows, kind, half_dtype, compute, group_size, tile, columns, step,
-            splits, even,
+            x, w, pairs, source, given, n, part, k_size, w_rows, kind, half_dtype, compute, group_size, tile, columns,
+            step, splits, even,
         )  # fmt: skip
     if serial:
         for behind in range(1, splits):
             acc += _part_sum(
-                x, w, pairs, m, n, behind, num_x, k_size, w_rows, kind, half_dtype, compute, group_size, tile, columns,
-                step, splits, even,
+                x, w, pairs, source, given, n, behind, k_size, w_rows, kind, half_dtype, compute, group_size, tile,
+                columns, step, splits, even,
             )  # fmt: skip
     elif splits > 1:
         cell = block * tl.num_programs(1) + owned
         at = cell.to(tl.int64) * splits * tile * columns + r[:, None] * columns + c[None, :]
-        given = (m < num_x)[None, :]
-        tl.store(partial + at + part * tile * columns, acc, mask=given)
+        stored = given[None, :]
+        tl.store(partial + at + part * tile * columns, acc, mask=stored)
         tl.debug_barrier()  # all threads' stores come before the one thread's release
         before = tl.atomic_add(arrivals + cell, 1, sem="acq_rel")
         if before < splits - 1:
             return
         # Read past the first-level cache, which does not know of other programs' stores.
-        acc = tl.load(partial + at, mask=given, other=0.0, cache_modifier=".cg")
+        acc = tl.load(partial + at, mask=stored, other=0.0, cache_modifier=".cg")
         for behind in range(1, splits):
-            acc += tl.load(partial + at + behind * tile * columns, mask=given, other=0.0, cache_modifier=".cg")
+            acc += tl.load(partial + at + behind * tile * columns, mask=stored, other=0.0, cache_modifier=".cg")
         tl.store(arrivals + cell, 0)  # ready for the next launch
     if scale is not None:
         acc *= tl.load(scale + n)[:, None]
     if squares is not None:
         s = tl.arange(0, squares_pad)
-        inside = (m < num_x)[:, None] & (s < num_squares)[None, :]
-        given = tl.load(squares + m[:, None] * num_squares + s[None, :], mask=inside, other=0.0)
-        acc *= tl.rsqrt(_sum_in_any_order(given, 1, squares_pad) / k_size + eps)[None, :]
+        inside = given[:, None] & (s < num_squares)[None, :]
+        own = tl.load(squares + source[:, None] * num_squares + s[None, :], mask=inside, other=0.0)
+        acc *= tl.rsqrt(_sum_in_any_order(own, 1, squares_pad) / k_size + eps)[None, :]
     if bias is not None:
         acc += tl.load(bias + n).to(tl.float32)[:, None]
     if gated:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, outputs, columns)), (1, 2, 0)))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        acc = _gated(gate, up, activation)
+    elif activation is not None:
+        acc = _activated(acc, activation)
+    if cap is not None:
+        acc = cap * tanh(acc / cap)
     n = owned * outputs + tl.arange(0, outputs)
     at = m.to(tl.int64)[None, :] * num_out + n[:, None]
-    inside = (m < num_x)[None, :] & (n < num_out)[:, None]
+    inside = given[None, :] & (n < num_out)[:, None]
     if residual is not None:
         acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     value = acc.to(out.dtype.element_ty)
@@ -276,4 +321,4 @@ def linear_kernel(
         sums = _sum_in_any_order(tl.reshape(value * value, (parts, SQUARES, columns)), 1, SQUARES)
         part = owned * parts + tl.arange(0, parts)
         at = m[None, :] * tl.cdiv(num_out, SQUARES) + part[:, None]
-        tl.store(next_squares + at, sums, mask=(m < num_x)[None, :] & (part * SQUARES < num_out)[:, None])
+        tl.store(next_squares + at, sums, mask=given[None, :] & (part * SQUARES < num_out)[:, None])

@@ -2,9 +2,10 @@
 
     norm, qkv | q and k norm, rotation, cache | attention | wo, residual | norm, gate and up, SwiGLU | w2, residual
 
-with one more where keys and values are stored otherwise than queries. Small rules fuse neighbours: a norm goes into the
-launch that makes its input and the products that read its output (linear.py), a gate into the product before it.
-Every field of an operation is honoured or refused here.
+with one more where keys and values are stored otherwise than queries, and six in the place of the last two for experts
+(experts.py). Small rules fuse neighbours: a norm goes into the launch that makes its input and the products that read
+its output (linear.py), an activation or a cap into the product before it. Every field of an operation is honoured or
+refused here.
 
 Steps are of two kinds. ``step`` computes at most MAX_TOKENS, which memory bounds; ``prompts`` any number, which
 arithmetic bounds: its products and attention are divided otherwise (``many``). No bit of a row depends on the others in
@@ -23,29 +24,35 @@ from torch import Tensor
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu.attention import Scratch, attend, scratch
-from gpt_fast.kernels.gpu.fused import embed, prepare_norm, rope_write
+from gpt_fast.kernels.gpu.experts import gather, route
+from gpt_fast.kernels.gpu.fused import embed, norm, prepare_norm, rope_write
 from gpt_fast.kernels.gpu.launching import MAX_TOKENS
-from gpt_fast.kernels.gpu.linear import Row, Weights, linear, linear_residual, make_room, scaled, tiling
+from gpt_fast.kernels.gpu.linear import Routes, Row, Weights, linear, linear_residual, make_room, scaled
 from gpt_fast.model import description as d
+from gpt_fast.model.attention import alibi_slopes
 
 MAX_HEAD_DIM = 256
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # with a gate or without
 
 Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # positions and lengths [N] -> cos and sin [N, R / 2] float32
 
 
 class BlockWeights(NamedTuple):
-    """What the operations of one block name. matrices: several for one whose rows are stored in different formats."""
+    """What the operations of one block name. matrices: several for one whose rows are stored in different formats.
+    biases: of the vectors that have one."""
 
     matrices: Mapping[str, Sequence[Weights]] = {}
     vectors: Mapping[str, Tensor] = {}
     tables: Mapping[str, Tensor] = {}
     cache: LayerCache | None = None
+    biases: Mapping[str, Tensor] = {}
 
 
 class _Step(NamedTuple):
-    """The inputs of one step, and its buffers by name: rows [N, width], or a ``Row``."""
+    """The inputs of one step, and its buffers by name: rows [N, width], a ``Row``, or ``Routes``."""
 
     tokens: Tensor
+    positions: Tensor
     angles: Sequence[tuple[Tensor, Tensor]]
     layout: StepLayout
     many: bool  # tokens of prompts
@@ -53,7 +60,8 @@ class _Step(NamedTuple):
 
 
 _Launch = tuple[Callable[[_Step], None], int]  # and how many operations it does
-_Following = tuple[d.Op, BlockWeights] | None
+_Rest = Sequence[tuple[d.Op, BlockWeights]]  # the operations behind one
+_Norm = tuple[str, Tensor, float]  # output, weight, eps
 
 
 class GpuProgram:
@@ -70,10 +78,14 @@ class GpuProgram:
         self._ropes, self._tables, self._dtype = ropes, description.ropes, dtype
         self.device = next(iter(weights[0].tables.values())).device
         self._scratch: dict[tuple[int, int, int], Scratch] = {}  # by the numbers of heads and their dimension
-        pieces = [piece for w in weights for matrix in w.matrices.values() for piece in matrix]
-        products = [(piece.out_features, tiling(piece).splits) for piece in pieces]
+        products = [
+            (piece, next((op.top_k for op in block.ops if isinstance(op, d.Route)), 1) if piece.num_experts > 1 else 1)
+            for block, w in zip(description.blocks, weights, strict=True)
+            for matrix in w.matrices.values()
+            for piece in matrix
+        ]
         self._room = make_room(products, MAX_TOKENS, self.device)
-        # What the buffers hold while the program is made: Tensor, Row, or queries with their Heads and cache.
+        # What the buffers hold while the program is made: Tensor, Row, Routes, or queries with their Heads and cache.
         self._made: dict[str, type | tuple[d.Heads, LayerCache]] = {}
         ops = [(op, w) for block, w in zip(description.blocks, weights, strict=True) for op in block.ops]
         self._launches: list[Callable[[_Step], None]] = []
@@ -82,14 +94,13 @@ class GpuProgram:
             op, block = ops[done]
             if type(op) not in _RULES:
                 raise UnsupportedError(f"the operation {type(op).__name__}")
-            run, count = _RULES[type(op)](self, op, block, ops[done + 1] if done + 1 < len(ops) else None)
+            run, count = _RULES[type(op)](self, op, block, ops[done + 1 :])
             self._launches.append(run)
             done += count
         self._check_rows("logits", "a model", "output")
-        head = ops[-1][0]  # whose launch is the last one
-        if not isinstance(head, d.Product) or head.add:
-            raise UnsupportedError(f"logits of the operation {type(head).__name__}")
-        self._head_input = head.x
+        if not isinstance(op, d.Product) or op.add:  # whose launch is the last one
+            raise UnsupportedError(f"logits of the operation {type(op).__name__}")
+        self._head_input = op.x
 
     def step(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout) -> Tensor:
         """Logits [N, V] float32 of all new tokens; their keys and values go into the cache.
@@ -114,11 +125,11 @@ class GpuProgram:
         else:
             chosen = found[rows]
         layout = StepLayout(rows, rows, rows, rows)  # not read
-        return self._logits(_Step(rows, (), layout, False, {self._head_input: chosen}))
+        return self._logits(_Step(rows, rows, (), layout, False, {self._head_input: chosen}))
 
     def _run_body(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, *, many: bool) -> _Step:
         turns = (rope(positions, lengths) for rope in self._ropes)
-        step = _Step(tokens, [(cos.contiguous(), sin.contiguous()) for cos, sin in turns], layout, many, {})
+        step = _Step(tokens, positions, [(cos.contiguous(), sin.contiguous()) for cos, sin in turns], layout, many, {})
         for run in self._launches[:-1]:
             run(step)
         return step
@@ -130,76 +141,92 @@ class GpuProgram:
 
     # The rules: each makes a launch.
 
-    def _embed(self, op: d.Embed, w: BlockWeights, following: _Following) -> _Launch:
-        norm = _norm_of(op.out, following)
-        if norm is None:
-            raise UnsupportedError(f"Embed with out {op.out!r}, which no Norm reads next")
-        table, (normed, vector, eps) = w.tables[op.table], norm
+    def _embed(self, op: d.Embed, w: BlockWeights, rest: _Rest) -> _Launch:
+        table, normed = w.tables[op.table], _norm_of(op.out, rest)
+        vector, eps = (None, 0.0) if normed is None else normed[1:]
 
         def run(step: _Step) -> None:
-            x, row = embed(step.tokens, table, vector, eps, self._dtype, op.scale)
-            step.buffers.update({op.out: x, normed: row})
+            _leave(step, op.out, normed, *embed(step.tokens, table, vector, eps, self._dtype, op.scale))
 
-        self._made |= {op.out: Tensor, normed: Row}
-        return run, 2
+        return run, self._leaves(op.out, normed)
 
-    def _norm(self, op: d.Norm, w: BlockWeights, following: _Following) -> _Launch:
-        self._check_rows(op.x, "Norm", "x")
-        vector = _norm_vector(op, w)
+    def _add_positions(self, op: d.AddPositions, w: BlockWeights, rest: _Rest) -> _Launch:
+        self._check_rows(op.x, "AddPositions", "x")
+        table = w.tables[op.table]
 
         def run(step: _Step) -> None:
-            step.buffers[op.out] = prepare_norm(step.buffers[op.x], vector, op.eps)
+            step.buffers[op.x] = step.buffers[op.x] + table[step.positions + op.offset].to(self._dtype)
 
-        self._made[op.out] = Row
         return run, 1
 
-    def _product(self, op: d.Product, w: BlockWeights, following: _Following) -> _Launch:
+    def _norm(self, op: d.Norm, w: BlockWeights, rest: _Rest) -> _Launch:
+        self._check_rows(op.x, "Norm", "x")
+        vector, bias = _shifted(w.vectors[op.weight], op.offset), w.biases.get(op.weight)
+        if _waits(op):
+
+            def prepare(step: _Step) -> None:
+                step.buffers[op.out] = prepare_norm(step.buffers[op.x], vector, op.eps)
+
+            self._made[op.out] = Row
+            return prepare, 1
+        if op.add:
+            self._check_rows(op.add, "Norm", "add")
+        normed = _norm_of(op.out, rest)
+
+        def run(step: _Step) -> None:
+            x, add = step.buffers[op.x], step.buffers[op.add] if op.add else None
+            following = None if normed is None else normed[1:]
+            made = norm(x, vector, bias, op.eps, centred=op.kind == "layer", add=add, following=following)
+            _leave(step, op.out, normed, *made)
+
+        return run, self._leaves(op.out, normed)
+
+    def _product(self, op: d.Product, w: BlockWeights, rest: _Rest) -> _Launch:
         pieces = [scaled(piece, op.scale) for piece in w.matrices[op.matrix]]
-        if self._made.get(op.x) is not Row:
-            self._check_rows(op.x, "Product", "x")
+        if pieces[0].num_experts > 1:
+            raise UnsupportedError(f"Product with matrix {op.matrix!r}, which is of experts")
+        self._check_input(op.x, "Product")
         if op.add:
             self._check_rows(op.add, "Product", "add")
-        gate = following[0] if following and isinstance(following[0], d.Activation) else None
-        gate = gate if gate and gate.x == op.out else None
-        if gate is not None:
-            _only(gate, kind="silu", gated=True)
+        behind = rest[0][0] if rest else None
+        if not isinstance(behind, d.Activation | d.Cap) or behind.x != op.out:
+            behind = None
+        if behind is not None:
             _only(op, add="")
-        if len(pieces) > 1 and (op.add or gate):
+        if len(pieces) > 1 and (op.add or behind):
             raise UnsupportedError(f"Product with matrix {op.matrix!r} in several formats and something fused to it")
-        norm = _norm_of(op.out, following) if op.add else None
-        out = gate.out if gate else op.out
-        sizes = [piece.out_features // (2 if gate else 1) for piece in pieces]
+        normed = _norm_of(op.out, rest) if op.add else None
+        out, gated, activation = op.out if behind is None else behind.out, False, None
+        if isinstance(behind, d.Activation):
+            gated, activation = behind.gated, _kind(behind)
+        cap = behind.limit if isinstance(behind, d.Cap) else None
+        sizes = [piece.out_features // (2 if gated else 1) for piece in pieces]
 
         def run(step: _Step) -> None:
             x, residual = step.buffers[op.x], step.buffers[op.add] if op.add else None
-            if residual is not None and norm is not None:
-                normed, vector, eps = norm
+            if residual is not None and normed is not None:
+                _, vector, eps = normed
                 if step.many:
-                    step.buffers[out] = sums = linear(x, pieces[0], residual=residual, many=True)
-                    step.buffers[normed] = prepare_norm(sums, vector, eps)
+                    sums = linear(x, pieces[0], residual=residual, many=True)
+                    _leave(step, out, normed, sums, prepare_norm(sums, vector, eps))
                 else:
-                    step.buffers[out], step.buffers[normed] = linear_residual(
-                        x, pieces[0], residual, vector, eps, self._room
-                    )
+                    made = linear_residual(x, pieces[0], residual, vector, eps, self._room)
+                    _leave(step, out, normed, *made)
                 return
             rows = x.weighted if isinstance(x, Row) else x
             dtype = torch.float32 if out == "logits" else self._dtype
             step.buffers[out] = side_by_side = rows.new_empty(rows.shape[0], sum(sizes), dtype=dtype)
             for piece, columns in zip(pieces, side_by_side.split(sizes, dim=1), strict=True):
                 linear(
-                    x, piece, gated=gate is not None, residual=residual, out=columns, many=step.many, room=self._room
-                )
+                    x, piece, gated=gated, activation=activation, cap=cap, residual=residual, out=columns,
+                    many=step.many, room=self._room,
+                )  # fmt: skip
 
-        self._made.pop(op.out, None)  # never written where a gate is behind it
-        self._made[out] = Tensor
-        if norm is not None:
-            self._made[norm[0]] = Row
-        return run, 1 if gate is None and norm is None else 2
+        self._made.pop(op.out, None)  # never written where something is fused to it
+        return run, self._leaves(out, normed) + (behind is not None)
 
-    def _attention_heads(self, op: d.Heads, w: BlockWeights, following: _Following) -> _Launch:
+    def _attention_heads(self, op: d.Heads, w: BlockWeights, rest: _Rest) -> _Launch:
         self._check_rows(op.x, "Heads", "x")
-        if op.norm == "row":
-            _only(op, norm="head")
         if op.head_dim % 2 or op.head_dim > MAX_HEAD_DIM:
             raise UnsupportedError(f"Heads with head_dim {op.head_dim}: it must be even and at most {MAX_HEAD_DIM}")
         if op.rotary and (op.rope >= len(self._tables) or self._tables[op.rope].dim != op.rotary):
@@ -208,24 +235,32 @@ class GpuProgram:
         assert cache is not None
         if tuple(cache.k.shape[2:]) != (op.num_kv_heads, op.head_dim):
             raise UnsupportedError(f"Heads with a cache of {tuple(cache.k.shape[2:])} numbers a token")
-        q_norm, k_norm = (
-            _shifted(w.vectors[name], op.norm_offset) if op.norm == "head" else None for name in ("q_norm", "k_norm")
-        )
+        sizes = [heads * op.head_dim for heads in (op.num_heads, op.num_kv_heads, op.num_kv_heads)]
+        norms = [_shifted(w.vectors[name], op.norm_offset) for name in ("q_norm", "k_norm") if op.norm != "no"]
+        for vector, size in zip(norms, sizes, strict=False):
+            if vector.numel() != (size if op.norm == "row" else op.head_dim):
+                raise UnsupportedError(f"Heads with norm {op.norm!r} of {vector.numel()} weights")
+        q_norm, k_norm = norms if op.norm == "head" else (None, None)
         unturned = torch.empty(MAX_TOKENS, 0, device=self.device)
 
         def run(step: _Step) -> None:
             cos, sin = step.angles[op.rope] if op.rotary else (unturned, unturned)
+            qkv = step.buffers[op.x]
+            if op.norm == "row":
+                for columns, vector in zip(qkv.split(sizes, dim=1), norms, strict=False):
+                    norm(columns, vector, None, op.norm_eps, out=columns)
             step.buffers[op.q] = rope_write(
-                step.buffers[op.x], cos, sin, step.layout.write_slots, cache, op.num_heads, q_norm, k_norm, op.norm_eps
-            )  # fmt: skip
+                qkv, cos, sin, step.layout.write_slots, cache, op.num_heads, q_norm, k_norm, op.norm_eps
+            )
 
+        if op.norm == "row":  # in place
+            self._made.pop(op.x)
         for name in (op.k, op.v):  # in the cache: only Attention reads them
             self._made.pop(name, None)
         self._made[op.q] = op, cache
         return run, 1
 
-    def _attention(self, op: d.Attention, w: BlockWeights, following: _Following) -> _Launch:
-        _only(op, cap=0.0, alibi=False, sinks="")
+    def _attention(self, op: d.Attention, w: BlockWeights, rest: _Rest) -> _Launch:
         found = self._made.pop(op.q, None)
         if not isinstance(found, tuple) or (found[0].k, found[0].v) != (op.k, op.v):
             raise UnsupportedError(f"Attention with q {op.q!r}, k {op.k!r}, v {op.v!r}, which no Heads made together")
@@ -234,20 +269,84 @@ class GpuProgram:
         if shape not in self._scratch:
             self._scratch[shape] = scratch(MAX_TOKENS, *shape, self.device)
         room = self._scratch[shape]
+        slopes = alibi_slopes(heads.num_heads).float().to(self.device) if op.alibi else None
+        sinks = w.vectors[op.sinks].contiguous() if op.sinks else None
+        if sinks is not None and sinks.numel() != heads.num_heads:
+            raise UnsupportedError(f"Attention with sinks {op.sinks!r}, which are {sinks.numel()} numbers")
 
         def run(step: _Step) -> None:
-            out = attend(step.buffers[op.q], cache, step.layout, op.window, op.scale, room, step.many)
+            q = step.buffers[op.q]
+            out = attend(q, cache, step.layout, op.window, op.scale, room, step.many, op.cap, slopes, sinks)
             step.buffers[op.out] = out.flatten(1)
 
-        self._made[op.out] = Tensor
+        return run, self._leaves(op.out, None)
+
+    def _route(self, op: d.Route, w: BlockWeights, rest: _Rest) -> _Launch:
+        self._check_rows(op.x, "Route", "x")
+
+        def run(step: _Step) -> None:
+            step.buffers[op.out] = route(step.buffers[op.x], op.top_k, op.renormalize, step.layout)
+
+        self._made[op.out] = Routes
         return run, 1
 
-    def _activation(self, op: d.Activation, w: BlockWeights, following: _Following) -> _Launch:
-        raise UnsupportedError(f"Activation with x {op.x!r}, which is not the Product before it")
+    def _experts(self, op: d.Experts, w: BlockWeights, rest: _Rest) -> _Launch:
+        if self._made.get(op.routes) is not Routes:
+            raise UnsupportedError(f"Experts with routes {op.routes!r}, which no Route made")
+        self._check_input(op.x, "Experts")
+        if op.add:
+            self._check_rows(op.add, "Experts", "add")
+        if len(w.matrices[op.up]) > 1 or len(w.matrices[op.down]) > 1:
+            raise UnsupportedError(f"Experts with up {op.up!r} or down {op.down!r} in several formats")
+        if w.matrices[op.up][0].num_experts != w.matrices[op.down][0].num_experts:
+            raise UnsupportedError(f"Experts with up {op.up!r} and down {op.down!r}, which are not of the same experts")
+        up, down, kind = w.matrices[op.up][0], scaled(w.matrices[op.down][0], op.scale), _kind(op)
+        gate = rest[0][0] if rest else None  # of an expert that every token goes through
+        if not isinstance(gate, d.Gate) or gate.add != op.out:
+            gate = None
+        out, behind = (op.out, rest) if gate is None else (gate.out, rest[1:])
+        if gate is not None:
+            self._made.pop(op.out, None)  # never written
+            self._check_rows(gate.x, "Gate", "x")
+            self._check_rows(gate.by, "Gate", "by")
+        normed = _norm_of(out, behind)
+
+        def run(step: _Step) -> None:
+            b, routes = step.buffers, step.buffers[op.routes]
+            options: dict[str, Any] = {"routes": routes, "many": step.many, "room": self._room}
+            inner = linear(b[op.x], up, gated=op.gated, activation=kind, **options)
+            made = linear(inner, down, **options)
+            shared = None if gate is None else (b[gate.x], b[gate.by])
+            following = None if normed is None else normed[1:]
+            _leave(step, out, normed, *gather(made, routes, step.layout, b.get(op.add), shared, following))
+
+        return run, self._leaves(out, normed) + (gate is not None)
+
+    def _alone(self, op: d.Activation | d.Cap | d.Gate, w: BlockWeights, rest: _Rest) -> _Launch:
+        before = "Experts" if isinstance(op, d.Gate) else "Product"
+        raise UnsupportedError(f"{type(op).__name__} with x {op.x!r} and no {before} right before it")
 
     def _check_rows(self, name: str, op: str, field: str) -> None:
         if self._made.get(name) is not Tensor:
             raise UnsupportedError(f"{op} with {field} {name!r}, which no operation before it leaves in memory")
+
+    def _check_input(self, name: str, op: str) -> None:
+        """What a product reads may wait for its norm."""
+        if self._made.get(name) is not Row:
+            self._check_rows(name, op, "x")
+
+    def _leaves(self, out: str, normed: _Norm | None) -> int:
+        """Note that a launch makes ``out``, and the norm that is fused to it; gives how many operations that is."""
+        self._made[out] = Tensor
+        if normed is not None:
+            self._made[normed[0]] = Row
+        return 1 if normed is None else 2
+
+
+def _leave(step: _Step, out: str, normed: _Norm | None, x: Tensor, row: Row | None) -> None:
+    step.buffers[out] = x
+    if normed is not None:
+        step.buffers[normed[0]] = row
 
 
 def _only(op: d.Op, **known: object) -> None:
@@ -257,19 +356,25 @@ def _only(op: d.Op, **known: object) -> None:
             raise UnsupportedError(f"{type(op).__name__} with {field} {getattr(op, field)!r}")
 
 
-def _norm_of(x: str, following: _Following) -> tuple[str, Tensor, float] | None:
-    """Output, weight and eps of the operation behind, if it is the norm of ``x``."""
-    if following is None:
-        return None
-    norm, w = following
-    if not isinstance(norm, d.Norm) or norm.x != x:
-        return None
-    return norm.out, _norm_vector(norm, w), norm.eps
+def _kind(op: d.Activation | d.Experts) -> str:
+    if op.kind not in ACTIVATIONS and not (op.kind == "clamped_swiglu" and op.gated):
+        raise UnsupportedError(f"{type(op).__name__} with kind {op.kind!r}{'' if op.gated else ' without a gate'}")
+    return op.kind
 
 
-def _norm_vector(op: d.Norm, w: BlockWeights) -> Tensor:
-    _only(op, kind="rms", add="")
-    return _shifted(w.vectors[op.weight], op.offset)
+def _norm_of(x: str, rest: _Rest) -> _Norm | None:
+    """The operation behind, if it is a norm of ``x`` for which rows can wait."""
+    if not rest:
+        return None
+    op, w = rest[0]
+    if not isinstance(op, d.Norm) or op.x != x or not _waits(op):
+        return None
+    return op.out, _shifted(w.vectors[op.weight], op.offset), op.eps
+
+
+def _waits(op: d.Norm) -> bool:
+    """Whether rows can wait for ``op`` until their product divides by the root (linear.py)."""
+    return op.kind == "rms" and not op.add
 
 
 def _shifted(vector: Tensor, offset: float) -> Tensor:
@@ -278,9 +383,14 @@ def _shifted(vector: Tensor, offset: float) -> Tensor:
 
 _RULES: dict[type[d.Op], Callable[..., _Launch]] = {
     d.Embed: GpuProgram._embed,
+    d.AddPositions: GpuProgram._add_positions,
     d.Norm: GpuProgram._norm,
     d.Product: GpuProgram._product,
     d.Heads: GpuProgram._attention_heads,
     d.Attention: GpuProgram._attention,
-    d.Activation: GpuProgram._activation,
+    d.Activation: GpuProgram._alone,
+    d.Route: GpuProgram._route,
+    d.Experts: GpuProgram._experts,
+    d.Gate: GpuProgram._alone,
+    d.Cap: GpuProgram._alone,
 }
