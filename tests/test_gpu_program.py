@@ -14,12 +14,15 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, get_args
 
+import families_table
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.config import ExpertsConfig, ModelConfig
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout
@@ -267,6 +270,25 @@ def check_every_field_is_walked() -> None:
             walked.setdefault(type(op), set()).update(names)
     assert {kind: {f.name for f in dataclasses.fields(kind)} for kind in walked} == walked
     assert set(walked) == set(program._RULES) == set(get_args(d.Op))
+
+
+UNLIKE_LLAMA = (
+    "mixtral-windows", "qwen2-moe", "qwen3-moe", "gemma2", "gemma3", "olmo2", "glm4", "gpt-oss", "gpt2", "gpt-neox",
+    "opt", "bloom", "phi", "starcoder2", "stablelm-parallel", "falcon", "falcon-40b", "gpt-bigcode",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLIKE_LLAMA)
+@torch.inference_mode()
+def check_a_family_equals_its_model(name: str, tmp_path: Path) -> None:
+    families_table.FAMILIES[name]().save_pretrained(tmp_path)
+    model = Checkpoint.open(tmp_path).build(torch.float32)
+    c, (tokens, positions, lengths, layout) = model.config, step()
+    size = (3, 4, c.num_kv_heads, c.head_dim)
+    cache, twin = ([LayerCache.zeros(size, torch.float32, tokens.device)] * c.num_layers for _ in range(2))
+    wanted = model.step(tokens, positions, lengths, twin, layout, torch.arange(5))
+    got = gpu_model.gpu_program(model, cache).step(tokens, positions, lengths, layout)
+    torch.testing.assert_close(got, wanted, atol=1e-4 * float(wanted.abs().max()), rtol=1e-3)
 
 
 @pytest.mark.parametrize("parallel", ["no", "one norm", "two norms"])

@@ -178,12 +178,13 @@ def tiling(w: Weights, columns: int = 16, top_k: int = 1) -> Tiling:
 
 
 def tiling_of_many(w: Weights, num_rows: int, dtype: torch.dtype, memory: int) -> tuple[int, Tiling]:
-    """Rows of activations that a program takes, and the division, where ``num_rows`` are of prompts, as measured on an
-    H100; on a GPU with less ``memory`` for a program, bytes, what fits of it. One program has all of K: no bit of a row
-    depends on what is chosen."""
+    """Rows of activations that a program takes, and the division, where ``num_rows`` (of each expert) are of prompts, as
+    measured on an H100; on a GPU with less ``memory`` for a program, bytes, what fits of it. One program has all of K:
+    no bit of a row depends on what is chosen."""
     if launching.INTERPRETED:
         return 16, Tiling(32, 1, UNIT.value, 1, 1)
-    filled = -(-num_rows // 256) * -(-w.out_features // 128) / launching.MULTIPROCESSORS  # by programs of 256 rows
+    tiles = -(-w.out_features // 128) * w.num_experts
+    filled = -(-num_rows // 256) * tiles / launching.MULTIPROCESSORS  # by programs of 256 rows
     found: list[tuple[int, Tiling]] = []  # the first that fits is taken
     if w.kind == "int8":
         found = [(64, Tiling(128, 4, UNIT.value, 1, 4))]
