@@ -1248,6 +1248,16 @@ def compile_experts(
         assert compiled[name].made
 
 
+def compile_activations_and_caps(compiled: dict[str, Compiled]) -> None:
+    w, _ = weights("int8", 64, 256, torch.bfloat16, bias=True)
+    x = noise(2, 256).bfloat16()
+    for kind in ("gelu", "gelu_tanh", "relu", "clamped_swiglu"):
+        linear.linear(x, w, gated=True, activation=kind)
+    linear.linear(x, w, activation="gelu", many=True)
+    linear.linear(x, w, cap=30.0)
+    assert len(compiled["linear_kernel"].made) == 6
+
+
 def compile_products_of_float32(compiled: dict[str, Compiled]) -> None:
     for kind in ("int4-128", "dense"):
         w, _ = weights(kind, 37, 416, torch.float32)
