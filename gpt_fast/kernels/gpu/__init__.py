@@ -1,10 +1,10 @@
 """Triton kernels for steps on a GPU, and programs made of them.
 
 program.py makes whole steps of linear.py, attention.py, experts.py and fused.py; their Triton code is in *_kernel.py,
-its plain twins in gpt_fast/model (transformer.py, attention.py, experts.py, rope.py). graphs.py replays steps. least_kept.py and race.py draw
-tokens, with twins in gpt_fast/engine/sampling.py and gpt_fast/kernels/race.py. The rest of the package imports nothing
-but this file unless a model runs on CUDA: Triton may be absent. Under TRITON_INTERPRET=1, set before Triton is
-imported, everything runs on a CPU, slowly: for tests.
+its plain twins in gpt_fast/model (transformer.py, attention.py, experts.py, rope.py). graphs.py replays steps.
+least_kept.py and race.py draw tokens, with twins in gpt_fast/engine/sampling.py and gpt_fast/kernels/race.py. The rest
+of the package imports nothing but this file unless a model runs on CUDA: Triton may be absent. Under
+TRITON_INTERPRET=1, set before Triton is imported, everything runs on a CPU, slowly: for tests.
 """
 
 from __future__ import annotations

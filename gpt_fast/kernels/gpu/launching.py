@@ -9,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+# A product and a sum in one instruction: later versions of Triton do that only where they are told to.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
 MAX_TOKENS = 64  # new tokens of a step of a program: what one program of a product takes (linear.py)
 
 MULTIPROCESSORS = 132  # of an H100, for which launches are divided

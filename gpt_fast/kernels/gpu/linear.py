@@ -178,7 +178,7 @@ def tiling(w: Weights, columns: int = 16, top_k: int = 1) -> Tiling:
 
 
 def tiling_of_many(w: Weights, num_rows: int, dtype: torch.dtype, memory: int) -> tuple[int, Tiling]:
-    """Rows of activations that a program takes, and the division, where ``num_rows`` (of each expert) are of prompts, as
+    """Rows of activations that a program takes, and the division, where ``num_rows`` are of prompts, of each expert, as
     measured on an H100; on a GPU with less ``memory`` for a program, bytes, what fits of it. One program has all of K:
     no bit of a row depends on what is chosen."""
     if launching.INTERPRETED:
