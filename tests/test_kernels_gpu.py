@@ -1135,6 +1135,19 @@ def check_products_of_many_rows(kind: str) -> None:
     assert_near(linear.product(x[:, :8].contiguous(), w), got[:, :8], torch.bfloat16)
 
 
+@pytest.mark.parametrize("mode", ["int8", "int4", "fp8"])
+@torch.inference_mode()
+def check_experts_of_plain_torch(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their products are the kernels', each with an expert's rows, where they lie."""
+    model = model_of(CONFIGS["experts"], mode)
+    model.layers[0].experts_w13.bias = torch.nn.Parameter(noise(5 * 48), requires_grad=False)
+    tokens = torch.arange(20, device=DEVICE)[None]
+    monkeypatch.setattr(QuantizedLinear, "_on_gpu", lambda self, x: False)
+    wanted = model(tokens)
+    monkeypatch.setattr(QuantizedLinear, "_on_gpu", lambda self, x: True)
+    torch.testing.assert_close(model(tokens), wanted, atol=1e-4, rtol=1e-3)
+
+
 # --- compiled, not run ---------------------------------------------------------------------------------------------
 
 

@@ -64,10 +64,11 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor, rows: slice | None = None) -> Tensor:
         """[..., K] -> [..., N] in the dtype of ``x``; ``rows``: some of the N outputs alone."""
-        if rows is None and self._on_gpu(x):
-            from gpt_fast.kernels.gpu.linear import product
+        if self._on_gpu(x):
+            from gpt_fast.kernels.gpu.linear import product, rows_of
 
-            out = product(x, self.gpu_weights(x.dtype)._replace(bias=None))
+            weights = self.gpu_weights(x.dtype)._replace(bias=None)
+            out = product(x, weights if rows is None else rows_of(weights, rows))
         else:  # in plain torch, float32 until the product is whole
             ordered = x if self.order is None else x.index_select(-1, self.order)
             weight = self._columns(rows or _ALL)

@@ -51,6 +51,7 @@ class Weights(NamedTuple):
     bias: Tensor | None = None  # [N]
     pairs: Tensor | None = None  # int4: int32 [P / group_size, N], two 16-bit floats each
     num_experts: int = 1  # whose rows lie one expert's behind the other's
+    num_held: int = 0  # outputs of the layer where these are some of them (:func:`rows_of`)
 
 
 class Routes(NamedTuple):
@@ -149,6 +150,19 @@ def stacked(w: Weights, num_experts: int) -> Weights:
     if num_experts > 1 and w.kind == "int4" and w.data.numel() >= 2**31:
         raise UnsupportedError(f"experts with {w.data.numel()} bytes of int4 weights in a layer, more than 2 GiB")
     return w._replace(out_features=w.out_features // num_experts, num_experts=num_experts)
+
+
+def rows_of(w: Weights, rows: slice) -> Weights:
+    """Some outputs of ``w``, where they lie."""
+    columns = (slice(None), rows)  # of what int4 keeps
+    return w._replace(
+        data=w.data[columns if w.kind == "int4" else rows],
+        out_features=rows.stop - rows.start,
+        scale=None if w.scale is None else w.scale[rows],
+        bias=None if w.bias is None else w.bias[rows],
+        pairs=None if w.pairs is None else w.pairs[columns],
+        num_held=w.num_held or w.out_features,
+    )
 
 
 def scaled(w: Weights, factor: float) -> Weights:
@@ -306,6 +320,7 @@ def linear(
         d = _divide(w, num_rows, top_k, division)
     t = d.tiling
     num_squares = 0 if squares is None else squares.shape[1]
+    num_held = w.num_held or w.out_features * w.num_experts
     parts: tuple[Tensor | None, ...] = (None, None)
     if d.room:
         if room is None or num_rows > launching.MAX_TOKENS:
@@ -314,7 +329,7 @@ def linear(
     linear_kernel[(d.blocks, d.tiles, 1 if d.serial else t.splits)](
         rows, x_scale, squares, w.data, w.scale, w.pairs, w.bias, residual, out, *(following or (None, None, None)),
         *parts, *((None, None, None) if routes is None else (routes.order, routes.starts, w.num_experts)),
-        num_x, num_out, out.stride(0), w.in_features, w.out_features * w.num_experts, num_squares, eps, cap,
+        num_x, num_out, out.stride(0), w.in_features, num_held, num_squares, eps, cap,
         kind=kind, half_dtype=launching.triton_dtype(launching.half(dtype)), compute=launching.compute_dtype(dtype),
         group_size=w.group_size, gated=gated, activation=activation or ("silu" if gated else None), tile=t.tile,
         columns=d.columns, step=t.step, splits=t.splits, serial=d.serial,
