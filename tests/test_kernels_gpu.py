@@ -645,7 +645,7 @@ def check_norms_and_embedding(dtype: torch.dtype) -> None:
     tokens = torch.tensor([2, 0, 2], device=DEVICE)
     for scale in (1.0, 14.1):
         wanted = x[tokens] * torch.tensor(scale, dtype=dtype)
-        got, row = fused.embed(tokens, x, norm, 1e-5, dtype, scale)
+        got, row = fused.embed(tokens, x, (norm, 1e-5), dtype, scale)
         assert_near(got, wanted, dtype) if scale != 1.0 else torch.testing.assert_close(got, wanted, rtol=0, atol=0)
         for waiting in (row, fused.prepare_norm(got, norm, 1e-5)):
             ready = waiting.weighted.float() * torch.rsqrt(waiting.squares / 200 + waiting.eps)
@@ -1002,7 +1002,7 @@ def check_a_chain_of_replays_equals_a_step_for_each_token(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         engine_steps,
         "_capture",
-        lambda m, cache, table: graphs.CapturedProgram(
+        lambda m, cache, table, _: graphs.CapturedProgram(
             gpu_model.gpu_program(m, cache), table, (1, 2, 4), capture, (8,)
         ),
     )
@@ -1053,7 +1053,9 @@ def check_what_is_beside_a_token_has_no_part_in_its_bits(
     monkeypatch.setattr(
         engine_steps,
         "_capture",
-        lambda m, cache, table: graphs.CapturedProgram(gpu_model.gpu_program(m, cache), table, (1, 16), capture, (8,)),
+        lambda m, cache, table, _: graphs.CapturedProgram(
+            gpu_model.gpu_program(m, cache), table, (1, 16), capture, (8,)
+        ),
     )
     served = engine_steps.TorchModel(model, kernels=True, compile=False)
     monkeypatch.setattr(Transformer, "device", torch.device("cuda"))
@@ -1296,7 +1298,7 @@ def compile_the_rest(compiled: dict[str, Compiled]) -> None:
     x = noise(3, 200).bfloat16()
     fused.rope_write(qkv, angles[:, :9], angles[:, :9], case.layout.write_slots, cache, 8)
     for scale in (1.0, 3.0):
-        fused.embed(torch.tensor([1, 2, 0]), x, noise(200), 1e-5, torch.bfloat16, scale)
+        fused.embed(torch.tensor([1, 2, 0]), x, (noise(200), 1e-5), torch.bfloat16, scale)
     fused.prepare_norm(x, noise(200), 1e-5)
     fused.norm(x, noise(200), noise(200), 1e-5, centred=True)
     fused.norm(x, noise(200), None, 1e-5, add=x, following=(noise(200), 1e-5))

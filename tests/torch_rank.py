@@ -5,10 +5,14 @@ python tests/torch_rank.py JOBS OUT: JOBS, a JSON list; what is found goes to OU
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,8 +22,10 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
+from gpt_fast.model import steps
 from gpt_fast.model.cpu_model import CpuModel
-from gpt_fast.model.steps import Served, serve
+from gpt_fast.model.steps import Served, TorchModel, serve
+from gpt_fast.model.transformer import Transformer
 from gpt_fast.parallel.group import Group
 from gpt_fast.parallel.ranks import Ranks
 
@@ -44,29 +50,63 @@ class Forgetful:
 @torch.inference_mode()
 def logits(model: Served) -> tuple[Tensor, Tensor]:
     """Of one prompt: as a whole, and by steps over a paged cache, of which the last one decodes."""
-    tokens = [(7 * i * i + 3 * i + 1) % model.vocab_size for i in range(NUM_TOKENS)]
-    whole = model.forward(torch.tensor([tokens]))[0]
+    whole = model.forward(torch.tensor([tokens_of(model)]))[0]
     runner = Runner(model, max_batch=2, max_seq_len=48, num_pages=8, page_size=16, prefill_chunk=48)
+    return whole, stepped(model, runner, (0, 20, NUM_TOKENS - 1, NUM_TOKENS))
+
+
+def tokens_of(model: Served) -> list[int]:
+    return [(7 * i * i + 3 * i + 1) % model.vocab_size for i in range(NUM_TOKENS)]
+
+
+def stepped(model: Served, runner: Runner, ends: Sequence[int]) -> Tensor:
+    """The logits of steps between ``ends``, the first of a prompt."""
     found = []
-    for start, end, pages in ((0, 20, (3, 1)), (20, NUM_TOKENS - 1, (2,)), (NUM_TOKENS - 1, NUM_TOKENS, ())):
+    for start, end in itertools.pairwise(ends):
         placed = -(-start // 16)
-        plan = SequencePlan(1, tuple(tokens[start:end]), start, placed, pages, end - start, NUM_TOKENS)
+        pages = (3, 1, 2)[placed : -(-end // 16)]
+        tokens = tuple(tokens_of(model)[start:end])
+        plan = SequencePlan(1, tokens, start, placed, pages, end - start, NUM_TOKENS, start == 0)
         found.append(runner.execute(StepPlan((plan,))))
-    return whole, torch.cat(found)
+    return torch.cat(found)
+
+
+@torch.inference_mode()
+def by_triton(model: TorchModel) -> tuple[Tensor, str]:
+    """The logits of a few tokens by steps as on a GPU, interpreted and without recordings; and what ran them."""
+    from gpt_fast.kernels.gpu import attention, graphs
+
+    short = partial(graphs.CapturedProgram, buckets=(1, 4), capture=lambda run: run, prompt_buckets=(8,))
+    with (
+        mock.patch.object(Transformer, "device", torch.device("cuda")),
+        mock.patch.object(steps.gpu, "available", return_value=True),
+        mock.patch.object(graphs, "CapturedProgram", short),
+    ):
+        runner = Runner(model, max_batch=2, max_seq_len=48, num_pages=8, page_size=16, prefill_chunk=48)
+    if runner._step.apart is not None:
+        runner._step.apart.warm_up()
+    with mock.patch.object(attention, "num_splits", return_value=2):
+        return stepped(model, runner, (0, 8, 11, 12)), runner.path
 
 
 def compute(group: Group, ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
     """The logits of one checkpoint, and how many sums they took in plain torch."""
     forgetful = Forgetful(ranks, job.get("left_out", 0))
     model = load(job, Shard(group.rank, group.count), forgetful)
-    whole, stepped = logits(model)
+    if job.get("triton"):
+        assert isinstance(model, TorchModel)
+        found, path = by_triton(model)
+        return {"stepped": found, "path": path}
+    whole, found = logits(model)
     kernels = isinstance(model, CpuModel)
-    return {"whole": whole, "stepped": stepped, "num_sums": forgetful.num_sums, "kernels": kernels}
+    return {"whole": whole, "stepped": found, "num_sums": forgetful.num_sums, "kernels": kernels}
 
 
 def load(job: dict[str, Any], shard: Shard | None = None, ranks: Forgetful | None = None) -> Served:
     """The model of ``job``, or a share of it."""
     model = Checkpoint.open(job["checkpoint"]).build(torch.float32, quantize=job.get("quantize"), shard=shard)
+    if job.get("triton"):
+        return TorchModel(model, kernels=True, compile=False, ranks=ranks)
     return serve(model, kernels=job.get("kernels", False), compile=False, ranks=ranks)
 
 

@@ -48,7 +48,7 @@ def join(model: Transformer, ranks: Collectives) -> None:
         _join_block(block, ranks, model.config.vocab_size)
     for matrix in model.head.block.matrices:
         if matrix.split == "rows":
-            _behind(model.head.get_submodule(matrix.name), _logits(ranks, model.config.vocab_size))
+            _behind(model.head.get_submodule(matrix.name), joined_logits(ranks, model.config.vocab_size))
 
 
 def _join_block(block: Block, ranks: Collectives, vocab_size: int) -> None:
@@ -79,8 +79,9 @@ def _behind(module: nn.Module, collective: Callable[[Tensor], Tensor]) -> None:
     module.register_forward_hook(lambda _module, _inputs, out: collective(out))
 
 
-def _logits(ranks: Collectives, vocab_size: int) -> Callable[[Tensor], Tensor]:
-    """Of each rank's columns those that count as its own: see ``VocabShare``."""
+def joined_logits(ranks: Collectives, vocab_size: int) -> Callable[[Tensor], Tensor]:
+    """What makes the logits of all ranks of one rank's: of each one's columns those that count as its own, as
+    ``VocabShare`` says."""
 
     def joined(own: Tensor) -> Tensor:
         every = ranks.side_by_side(own)

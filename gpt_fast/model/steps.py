@@ -71,17 +71,15 @@ class TorchModel:
         self.transformer, self.config = model, model.config
         self._kernels, self._compile = kernels, compile
         self.device, self.dtype, self.vocab_size = model.device, model.dtype, model.config.vocab_size
+        self._ranks = ranks
         if ranks is not None:
             shares.join(model, ranks)
-            if kernels and self.device.type == "cuda":
-                log.warning("the GPU kernels have no sums of ranks: plain torch runs this model, and slower")
-            self._kernels = False
         self.cache_layers = [PagedLayer(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
         self.bytes_per_token, self.forward = model.bytes_per_token, model.forward
 
     def make_step(self, cache: KVCache, page_table: Tensor) -> TorchStep | GpuStep:
         wanted = self._kernels and self.transformer.device.type == "cuda"
-        captured = _capture(self.transformer, cache, page_table) if wanted else None
+        captured = _capture(self.transformer, cache, page_table, self._ranks) if wanted else None
         return GpuStep(captured) if captured else TorchStep(self.transformer, cache, compile=self._compile)
 
 
@@ -153,14 +151,16 @@ class TorchStep:
                 run(count)
 
 
-def _capture(model: Transformer, cache: KVCache, page_table: Tensor) -> CapturedProgram | None:
+def _capture(
+    model: Transformer, cache: KVCache, page_table: Tensor, ranks: Ranks | None = None
+) -> CapturedProgram | None:
     if not gpu.available():
         return None
     from gpt_fast.kernels.gpu.graphs import CapturedProgram
     from gpt_fast.model.gpu_model import gpu_program
 
     try:
-        captured = CapturedProgram(gpu_program(model, cache), page_table)
+        captured = CapturedProgram(gpu_program(model, cache, ranks), page_table)
     except UnsupportedError as why:
         log.warning("the GPU kernels do not run %s: plain torch runs this model, and slower", why)
         return None

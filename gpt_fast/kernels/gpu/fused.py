@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,20 +13,24 @@ from gpt_fast.kernels.gpu.fused_kernel import norm_kernel, prepare_norm_kernel, 
 from gpt_fast.kernels.gpu.linear import Row
 
 Following = tuple[Tensor, float]  # the next norm's weight and eps
+Table = Tensor | Callable[[Tensor], Tensor]  # [V, E], or what gives the rows [N, E] of tokens [N]
 _Source = tuple[Tensor | None, Tensor | None, float | None]  # table, tokens, scale
 
 
 def embed(
-    tokens: Tensor, table: Tensor, norm: Tensor | None, eps: float, dtype: torch.dtype, scale: float = 1.0
+    tokens: Tensor, table: Table, following: Following | None, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[Tensor, Row | None]:
-    """Rows ``tokens`` [N] int64 of ``table`` [V, E] as ``dtype`` [N, E], and the same waiting for the first norm, if
-    there is one.
+    """Rows ``tokens`` [N] int64 of ``table`` [V, E] as ``dtype`` [N, E], and the same waiting for the norm that is
+    ``following``, if there is one. A ``table`` that ranks share finds its rows itself.
 
     They are multiplied by ``scale`` rounded to ``dtype``.
     """
-    out = torch.empty(tokens.shape[0], table.shape[1], dtype=dtype, device=table.device)
     rounded = None if scale == 1.0 else torch.tensor(scale, dtype=dtype).item()
-    return out, _prepared(out, None if norm is None else (norm, eps), (table, tokens, rounded))
+    if not isinstance(table, Tensor):
+        out = table(tokens).to(dtype)
+        return add(out if rounded is None else out * rounded, None, following)
+    out = torch.empty(tokens.shape[0], table.shape[1], dtype=dtype, device=table.device)
+    return out, _prepared(out, following, (table, tokens, rounded))
 
 
 def prepare_norm(x: Tensor, norm: Tensor, eps: float) -> Row:
@@ -70,6 +76,20 @@ def norm(
     row, waiting = row_of(out, following)
     norm_kernel[(x.shape[0],)](
         x, weight, bias, add, out, *waiting, x.stride(0), out.stride(0), x.shape[1], eps, centred=centred,
+        width=launching.power_of_two(x.shape[1]), num_warps=8,
+    )  # fmt: skip
+    return out, row
+
+
+def add(x: Tensor, residual: Tensor | None, following: Following | None) -> tuple[Tensor, Row | None]:
+    """``residual + x`` [M, E], or x itself, and the same waiting for the norm that is ``following``, if there is
+    one."""
+    if residual is None and following is None:
+        return x, None
+    out = torch.empty_like(x)
+    row, waiting = row_of(out, following)
+    norm_kernel[(x.shape[0],)](
+        x, None, None, residual, out, *waiting, x.stride(0), out.stride(0), x.shape[1], 0.0, centred=False,
         width=launching.power_of_two(x.shape[1]), num_warps=8,
     )  # fmt: skip
     return out, row

@@ -43,15 +43,17 @@ def norm_kernel(
     x, norm, bias, add, out, next_norm, weighted, squares, x_stride, out_stride, dim, eps, centred: tl.constexpr,
     width: tl.constexpr,
 ):  # fmt: skip
-    """One row of ``x`` normed, by its root mean square or, ``centred``, as a layer norm does it; ``add`` is added."""
+    """One row of ``x`` normed, by its root mean square or, ``centred``, as a layer norm does it; ``add`` is added.
+    Without a ``norm`` that is all."""
     row = tl.program_id(0)
     column = tl.arange(0, width)
     inside = column < dim
     value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if centred:
         value = tl.where(inside, value - tl.sum(value, 0) / dim, 0.0)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
-    value *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    if norm is not None:
+        value *= tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
+        value *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if add is not None:

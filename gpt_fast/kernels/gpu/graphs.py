@@ -167,7 +167,9 @@ class CudaCapture:
             run()
             run()
             torch.cuda.synchronize()
-            graph.capture_begin(pool=self._pool)  # torch.cuda.graph would collect garbage each time: half a second
+            # torch.cuda.graph would collect garbage each time: half a second. What other threads ask of CUDA meanwhile,
+            # as NCCL's do, is none of this recording's business.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 out = run()
             finally:

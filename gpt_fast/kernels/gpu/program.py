@@ -4,8 +4,8 @@
 
 with one more where keys and values are stored otherwise than queries, and six in the place of the last two for experts
 (experts.py). Small rules fuse neighbours: a norm goes into the launch that makes its input and the products that read
-its output (linear.py), an activation or a cap into the product before it. Every field of an operation is honoured or
-refused here.
+its output (linear.py), an activation or a cap into the product before it. Where ranks share a model, what follows a sum
+of theirs is a launch by itself. Every field of an operation is honoured or refused here.
 
 Steps are of two kinds. ``step`` computes at most MAX_TOKENS, which memory bounds; ``prompts`` any number, which
 arithmetic bounds: its products and attention are divided otherwise (``many``). No bit of a row depends on the others in
@@ -15,7 +15,7 @@ either. Every shape depends on the number of tokens alone and nothing is read on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,10 @@ from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu.attention import Scratch, attend, scratch
 from gpt_fast.kernels.gpu.experts import gather, route
-from gpt_fast.kernels.gpu.fused import embed, norm, prepare_norm, rope_write
+from gpt_fast.kernels.gpu.fused import Table, add, embed, norm, prepare_norm, rope_write
 from gpt_fast.kernels.gpu.launching import MAX_TOKENS
 from gpt_fast.kernels.gpu.linear import Routes, Row, Weights, linear, linear_residual, make_room, scaled
 from gpt_fast.model import description as d
-from gpt_fast.model.attention import alibi_slopes
 
 MAX_HEAD_DIM = 256
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # with a gate or without
@@ -39,13 +38,23 @@ Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # positions and length
 
 class BlockWeights(NamedTuple):
     """What the operations of one block name. matrices: several for one whose rows are stored in different formats.
-    biases: of the vectors that have one."""
+    biases: of the vectors that have one. slopes: ALiBi's, [H] float32. parts: the matrices of which ranks have some
+    inputs each."""
 
     matrices: Mapping[str, Sequence[Weights]] = {}
     vectors: Mapping[str, Tensor] = {}
-    tables: Mapping[str, Tensor] = {}
+    tables: Mapping[str, Table] = {}
     cache: LayerCache | None = None
     biases: Mapping[str, Tensor] = {}
+    slopes: Tensor | None = None
+    parts: Collection[str] = ()
+
+
+class Joined(NamedTuple):
+    """What ranks that share a model make of what each has computed: the sum, and of their logits those of all rows."""
+
+    sum: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]
 
 
 class _Step(NamedTuple):
@@ -69,25 +78,31 @@ class GpuProgram:
 
     ``weights``: of each block; nothing is copied but vectors and biases that a constant changes. ``ropes``: one for
     each table of the description. Activations are of ``dtype``. Caches, of one shape and dtype, are written in place.
-    Raises UnsupportedError for what the kernels do not run.
+    ``joined``: all this is the share of one of several ranks. Raises UnsupportedError for what the kernels do not run.
     """
 
     def __init__(
-        self, description: d.Description, weights: Sequence[BlockWeights], ropes: Sequence[Rope], dtype: torch.dtype
+        self,
+        description: d.Description,
+        weights: Sequence[BlockWeights],
+        ropes: Sequence[Rope],
+        dtype: torch.dtype,
+        joined: Joined | None = None,
     ) -> None:
-        self._ropes, self._tables, self._dtype = ropes, description.ropes, dtype
-        self.device = next(iter(weights[0].tables.values())).device
+        self._ropes, self._tables, self._dtype, self._joined = ropes, description.ropes, dtype, joined
+        self.device = next(iter(weights[-1].matrices.values()))[0].data.device
         self._scratch: dict[tuple[int, int, int], Scratch] = {}  # by the numbers of heads and their dimension
+        blocks = list(zip(description.blocks, weights, strict=True))
         products = [
-            (piece, next((op.top_k for op in block.ops if isinstance(op, d.Route)), 1) if piece.num_experts > 1 else 1)
-            for block, w in zip(description.blocks, weights, strict=True)
+            (piece, _top_k(block) if piece.num_experts > 1 else 1)
+            for block, w in blocks
             for matrix in w.matrices.values()
             for piece in matrix
         ]
         self._room = make_room(products, MAX_TOKENS, self.device)
         # What the buffers hold while the program is made: Tensor, Row, Routes, or queries with their Heads and cache.
         self._made: dict[str, type | tuple[d.Heads, LayerCache]] = {}
-        ops = [(op, w) for block, w in zip(description.blocks, weights, strict=True) for op in block.ops]
+        ops = [(op, w) for block, w in blocks for op in block.ops]
         self._launches: list[Callable[[_Step], None]] = []
         done = 0
         while done < len(ops):
@@ -143,16 +158,17 @@ class GpuProgram:
 
     def _embed(self, op: d.Embed, w: BlockWeights, rest: _Rest) -> _Launch:
         table, normed = w.tables[op.table], _norm_of(op.out, rest)
-        vector, eps = (None, 0.0) if normed is None else normed[1:]
+        following = None if normed is None else normed[1:]
 
         def run(step: _Step) -> None:
-            _leave(step, op.out, normed, *embed(step.tokens, table, vector, eps, self._dtype, op.scale))
+            _leave(step, op.out, normed, *embed(step.tokens, table, following, self._dtype, op.scale))
 
         return run, self._leaves(op.out, normed)
 
     def _add_positions(self, op: d.AddPositions, w: BlockWeights, rest: _Rest) -> _Launch:
         self._check_rows(op.x, "AddPositions", "x")
         table = w.tables[op.table]
+        assert isinstance(table, Tensor)
 
         def run(step: _Step) -> None:
             step.buffers[op.x] = step.buffers[op.x] + table[step.positions + op.offset].to(self._dtype)
@@ -172,11 +188,11 @@ class GpuProgram:
         if op.add:
             self._check_rows(op.add, "Norm", "add")
         normed = _norm_of(op.out, rest)
+        following = None if normed is None else normed[1:]
 
         def run(step: _Step) -> None:
-            x, add = step.buffers[op.x], step.buffers[op.add] if op.add else None
-            following = None if normed is None else normed[1:]
-            made = norm(x, vector, bias, op.eps, centred=op.kind == "layer", add=add, following=following)
+            x, other = step.buffers[op.x], step.buffers.get(op.add)
+            made = norm(x, vector, bias, op.eps, centred=op.kind == "layer", add=other, following=following)
             _leave(step, op.out, normed, *made)
 
         return run, self._leaves(op.out, normed)
@@ -193,6 +209,8 @@ class GpuProgram:
             behind = None
         if behind is not None:
             _only(op, add="")
+        if self._joined and op.matrix in w.parts:
+            return self._product_of_ranks(op, pieces, rest)
         if len(pieces) > 1 and (op.add or behind):
             raise UnsupportedError(f"Product with matrix {op.matrix!r} in several formats and something fused to it")
         normed = _norm_of(op.out, rest) if op.add else None
@@ -221,9 +239,24 @@ class GpuProgram:
                     x, piece, gated=gated, activation=activation, cap=cap, residual=residual, out=columns,
                     many=step.many, room=self._room,
                 )  # fmt: skip
+            if out == "logits" and self._joined:
+                step.buffers[out] = self._joined.logits(side_by_side)
 
         self._made.pop(op.out, None)  # never written where something is fused to it
         return run, self._leaves(out, normed) + (behind is not None)
+
+    def _product_of_ranks(self, op: d.Product, pieces: Sequence[Weights], rest: _Rest) -> _Launch:
+        """Each rank multiplies some of the inputs."""
+        normed = _norm_of(op.out, rest)
+        following = None if normed is None else normed[1:]
+        (piece,), joined = pieces, self._joined
+        assert joined is not None
+
+        def run(step: _Step) -> None:
+            whole = joined.sum(linear(step.buffers[op.x], piece, many=step.many, room=self._room))
+            _leave(step, op.out, normed, *add(whole, step.buffers.get(op.add), following))
+
+        return run, self._leaves(op.out, normed)
 
     def _attention_heads(self, op: d.Heads, w: BlockWeights, rest: _Rest) -> _Launch:
         self._check_rows(op.x, "Heads", "x")
@@ -240,6 +273,8 @@ class GpuProgram:
         for vector, size in zip(norms, sizes, strict=False):
             if vector.numel() != (size if op.norm == "row" else op.head_dim):
                 raise UnsupportedError(f"Heads with norm {op.norm!r} of {vector.numel()} weights")
+        if op.norm == "row" and self._joined:
+            raise UnsupportedError("Heads with norm 'row' that ranks divide")
         q_norm, k_norm = norms if op.norm == "head" else (None, None)
         unturned = torch.empty(MAX_TOKENS, 0, device=self.device)
 
@@ -269,7 +304,8 @@ class GpuProgram:
         if shape not in self._scratch:
             self._scratch[shape] = scratch(MAX_TOKENS, *shape, self.device)
         room = self._scratch[shape]
-        slopes = alibi_slopes(heads.num_heads).float().to(self.device) if op.alibi else None
+        slopes = w.slopes if op.alibi else None
+        assert not op.alibi or slopes is not None
         sinks = w.vectors[op.sinks].contiguous() if op.sinks else None
         if sinks is not None and sinks.numel() != heads.num_heads:
             raise UnsupportedError(f"Attention with sinks {op.sinks!r}, which are {sinks.numel()} numbers")
@@ -310,6 +346,8 @@ class GpuProgram:
             self._check_rows(gate.x, "Gate", "x")
             self._check_rows(gate.by, "Gate", "by")
         normed = _norm_of(out, behind)
+        following = None if normed is None else normed[1:]
+        joined = self._joined if op.down in w.parts else None
 
         def run(step: _Step) -> None:
             b, routes = step.buffers, step.buffers[op.routes]
@@ -317,8 +355,13 @@ class GpuProgram:
             inner = linear(b[op.x], up, gated=op.gated, activation=kind, **options)
             made = linear(inner, down, **options)
             shared = None if gate is None else (b[gate.x], b[gate.by])
-            following = None if normed is None else normed[1:]
-            _leave(step, out, normed, *gather(made, routes, step.layout, b.get(op.add), shared, following))
+            if joined is None:
+                _leave(step, out, normed, *gather(made, routes, step.layout, b.get(op.add), shared, following))
+                return
+            whole = joined.sum(gather(made, routes, step.layout)[0])
+            if shared is not None:
+                whole = whole + torch.sigmoid(shared[1]) * shared[0]
+            _leave(step, out, normed, *add(whole, b.get(op.add), following))
 
         return run, self._leaves(out, normed) + (gate is not None)
 
@@ -347,6 +390,11 @@ def _leave(step: _Step, out: str, normed: _Norm | None, x: Tensor, row: Row | No
     step.buffers[out] = x
     if normed is not None:
         step.buffers[normed[0]] = row
+
+
+def _top_k(block: d.Block) -> int:
+    """How many experts a token has."""
+    return next(op.top_k for op in block.ops if isinstance(op, d.Route))
 
 
 def _only(op: d.Op, **known: object) -> None:
