@@ -995,6 +995,30 @@ def check_prompts(name: str, mode: str | None, monkeypatch: pytest.MonkeyPatch) 
 
 
 @torch.inference_mode()
+def check_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Plain torch runs the model then, and a line says why."""
+    model = model_of(CONFIGS["plain"], None)
+    step, cache = steps()[0], empty_cache(model.config)
+    table = step["layout"].page_table
+
+    def fails(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise RuntimeError("out of registers\n and more")
+
+    held = graphs.CapturedProgram(gpu_model.gpu_program(model, cache), table, (2,), fails)
+    monkeypatch.setattr(engine_steps, "_capture", lambda *_: held)
+    monkeypatch.setattr(Transformer, "device", torch.device("cuda"))
+    fast = engine_steps.TorchModel(model, kernels=True, compile=False).make_step(cache, table)
+    assert (fast.path, fast.reads_host()) == ("kernels", True)
+    counts: list[int] = []
+    fast.warm_up(counts.append, longest=4)
+    assert (fast.path, fast.reads_host(), fast.apart, counts[-2:]) == ("eager", False, None, [4, 3])
+    assert caplog.messages[-1:] == ["the GPU kernels failed, and plain torch runs this model, slower: out of registers"]
+    rows = torch.arange(4, device=DEVICE)
+    wanted = plain_step(model, step, empty_cache(model.config))
+    assert torch.equal(fast(*step.values(), rows), wanted)
+
+
+@torch.inference_mode()
 def check_a_chain_of_replays_equals_a_step_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three sequences four, one and three tokens are drawn by Triton's race; each goes into the next replay."""
     model = model_of(CONFIGS["plain"], None)

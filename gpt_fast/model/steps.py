@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -80,31 +81,50 @@ class TorchModel:
     def make_step(self, cache: KVCache, page_table: Tensor) -> TorchStep | GpuStep:
         wanted = self._kernels and self.transformer.device.type == "cuda"
         captured = _capture(self.transformer, cache, page_table, self._ranks) if wanted else None
-        return GpuStep(captured) if captured else TorchStep(self.transformer, cache, compile=self._compile)
+        plain = partial(TorchStep, self.transformer, cache, compile=self._compile)
+        return GpuStep(captured, plain) if captured else plain()
 
 
 Served = CpuModel | TorchModel | SplitModel | ForeignModel
 
 
 class GpuStep:
-    """The steps of one model over one cache by Triton's kernels."""
+    """The steps of one model over one cache by Triton's kernels; where those cannot be recorded, by ``instead``."""
 
-    chain, path = None, "kernels"
+    chain = None
 
-    def __init__(self, captured: CapturedProgram) -> None:
-        self.apart = captured
+    def __init__(self, captured: CapturedProgram, instead: Callable[[], TorchStep]) -> None:
+        self.apart: CapturedProgram | None = captured
+        self._instead = instead
+        self._plain: TorchStep | None = None
+
+    @property
+    def path(self) -> str:
+        return "kernels" if self._plain is None else self._plain.path
 
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         """All tokens as those of prompts."""
-        return self.apart.prompts(tokens, positions, lengths, layout, rows)
+        run = self._plain if self.apart is None else self.apart.prompts
+        assert run is not None
+        return run(tokens, positions, lengths, layout, rows)
 
     def reads_host(self) -> bool:
-        return True
+        return self._plain is None
 
     def warm_up(self, run: Callable[[int], None], longest: int) -> None:
-        self.apart.warm_up(log.info)
-        run(1)
-        run(longest)
+        if self.apart is not None:
+            try:
+                self.apart.warm_up(log.info)
+                run(1)
+                run(longest)
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # Triton's compiler raises many types
+                log.warning("the GPU kernels failed, and plain torch runs this model, slower: %s", _first_line(error))
+                self.apart, self._plain = None, self._instead()
+        assert self._plain is not None
+        self._plain.warm_up(run, longest)
 
 
 class TorchStep:
@@ -142,13 +162,17 @@ class TorchStep:
         except Exception as error:  # the compiler raises many types, none of them public
             if not self._compiled:
                 raise
-            log.warning("torch.compile failed, running uncompiled and slower: %s", str(error).strip().splitlines()[0])
+            log.warning("torch.compile failed, running uncompiled and slower: %s", _first_line(error))
             self._compiled = False
             for layer in self._model.layers:
                 layer._compiled_call_impl = None
             torch._dynamo.reset()
             for count in shapes:
                 run(count)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _capture(
