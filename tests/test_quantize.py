@@ -23,7 +23,7 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import read_json
 from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.checkpoint.saving import save_checkpoint
-from gpt_fast.config import ModelConfig
+from gpt_fast.config import ExpertsConfig, ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.kernels.cpu import library, quantizing
 from gpt_fast.kernels.cpu.packing import from_nibbles, nibbles
@@ -31,8 +31,9 @@ from gpt_fast.kernels.reference import dequantize_int4
 from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
 from gpt_fast.model.description import describe, parts
+from gpt_fast.model.transformer import weight_bytes
 from gpt_fast.params import SamplingParams
-from gpt_fast.quantize.apply import quantize_model, swap_layers
+from gpt_fast.quantize.apply import bytes_of, quantize_model, random_quantized, swap_layers
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 from gpt_fast.quantize.rtn import encode, find_grid, pad_groups, plain_int4, plain_int8, quantize_rows
 from gpt_fast.quantize.scheme import Kind, Scheme, Split, parse_quant_config, quant_config
@@ -309,6 +310,25 @@ def test_queries_beside_keys_and_values_in_another_format_are_one_layer() -> Non
     apart = [layer(Scheme("int4", 32), weight[:16], bias[:16]), layer(Scheme("int8"), weight[16:], bias[16:])]
     assert torch.equal(split(x), torch.cat([part(x) for part in apart], dim=-1))
     assert torch.equal(dequantized(split), torch.cat([dequantized(part) for part in apart]))
+
+
+@pytest.mark.parametrize("mode", [None, "int8", "int4"])
+@pytest.mark.parametrize(
+    "more", [{}, {"tie_embeddings": True}, {"family": "mixtral", "experts": ExpertsConfig(3, 2, 40)}]
+)
+def test_random_weights_that_are_quantized_at_once(mode: str | None, more: dict[str, Any]) -> None:
+    config, quant = replace(TINY, **more), None if mode is None else quant_config(mode)
+    made = random_model(config, torch.float32)
+    if quant is not None:
+        quantize_model(made, quant)
+        got = random_quantized(config, torch.float32, torch.device("cpu"), quant)
+        assert {n: (t.shape, t.dtype) for n, t in got.state_dict().items()} == {
+            n: (t.shape, t.dtype) for n, t in made.state_dict().items()
+        }
+        logits = got(torch.arange(20)[None])
+        assert logits.isfinite().all()
+        assert logits.std() > 0
+    assert bytes_of(config, torch.float32, quant) == weight_bytes(made)
 
 
 def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:

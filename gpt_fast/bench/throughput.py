@@ -43,6 +43,8 @@ from gpt_fast.model.shapes import shape
 from gpt_fast.parallel.group import number_of_ranks
 from gpt_fast.params import SamplingParams
 from gpt_fast.placement import choose_placement, pick_device, usable_threads
+from gpt_fast.quantize.apply import bytes_of, check_device, random_quantized
+from gpt_fast.quantize.scheme import quant_config
 
 _POLL_S = 0.002  # how often the caller looks; what it measures is stamped by the engine
 _WARM_UP_TOKENS = 4
@@ -95,8 +97,13 @@ def build(
     wanted = {name: options.pop(name) for name in ("device", "dtype") if name in options}
     size = describe(config).num_parameters
     where = choose_placement(size, torch.bfloat16, kernels=options.get("kernels", True), **wanted)
-    check_weights(size * where.dtype.itemsize, where.device)
-    model = random_model(config, where.dtype, where.device, column_major=where.column_major)
+    quant = quant_config(options["quantize"]) if options.get("quantize") else None
+    check_device(quant, where.device)
+    check_weights(bytes_of(config, where.dtype, quant), where.device)
+    if quant is None:
+        model = random_model(config, where.dtype, where.device, column_major=where.column_major)
+    else:
+        model = random_quantized(config, where.dtype, where.device, quant)
     return LLM.from_model(model, **options)
 
 

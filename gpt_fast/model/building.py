@@ -76,18 +76,27 @@ def random_model(
     same weights on every device and in every layout.
     """
     model = empty_model(config, dtype, device, column_major)
-    generator = torch.Generator().manual_seed(seed)
-    largest = max(p.numel() for p in model.parameters())
-    block = (torch.randn(min(_REPEATED, largest), generator=generator) * 0.02).to(device, dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
-                parameter.zero_()
-            elif parameter.dim() == 1:  # a norm
-                parameter.fill_(1.0)
-            else:
-                _repeat(block, parameter)
+    fill_randomly(model, seed)
     return model
+
+
+@torch.no_grad()
+def fill_randomly(model: Transformer, seed: int = 0) -> None:
+    """Write the parameters of ``model``, in its dtype, as those of a :func:`random_model`."""
+    largest = max(p.numel() for p in model.parameters())
+    block = random_numbers(min(_REPEATED, largest), seed).to(model.device, model.dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:  # a norm
+            parameter.fill_(1.0)
+        else:
+            _repeat(block, parameter)
+
+
+def random_numbers(count: int, seed: int = 0) -> torch.Tensor:
+    """[count] float32 on the CPU, normal, of a standard deviation of 0.02."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 0.02
 
 
 def _repeat(block: torch.Tensor, matrix: torch.Tensor) -> None:

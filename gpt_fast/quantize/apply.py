@@ -8,13 +8,16 @@ import torch
 from torch import nn
 
 from gpt_fast.checkpoint.stored import StoredTensor
+from gpt_fast.config import ModelConfig
 from gpt_fast.errors import ConfigError
+from gpt_fast.model.building import NoDraws, empty_model, fill_randomly, random_numbers
 from gpt_fast.model.description import Part
-from gpt_fast.model.transformer import Transformer
+from gpt_fast.model.transformer import Transformer, weight_bytes
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
-from gpt_fast.quantize.rtn import quantized_pieces
+from gpt_fast.quantize.rtn import quantize_rows, quantized_pieces
 from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
 
+_REPEATED_ROWS = 1024
 SchemeOf = Callable[[str], Scheme | Split | None]  # how a linear layer is stored, by the module's name in Transformer
 
 
@@ -57,6 +60,35 @@ def swap_layers(model: nn.Module, scheme_of: SchemeOf, device: torch.device | st
 def quantize_model(model: Transformer, config: QuantConfig) -> None:
     """Round the weights of ``model``, in memory, to nearest, in place."""
     swap_layers(model, lambda name: config.scheme(name, model.config), model.device, rounded=True)
+
+
+def random_quantized(config: ModelConfig, dtype: torch.dtype, device: torch.device, quant: QuantConfig) -> Transformer:
+    """A model of the shape ``config`` with random weights stored as ``quant`` says, for benchmarks. Its linear layers
+    are never whole in ``dtype``, so it needs no more memory than it keeps. Their rows repeat the first ones."""
+    model = empty_model(config, dtype, device, swap=lambda made: _swap_all(made, quant))
+    fill_randomly(model)
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear):
+            count = min(_REPEATED_ROWS, layer.out_features)
+            rows = random_numbers(count * layer.in_features).view(count, -1).to(device, dtype)
+            tensors = quantize_rows(rows, layer.scheme)
+            for begin in range(0, layer.out_features, count):
+                left = min(count, layer.out_features - begin)
+                layer.store(begin, {name: tensor[:left] for name, tensor in tensors.items()})
+    return model
+
+
+def bytes_of(config: ModelConfig, dtype: torch.dtype, quant: QuantConfig | None) -> int:
+    """What the weights of a model of ``config`` take that is in ``dtype`` but for what ``quant`` says."""
+    with torch.device("meta"), NoDraws():
+        model = Transformer(config).to(dtype)
+    if quant is not None:
+        _swap_all(model, quant)
+    return weight_bytes(model)
+
+
+def _swap_all(model: Transformer, quant: QuantConfig) -> None:
+    swap_layers(model, lambda name: quant.scheme(name, model.config), "meta")
 
 
 def check_device(quant: QuantConfig | None, device: torch.device) -> None:
