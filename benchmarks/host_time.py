@@ -54,7 +54,7 @@ class IdleModel:
 
 class IdleStep:
     path = "eager"
-    apart = chain = None
+    apart = chain = ahead = None
 
     def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         self._forward = forward

@@ -16,6 +16,7 @@ from typing import Any, cast, overload
 import torch
 
 from gpt_fast import __version__, devices, memory
+from gpt_fast.cgroups import num_cores
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.draft import open_draft
 from gpt_fast.checkpoint.families import GenerationDefaults
@@ -203,7 +204,10 @@ class LLM:
             guessing = Runner(serve(draft, **how), cache_dtype=plan.dtype, **sizes)
             drafter = ModelDrafter(guessing, pages, self.config.vocab_size, draft.config.max_seq_len)
             runners.append(guessing)
-        self.engine = Engine(runner, scheduler, max_waiting=o.max_waiting, threads=self._threads())
+        threads = self._threads()
+        if runner.begins and self.group is None and num_cores() > threads:  # Python has a core for itself
+            runner.runs_ahead = True
+        self.engine = Engine(runner, scheduler, max_waiting=o.max_waiting, threads=threads)
         if drafter is not None:
             self.engine.speculation = Speculation(drafter, o.speculate_k)
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)

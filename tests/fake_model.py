@@ -54,7 +54,7 @@ class FakeModel:
 
 class FakeStep:
     path = "eager"
-    chain = apart = None
+    chain = ahead = apart = None
 
     def __init__(self, model: FakeModel, cache: LayerCache, page_table: Tensor) -> None:
         self._model, self._cache, self._page_table = model, cache, page_table

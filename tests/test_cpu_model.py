@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_model import check_idle
 from programs import needs_cpp, random_weights
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -21,7 +24,8 @@ from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ExpertsConfig, ModelConfig, RopeScaling
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
-from gpt_fast.errors import UnsupportedError
+from gpt_fast.errors import EngineError, UnsupportedError
+from gpt_fast.kernels.race import Draw
 from gpt_fast.model.building import random_model
 from gpt_fast.model.cpu_model import CpuModel, pack_model
 from gpt_fast.model.description import describe
@@ -317,6 +321,7 @@ def test_tokens_drawn_in_one_call_with_the_step_are_those_that_the_host_samples(
 
     with LLM.from_model(random_model(TINY, torch.float32), max_seq_len=128) as llm:
         runner, draw = llm.engine.runner, llm.engine.runner.draw
+        monkeypatch.setattr(runner, "runs_ahead", False)
         monkeypatch.setattr(runner, "draws_at_once", False)
         expected = answers(llm)
         monkeypatch.setattr(runner, "draws_at_once", True)
@@ -334,3 +339,68 @@ def test_tokens_drawn_in_one_call_with_the_step_are_those_that_the_host_samples(
         assert caplog.text.count("a step failed; it is computed again") == len(drawn) // 5
         monkeypatch.setattr(runner, "draw", draw)
         assert answers(llm) == expected
+
+
+class Beginnings:
+    """Stands for a runner's ``begin``: some steps are left out before they start, and now and then it fails."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.begin = runner, runner.begin
+        self.calls: list[int] = []  # rows of each step
+        self.behind = self.shrunk = 0
+
+    def __call__(self, plan: StepPlan, draws: Sequence[Draw], before: Any = None, index: Sequence[int] = ()) -> Any:
+        self.calls.append(len(draws))
+        self.behind += before is not None
+        self.shrunk += before is not None and len(index) < len(before.tokens)
+        if len(self.calls) % 11 == 0:
+            raise RuntimeError("out of luck")
+        drawing = self.begin(plan, draws, before, index)
+        if len(self.calls) % 7 == 0:
+            self.runner.hold()
+        return drawing
+
+
+def test_steps_that_begin_ahead_draw_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where they are held, or fail: then they are computed again. A request that comes later has its own answer,
+    and one that is cancelled costs nobody anything."""
+    ways = [*MANY_WAYS, SamplingParams(max_tokens=40, temperature=1.0, seed=6), SamplingParams(max_tokens=40, seed=7)]
+    prompts = [[i * 31 % 259 for i in range(3 + 7 * n)] for n in range(len(ways))]
+
+    def answers(llm: LLM) -> list[tuple[Any, ...]]:
+        handles = []
+        for prompt, way in zip(prompts, ways, strict=True):
+            handles.append(llm.submit(prompt, way))
+            time.sleep(0.002)
+        llm.submit(prompts[3], SamplingParams(max_tokens=60, ignore_eos=True)).cancel()
+        for handle in handles:
+            list(handle)
+        found = [handle.completion for handle in handles]
+        return [(done.token_ids, done.text, done.finish_reason) for done in found if done is not None]
+
+    with LLM.from_model(random_model(TINY, torch.float32), max_seq_len=128, num_pages=40) as llm:
+        runner = llm.engine.runner
+        monkeypatch.setattr(runner, "runs_ahead", False)
+        expected = answers(llm)
+        monkeypatch.setattr(runner, "runs_ahead", True)
+        beginnings = Beginnings(runner)
+        monkeypatch.setattr(runner, "begin", beginnings)
+        for _ in range(4):
+            assert answers(llm) == expected
+        assert beginnings.behind > 40
+        assert beginnings.shrunk > 0, "a request ended, and the step behind went on without it"
+        assert len(set(beginnings.calls)) > 1
+        assert caplog.text.count("a step ahead failed; it is computed again") == len(beginnings.calls) // 11
+        check_idle(llm)
+        running = llm.submit(prompts[0], SamplingParams(max_tokens=100, ignore_eos=True))
+    with pytest.raises(EngineError):  # closed with a step on its way
+        list(running)
+
+
+def test_whether_steps_begin_ahead_is_a_question_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, ahead in ((1, False), (2, True)):
+        monkeypatch.setattr("gpt_fast.llm.num_cores", lambda cores=cores: cores)
+        with LLM.from_model(random_model(TINY, torch.float32), max_seq_len=64, threads=1) as llm:
+            assert llm.engine.runner.runs_ahead is ahead

@@ -28,6 +28,9 @@ from gpt_fast.params import MAX_SHOWN, brief, try_later, without_frames
 
 log = logging.getLogger(__name__)
 
+# With the next step on its way this thread waits for nothing, and would keep Python's lock for up to 5 ms from the
+# threads that it has woken.
+_PAUSE_S = 1e-4
 ABANDONED_S = 5.0  # a request that is paused this long without anybody fetching is aborted
 
 
@@ -54,6 +57,7 @@ class Engine:
         self._handles: dict[str, Handle] = {}
         self._closing = False
         self._fatal: Exception | None = None
+        self._told = False  # whether this step had a first token or an end
         self._begun: ahead.Begun | None = None  # the next step, if it began before the last one's tokens were known
         self._thread: threading.Thread | None = None
 
@@ -91,6 +95,7 @@ class Engine:
                 self._moved = time.monotonic()
             self._handles |= {handle.id: handle for handle in handles}
             self._inbox.extend(requests)
+            self.runner.hold()  # whoever comes waits for the step that runs, and not for the one behind it
             self.changed.notify_all()
         return handles
 
@@ -143,8 +148,8 @@ class Engine:
             return not self._closing
 
     def step(self) -> None:
-        """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests at fault. On a
-        GPU the next step may begin before this one's tokens are known (ahead.py)."""
+        """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests at fault. The
+        next step may begin before this one's tokens are known (ahead.py)."""
         begun, self._begun = self._begun, None
         if begun is not None and not any(map(ahead.goes_on, begun.parts)):
             begun = None
@@ -170,6 +175,9 @@ class Engine:
                 num_drafts = max(0, own.end - request.num_tokens)
                 self._try(self._advance, request, outcome, num_drafts, now)
             self.changed.notify_all()
+        if self._begun is not None and self._told:
+            time.sleep(_PAUSE_S)
+        self._told = False
         began, self._began, self._moved = self._began, time.perf_counter(), time.monotonic()
         if self.speculation is not None:
             self.speculation.observe(plan, self._began - began)
@@ -250,7 +258,7 @@ class Engine:
         if request.finish_reason is not None:
             self._finish(request)
         elif begins and tokens:
-            self.begun_or_ended.notify_all()
+            self._tell()
 
     def _try(self, work: Callable[..., None], request: Request, *args: object) -> None:
         """Do ``work`` for ``request``. A failure ends this request alone."""
@@ -283,7 +291,11 @@ class Engine:
 
     def _notify(self) -> None:
         self.changed.notify_all()
+        self._tell()
+
+    def _tell(self) -> None:
         self.begun_or_ended.notify_all()
+        self._told = True
 
 
 def _observe(observer: Callable[..., None], *args: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,29 @@ from gpt_fast.kernels.race import Draw
 
 # Numbers of a step, the page table, the slot of each row, and draws -> the tokens drawn for each row.
 Chain = Callable[[StepNumbers, Tensor, Sequence[int], Sequence[Sequence[Draw]]], list[list[int]]]
+
+
+class Drawing(Protocol):
+    """A step that is being computed while the host goes on, and the tokens that it draws."""
+
+    def tolist(self) -> list[int]:
+        """Waits for the tokens of each row."""
+
+
+class Ahead(Protocol):
+    """Steps in another thread of the host, as ``kernels.cpu.program.Program`` runs them."""
+
+    def begin(
+        self,
+        numbers: StepNumbers,
+        page_table: Tensor,
+        slots: Sequence[int],
+        draws: Sequence[Draw],
+        before: Any,  # a Drawing of this object, whose rows ``index`` draw the step's tokens; None: they are known
+        index: Sequence[int],
+    ) -> Drawing: ...
+    def hold(self) -> None:
+        """Leave out what has begun and not started."""
 
 
 class Apart(Protocol):
@@ -47,6 +70,10 @@ class Step(Protocol):
     def chain(self) -> Chain | None:
         """Several steps in one call, as ``kernels.cpu.program.Program.chain`` runs them; None: the runner takes one
         after the other."""
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """What runs a step while the caller goes on, on a host. None: nothing does, or a GPU does it anyway."""
 
     def reads_host(self) -> bool:
         """Whether steps take their tensors from the host, all but the page table, which is on the model's device."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpt_fast.engine.model import Model
+from gpt_fast.engine.model import Drawing, Model
 from gpt_fast.engine.parts import parts_of
 from gpt_fast.engine.sampling import NO_TOKEN, draw_tokens
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
@@ -44,8 +44,8 @@ class Runner:
         self.device, self.max_batch, self.prefill_chunk = model.device, max_batch, prefill_chunk
         self.page_size, self.num_pages = page_size, num_pages
         self.pages_per_sequence = -(-max_seq_len // page_size)
-        # Whether a step may begin before the host knows the tokens of the one before (ahead.py). A CPU computes in the
-        # engine's thread and would gain nothing.
+        # Whether a step may begin before the host knows the tokens of the one before (ahead.py). On a CPU that pays
+        # where Python has a core that no thread of the kernels wants.
         self.runs_ahead = self.device.type == "cuda"
         sizes = (max_batch, num_pages, page_size, cache_dtype or model.dtype, self.device)
         self.cache = [layer.allocate(*sizes) for layer in model.cache_layers]
@@ -54,6 +54,7 @@ class Runner:
         self._page_table = torch.zeros(max_batch, self.pages_per_sequence, dtype=torch.int32, device=self.device)
         self._step = model.make_step(self.cache, self._page_table)
         self.draws_at_once = self._step.chain is not None  # whether draw() is one call, so that the host has less to do
+        self.begins = self._step.ahead is not None  # whether begin() can run a step
 
     @property
     def path(self) -> str:
@@ -98,6 +99,21 @@ class Runner:
         """Run one step and draw a token behind each row of its logits, of which there is one at least, as ``draws``
         says. NO_TOKEN for one that cannot be drawn."""
         return [token for (token,) in self.chain(plan, [[own] for own in draws])]
+
+    def begin(
+        self, plan: StepPlan, draws: Sequence[Draw], before: Drawing | None = None, index: Sequence[int] = ()
+    ) -> Drawing | None:
+        """:meth:`draw`, while the caller goes on. ``before``: the plan's tokens, one of each sequence, are those that
+        ``before`` draws behind the rows ``index`` of its step. None where no other thread can run the step."""
+        if self._step.ahead is None:
+            return None
+        slots = [s.slot for s in plan.sequences if s.num_logits]
+        return self._step.ahead.begin(self._numbers(plan), self._page_table, slots, draws, before, index)
+
+    def hold(self) -> None:
+        """Leave out a step that :meth:`begin` began and that has not started: it has no tokens. For any thread."""
+        if self._step.ahead is not None:
+            self._step.ahead.hold()
 
     def chain(self, plan: StepPlan, draws: Sequence[Sequence[Draw]]) -> list[list[int]]:
         """Run one step, and then those of the tokens that are drawn behind it; the host waits once, at the end.

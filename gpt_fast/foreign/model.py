@@ -94,7 +94,7 @@ class ForeignModel:
 class ForeignStep:
     """Steps over ``cache``, which only the paged way fills."""
 
-    chain = apart = None
+    chain = ahead = apart = None
     path = "eager"
 
     def __init__(self, way: Way, cache: Sequence[LayerCache]) -> None:

@@ -13,7 +13,7 @@ from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, StepNumbers, padded, whole_sequences
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available, rounded_together
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Ranks, Weights, check
+from gpt_fast.kernels.cpu.program import Drawing, PackedWeights, Program, Ranks, Weights, check
 from gpt_fast.kernels.race import Draw
 from gpt_fast.model import description as d
 from gpt_fast.model.transformer import Block, KVCache, Transformer
@@ -103,6 +103,28 @@ class CpuStep:
     def chain(self) -> Callable[..., list[list[int]]] | None:
         """See ``Program.chain``, which has no angles for tokens that the host does not know yet."""
         return None if self._tables is None else self._chain
+
+    @property
+    def ahead(self) -> CpuStep | None:
+        """As for ``chain``."""
+        return None if self._tables is None else self
+
+    def begin(
+        self,
+        numbers: StepNumbers,
+        page_table: Tensor,
+        slots: Sequence[int],
+        draws: Sequence[Draw],
+        before: Drawing | None,
+        index: Sequence[int],
+    ) -> Drawing:
+        """See ``Program.begin``."""
+        assert self._tables is not None
+        return self._program.begin(numbers, page_table, self._tables, slots, draws, before, index)
+
+    def hold(self) -> None:
+        """See ``Program.hold``."""
+        self._program.hold()
 
     def _chain(
         self, numbers: StepNumbers, page_table: Tensor, slots: Sequence[int], draws: Sequence[Sequence[Draw]]

@@ -61,7 +61,7 @@ class SplitModel:
 class SplitStep:
     """The steps of one model over one cache, each layer's part of which is on the layer's device."""
 
-    chain = apart = None
+    chain = ahead = apart = None
     path = "eager"
 
     def __init__(self, model: SplitModel, cache: KVCache) -> None:

@@ -91,7 +91,7 @@ Served = CpuModel | TorchModel | SplitModel | ForeignModel
 class GpuStep:
     """The steps of one model over one cache by Triton's kernels; where those cannot be recorded, by ``instead``."""
 
-    chain = None
+    chain = ahead = None
 
     def __init__(self, captured: CapturedProgram, instead: Callable[[], TorchStep]) -> None:
         self.apart: CapturedProgram | None = captured
@@ -130,7 +130,7 @@ class GpuStep:
 class TorchStep:
     """The steps of one model over one cache in plain torch. ``path`` says whether they are compiled."""
 
-    chain = apart = None
+    chain = ahead = apart = None
 
     def __init__(self, model: Transformer, cache: KVCache, *, compile: bool) -> None:
         self._model, self._cache, self._compiled = model, cache, compile

@@ -240,11 +240,13 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.gpt_fast_quantize_int8.argtypes = [_P, _I, _I, _I, _P, _P, ctypes.c_int]
     lib.gpt_fast_chain.argtypes = [_P, _P, _P, ctypes.c_int]
     lib.gpt_fast_draw.argtypes = [_P, _P, _P, _I, _I, ctypes.c_int]
+    lib.gpt_fast_begin.argtypes, lib.gpt_fast_begin.restype = [_P, _P, _P, ctypes.c_int], _I
+    lib.gpt_fast_wait.argtypes, lib.gpt_fast_wait.restype = [_I], None
     for name in ("run", "pack", "quantize", "quantize_int8", "chain", "draw"):
         getattr(lib, f"gpt_fast_{name}").restype = None
     lib.gpt_fast_tell.argtypes, lib.gpt_fast_tell.restype = [_P, _P, _I], None
     lib.gpt_fast_hear.argtypes, lib.gpt_fast_hear.restype = [_P], ctypes.POINTER(_I)
-    _declare_automaton(lib)
+    _declare_quick(lib)
     lib.gpt_fast_tiles_work.argtypes, lib.gpt_fast_tiles_work.restype = [], _I
     lib.gpt_fast_rounding.argtypes, lib.gpt_fast_rounding.restype = [_I], _I
     lib.gpt_fast_rounded_together.argtypes, lib.gpt_fast_rounded_together.restype = [], _I
@@ -256,9 +258,10 @@ def _load(path: Path) -> ctypes.CDLL:
     return lib
 
 
-def _declare_automaton(lib: ctypes.CDLL) -> None:
+def _declare_quick(lib: ctypes.CDLL) -> None:
     """These calls take a microsecond: to let other threads of Python run meanwhile would cost more."""
     kinds: dict[str, tuple[Any, ...]] = {  # what is returned, then arguments
+        "gpt_fast_hold": (None,),
         "gpt_fast_automaton": (_P,),
         "gpt_fast_automaton_free": (None, _P),
         "gpt_fast_automaton_bytes": (_I, _P),

@@ -77,6 +77,23 @@ class Ranks(Protocol):
         """Raises RankError where another rank has not taken part in the last step."""
 
 
+class Drawing:
+    """A step that another thread computes, and the tokens that it draws. What it reads and writes is kept until it is
+    done."""
+
+    def __init__(self, library: ctypes.CDLL, number: int, tokens: array[int], kept: object) -> None:
+        self.tokens = tokens  # [R], written when the step is done
+        self._library, self._number, self._kept = library, number, kept
+
+    def tolist(self) -> list[int]:
+        """Waits for the tokens of each row; -1 for one that could not be drawn."""
+        self._library.gpt_fast_wait(self._number)
+        return self.tokens.tolist()
+
+    def __del__(self) -> None:
+        self._library.gpt_fast_wait(self._number)
+
+
 def check(ops: Sequence[d.Op]) -> None:
     """Raise UnsupportedError for an operation that the program does not run, before any weight is packed."""
     for op in ops:
@@ -133,6 +150,7 @@ class Program:
         self._angles: Sequence[Angles] | None = None  # of the last step
         self._waves: tuple[list[Tensor], array[int]] = [], array("q")  # these, and where they are
         self._logits: Tensor | None = None  # of chains
+        self._last = 0  # the number of what began last in another thread; 0: all of that is done
         self._in_place = input is not None and b.output == 0
         widths, slots, slot_widths = (self._array(ctypes.c_int64, n) for n in (b.widths, b.slots, b.slot_widths))
         self._program = structs.Program(
@@ -159,6 +177,7 @@ class Program:
 
         Raises ValueError for rope tables of another width than the operations'.
         """
+        self.finish()
         step, out, kept = self._step(tokens, positions, angles, layout, rows, by_position, input)
         self._library.gpt_fast_run(ctypes.addressof(self._program), ctypes.addressof(step), torch.get_num_threads())
         del kept
@@ -181,6 +200,54 @@ class Program:
         No tensor is made here. The weights of a step push Python out of the CPU's caches, so the host is slow between
         two steps: each tensor would take 10 to 30 us.
         """
+        self.finish()
+        step, chain, drawn, kept = self._chain(numbers, page_table, angles, row_slots, draws)
+        addresses = (ctypes.addressof(struct) for struct in (self._program, step, chain))
+        self._library.gpt_fast_chain(*addresses, torch.get_num_threads())
+        del kept
+        return [drawn[r :: len(draws)][: len(own)].tolist() for r, own in enumerate(draws)]
+
+    def begin(
+        self,
+        numbers: StepNumbers,
+        page_table: Tensor,
+        angles: Sequence[Angles],
+        row_slots: Sequence[int],
+        draws: Sequence[Draw],
+        before: Drawing | None = None,
+        index: Sequence[int] = (),
+    ) -> Drawing:
+        """A step, and a token drawn behind each of its rows, in another thread, behind all that was begun before it.
+        ``before``: the tokens of the step are those that ``before`` draws behind the rows ``index`` of that step, and
+        where one of these is -1, so are all of this one."""
+        step, chain, drawn, kept = self._chain(numbers, page_table, angles, row_slots, [[own] for own in draws])
+        rows = array("q", index)
+        if before is not None:
+            chain.before, chain.before_rows = structs.address(before.tokens), structs.address(rows)
+        addresses = (ctypes.addressof(struct) for struct in (self._program, step, chain))
+        number = self._library.gpt_fast_begin(*addresses, torch.get_num_threads())
+        self._last = number
+        return Drawing(self._library, number, drawn, (self, page_table, kept, rows, before and before.tokens))
+
+    def hold(self) -> None:
+        """Leave out what was begun and has not started; its tokens are -1. Any thread may call it."""
+        self._library.gpt_fast_hold()
+
+    def finish(self) -> None:
+        """Wait for all that was begun."""
+        if self._last:
+            self._library.gpt_fast_wait(self._last)
+            self._last = 0
+
+    def _chain(
+        self,
+        numbers: StepNumbers,
+        page_table: Tensor,
+        angles: Sequence[Angles],
+        row_slots: Sequence[int],
+        draws: Sequence[Sequence[Draw]],
+    ) -> tuple[Structure, Structure, array[int], object]:
+        """The structs of a step and its chain, where the tokens go, and what must be kept meanwhile."""
         n, count = numbers, [len(each) for each in draws]
         num_tokens, num_rows, longest = len(n.tokens), len(n.rows), max(count)
         if self._logits is None or self._logits.shape[0] < num_rows:
@@ -197,14 +264,12 @@ class Program:
             rows=at[3], num_rows=num_rows, output=self._logits.data_ptr(),
         )  # fmt: skip
         table = draw_table(itertools.chain(*itertools.zip_longest(*draws, fillvalue=Draw())))
-        drawn = array("q", bytes(8 * longest * num_rows))
+        drawn = array("q", [-1]) * (longest * num_rows)
         chain = structs.Chain(
             draws=structs.address(table), counts=at[5], row_slots=at[4], num_steps=longest, vocab=self._width,
             tokens=structs.address(drawn),
         )  # fmt: skip
-        addresses = (ctypes.addressof(struct) for struct in (self._program, step, chain))
-        self._library.gpt_fast_chain(*addresses, torch.get_num_threads())
-        return [drawn[r::num_rows][:own].tolist() for r, own in enumerate(count)]
+        return step, chain, drawn, (wide, narrow, table, self._logits)
 
     def _step(
         self,

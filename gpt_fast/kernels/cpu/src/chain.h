@@ -17,7 +17,18 @@ struct Chain {
     const int64_t* row_slots;  // [R] the slot of each row, rising
     int64_t num_steps, vocab;
     int64_t* tokens;  // [num_steps, R] what was drawn; -1: nothing could be
+    // Where the tokens of the first step come from that nobody knew when it was planned: before[before_rows[i]] is the
+    // token i. Null: they are the step's own.
+    const int64_t* before;
+    const int64_t* before_rows;
 };
+
+// Whether the tokens of the first step have been drawn, if they come from another one.
+inline bool tokens_known(const Chain& chain, int64_t rows) {
+    for (int64_t i = 0; chain.before && i < rows; ++i)
+        if (chain.before[chain.before_rows[i]] < 0) return false;
+    return true;
+}
 
 template <class RunStep>
 void run_chain(Step step, const Chain& chain, int64_t page_size, int threads, RunStep run_step) {
@@ -31,6 +42,10 @@ void run_chain(Step step, const Chain& chain, int64_t page_size, int threads, Ru
     std::vector<int32_t> starts(static_cast<size_t>(step.slots + 1)), contexts(static_cast<size_t>(step.slots));
     const std::vector<int32_t> first(step.context_len, step.context_len + step.slots);
     int32_t *start = starts.data(), *context = contexts.data();
+    if (chain.before) {
+        for (int64_t i = 0; i < rows; ++i) tokens[i] = chain.before[chain.before_rows[i]];
+        step.tokens = tokens;
+    }
     for (int64_t i = 0;; ++i) {
         run_step(step);
         const int64_t count = step.num_rows;

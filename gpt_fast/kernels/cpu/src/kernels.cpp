@@ -1,6 +1,7 @@
 // The functions that Python calls (through ctypes): plain C signatures around the kernels of the headers here.
 #include <new>
 
+#include "ahead.h"
 #include "automaton.h"
 #include "chain.h"
 #include "pack.h"
@@ -91,6 +92,20 @@ void gpt_fast_run(const Program* program, Step* step, int threads) {
 void gpt_fast_chain(const Program* program, const Step* step, const Chain* chain, int threads) {
     run_chain(*step, *chain, program->page_size, threads, [&](Step& each) { gpt_fast_run(program, &each, threads); });
 }
+
+// The same by another thread (ahead.h), behind what was begun before; nothing where a token that it needs was not drawn.
+// Returns its number.
+int64_t gpt_fast_begin(const Program* program, const Step* step, const Chain* chain, int threads) {
+    return Ahead::instance().begin([=, step = *step, chain = *chain] {
+        if (tokens_known(chain, step.num_rows)) gpt_fast_chain(program, &step, &chain, threads);
+    });
+}
+
+// What was begun and has not started is left out: its tokens stay as they are.
+void gpt_fast_hold() { Ahead::instance().hold(); }
+
+// Until what has this number is done.
+void gpt_fast_wait(int64_t number) { Ahead::instance().wait(number); }
 
 // A token for each row of logits (draw.h).
 void gpt_fast_draw(const float* logits, const Draw* draws, int64_t* tokens, int64_t rows, int64_t vocab, int threads) {

@@ -107,20 +107,23 @@ private:
     int64_t used_ = 0, count_ = 0;
 };
 
+// The one T of this process: after a fork its threads are gone, and a new one takes the old one's place. Never destroyed,
+// because threads may outlive main().
+template <class T>
+T& of_process() {
+    static std::mutex guard;
+    static T* one = nullptr;
+    static pid_t owner = 0;
+    const std::lock_guard<std::mutex> lock(guard);
+    if (owner != getpid()) one = new T, owner = getpid();
+    return *one;
+}
+
 // Helping threads, asleep between jobs. A job has a number of places; whoever comes in time takes one, and the caller
 // waits for those alone: a helper that is still asleep when the work is done is not missed.
 class Pool {
 public:
-    // Of this process: after a fork the helpers are gone, and a new pool takes the old one's place. Pools are never
-    // destroyed, because helpers may outlive main().
-    static Pool& instance() {
-        static std::mutex guard;
-        static Pool* pool = nullptr;
-        static pid_t owner = 0;
-        const std::lock_guard<std::mutex> lock(guard);
-        if (owner != getpid()) pool = new Pool, owner = getpid();
-        return *pool;
-    }
+    static Pool& instance() { return of_process<Pool>(); }
 
     // Calls job(context) here and in up to `helpers` other threads. False, and nothing has run: another thread's job is
     // in progress.
