@@ -380,7 +380,7 @@ def test_steps_that_begin_ahead_draw_the_same_tokens(
         found = [handle.completion for handle in handles]
         return [(done.token_ids, done.text, done.finish_reason) for done in found if done is not None]
 
-    with LLM.from_model(random_model(TINY, torch.float32), max_seq_len=128, num_pages=40) as llm:
+    with LLM.from_model(random_model(TINY, torch.float32), max_seq_len=128, page_size=1, num_pages=500) as llm:
         runner = llm.engine.runner
         monkeypatch.setattr(runner, "runs_ahead", False)
         expected = answers(llm)

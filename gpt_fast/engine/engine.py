@@ -221,8 +221,10 @@ class Engine:
         except Exception:
             log.exception("a step ahead failed; it is computed again")
             outcomes = None
-        if outcomes is None:
-            self._begun = None
+        if outcomes is None and self._begun is not None:
+            behind = self._begun.parts
+            self._begun = None  # waits for it, if it is in another thread
+            self.scheduler.take_back(behind)  # this step will be computed again, and places its own pages alone
         return outcomes
 
     def _schedule(self) -> tuple[StepPlan, list[Scheduled]]:
