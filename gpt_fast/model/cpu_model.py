@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, StepNumbers, padded, whole_sequences
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available, rounded_together
-from gpt_fast.kernels.cpu.program import Drawing, PackedWeights, Program, Ranks, Weights, check
+from gpt_fast.kernels.cpu.program import Drawing, PackedWeights, Program, Ranks, Weights, check, named
 from gpt_fast.kernels.race import Draw
 from gpt_fast.model import description as d
 from gpt_fast.model.transformer import Block, KVCache, Transformer
@@ -96,7 +95,7 @@ class CpuStep:
     def __call__(self, tokens: Tensor, positions: Tensor, lengths: Tensor, layout: StepLayout, rows: Tensor) -> Tensor:
         """Logits [R, V] float32. See ``Transformer.step``."""
         angles = [rope(positions, lengths) for rope in self._ropes] if self._tables is None else self._tables
-        with _named("gpt_fast::cpu_step"):
+        with named("gpt_fast::cpu_step"):
             return self._program.run(tokens, positions, angles, layout, rows, by_position=self._tables is not None)
 
     @property
@@ -130,7 +129,7 @@ class CpuStep:
         self, numbers: StepNumbers, page_table: Tensor, slots: Sequence[int], draws: Sequence[Sequence[Draw]]
     ) -> list[list[int]]:
         assert self._tables is not None
-        with _named("gpt_fast::cpu_chain"):
+        with named("gpt_fast::cpu_chain"):
             return self._program.chain(numbers, page_table, self._tables, slots, draws)
 
     def reads_host(self) -> bool:
@@ -141,11 +140,6 @@ class CpuStep:
         """Nothing is to be compiled; two steps touch all weights."""
         run(1)
         run(min(2, longest))
-
-
-def _named(name: str) -> AbstractContextManager[object]:
-    """``name`` in a profiler's trace. Without a profiler it costs nothing (record_function takes 7 us)."""
-    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
 def _check(model: Transformer, modules: Sequence[Block], divided: bool) -> None:
