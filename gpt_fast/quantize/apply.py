@@ -10,7 +10,7 @@ from torch import nn
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import ConfigError
-from gpt_fast.model.building import NoDraws, empty_model, fill_randomly, random_numbers
+from gpt_fast.model.building import empty_model, fill_randomly, random_numbers
 from gpt_fast.model.description import Part
 from gpt_fast.model.transformer import Transformer, weight_bytes
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
@@ -59,13 +59,13 @@ def swap_layers(model: nn.Module, scheme_of: SchemeOf, device: torch.device | st
 
 def quantize_model(model: Transformer, config: QuantConfig) -> None:
     """Round the weights of ``model``, in memory, to nearest, in place."""
-    swap_layers(model, lambda name: config.scheme(name, model.config), model.device, rounded=True)
+    _swap_all(model, config, model.device, rounded=True)
 
 
 def random_quantized(config: ModelConfig, dtype: torch.dtype, device: torch.device, quant: QuantConfig) -> Transformer:
     """A model of the shape ``config`` with random weights stored as ``quant`` says, for benchmarks. Its linear layers
     are never whole in ``dtype``, so it needs no more memory than it keeps. Their rows repeat the first ones."""
-    model = empty_model(config, dtype, device, swap=lambda made: _swap_all(made, quant))
+    model = empty_model(config, dtype, device, swap=lambda made: _swap_all(made, quant, "meta"))
     fill_randomly(model)
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):
@@ -80,15 +80,12 @@ def random_quantized(config: ModelConfig, dtype: torch.dtype, device: torch.devi
 
 def bytes_of(config: ModelConfig, dtype: torch.dtype, quant: QuantConfig | None) -> int:
     """What the weights of a model of ``config`` take that is in ``dtype`` but for what ``quant`` says."""
-    with torch.device("meta"), NoDraws():
-        model = Transformer(config).to(dtype)
-    if quant is not None:
-        _swap_all(model, quant)
-    return weight_bytes(model)
+    swap = None if quant is None else lambda made: _swap_all(made, quant, "meta")
+    return weight_bytes(empty_model(config, dtype, "meta", swap=swap))
 
 
-def _swap_all(model: Transformer, quant: QuantConfig) -> None:
-    swap_layers(model, lambda name: quant.scheme(name, model.config), "meta")
+def _swap_all(model: Transformer, quant: QuantConfig, device: torch.device | str, *, rounded: bool = False) -> None:
+    swap_layers(model, lambda name: quant.scheme(name, model.config), device, rounded=rounded)
 
 
 def check_device(quant: QuantConfig | None, device: torch.device) -> None:
