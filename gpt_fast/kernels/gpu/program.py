@@ -25,7 +25,7 @@ from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu.attention import Scratch, attend, scratch
 from gpt_fast.kernels.gpu.experts import gather, route
-from gpt_fast.kernels.gpu.fused import Table, add, embed, norm, prepare_norm, rope_write
+from gpt_fast.kernels.gpu.fused import Following, Table, add, embed, norm, prepare_norm, rope_write
 from gpt_fast.kernels.gpu.launching import MAX_TOKENS
 from gpt_fast.kernels.gpu.linear import Routes, Row, Weights, linear, linear_residual, make_room, scaled
 from gpt_fast.model import description as d
@@ -70,7 +70,6 @@ class _Step(NamedTuple):
 
 _Launch = tuple[Callable[[_Step], None], int]  # and how many operations it does
 _Rest = Sequence[tuple[d.Op, BlockWeights]]  # the operations behind one
-_Norm = tuple[str, Tensor, float]  # output, weight, eps
 
 
 class GpuProgram:
@@ -157,8 +156,7 @@ class GpuProgram:
     # The rules: each makes a launch.
 
     def _embed(self, op: d.Embed, w: BlockWeights, rest: _Rest) -> _Launch:
-        table, normed = w.tables[op.table], _norm_of(op.out, rest)
-        following = None if normed is None else normed[1:]
+        table, (normed, following) = w.tables[op.table], _norm_of(op.out, rest)
 
         def run(step: _Step) -> None:
             _leave(step, op.out, normed, *embed(step.tokens, table, following, self._dtype, op.scale))
@@ -187,8 +185,7 @@ class GpuProgram:
             return prepare, 1
         if op.add:
             self._check_rows(op.add, "Norm", "add")
-        normed = _norm_of(op.out, rest)
-        following = None if normed is None else normed[1:]
+        normed, following = _norm_of(op.out, rest)
 
         def run(step: _Step) -> None:
             x, other = step.buffers[op.x], step.buffers.get(op.add)
@@ -213,7 +210,7 @@ class GpuProgram:
             return self._product_of_ranks(op, pieces, rest)
         if len(pieces) > 1 and (op.add or behind):
             raise UnsupportedError(f"Product with matrix {op.matrix!r} in several formats and something fused to it")
-        normed = _norm_of(op.out, rest) if op.add else None
+        normed, following = _norm_of(op.out, rest if op.add else ())
         out, gated, activation = op.out if behind is None else behind.out, False, None
         if isinstance(behind, d.Activation):
             gated, activation = behind.gated, _kind(behind)
@@ -222,8 +219,8 @@ class GpuProgram:
 
         def run(step: _Step) -> None:
             x, residual = step.buffers[op.x], step.buffers[op.add] if op.add else None
-            if residual is not None and normed is not None:
-                _, vector, eps = normed
+            if residual is not None and following is not None:
+                vector, eps = following
                 if step.many:
                     sums = linear(x, pieces[0], residual=residual, many=True)
                     _leave(step, out, normed, sums, prepare_norm(sums, vector, eps))
@@ -247,8 +244,7 @@ class GpuProgram:
 
     def _product_of_ranks(self, op: d.Product, pieces: Sequence[Weights], rest: _Rest) -> _Launch:
         """Each rank multiplies some of the inputs."""
-        normed = _norm_of(op.out, rest)
-        following = None if normed is None else normed[1:]
+        normed, following = _norm_of(op.out, rest)
         (piece,), joined = pieces, self._joined
         assert joined is not None
 
@@ -315,7 +311,7 @@ class GpuProgram:
             out = attend(q, cache, step.layout, op.window, op.scale, room, step.many, op.cap, slopes, sinks)
             step.buffers[op.out] = out.flatten(1)
 
-        return run, self._leaves(op.out, None)
+        return run, self._leaves(op.out)
 
     def _route(self, op: d.Route, w: BlockWeights, rest: _Rest) -> _Launch:
         self._check_rows(op.x, "Route", "x")
@@ -345,8 +341,7 @@ class GpuProgram:
             self._made.pop(op.out, None)  # never written
             self._check_rows(gate.x, "Gate", "x")
             self._check_rows(gate.by, "Gate", "by")
-        normed = _norm_of(out, behind)
-        following = None if normed is None else normed[1:]
+        normed, following = _norm_of(out, behind)
         joined = self._joined if op.down in w.parts else None
 
         def run(step: _Step) -> None:
@@ -378,18 +373,18 @@ class GpuProgram:
         if self._made.get(name) is not Row:
             self._check_rows(name, op, "x")
 
-    def _leaves(self, out: str, normed: _Norm | None) -> int:
-        """Note that a launch makes ``out``, and the norm that is fused to it; gives how many operations that is."""
+    def _leaves(self, out: str, normed: str = "") -> int:
+        """Note that a launch makes ``out``, and ``normed`` by a norm fused to it; gives how many operations that is."""
         self._made[out] = Tensor
-        if normed is not None:
-            self._made[normed[0]] = Row
-        return 1 if normed is None else 2
+        if normed:
+            self._made[normed] = Row
+        return 2 if normed else 1
 
 
-def _leave(step: _Step, out: str, normed: _Norm | None, x: Tensor, row: Row | None) -> None:
+def _leave(step: _Step, out: str, normed: str, x: Tensor, row: Row | None) -> None:
     step.buffers[out] = x
-    if normed is not None:
-        step.buffers[normed[0]] = row
+    if normed:
+        step.buffers[normed] = row
 
 
 def _top_k(block: d.Block) -> int:
@@ -410,14 +405,12 @@ def _kind(op: d.Activation | d.Experts) -> str:
     return op.kind
 
 
-def _norm_of(x: str, rest: _Rest) -> _Norm | None:
-    """The operation behind, if it is a norm of ``x`` for which rows can wait."""
-    if not rest:
-        return None
-    op, w = rest[0]
-    if not isinstance(op, d.Norm) or op.x != x or not _waits(op):
-        return None
-    return op.out, _shifted(w.vectors[op.weight], op.offset), op.eps
+def _norm_of(x: str, rest: _Rest) -> tuple[str, Following | None]:
+    """Output, and weight and eps, of the operation behind, if it is a norm of ``x`` for which rows can wait."""
+    op, w = rest[0] if rest else (None, None)
+    if w is None or not isinstance(op, d.Norm) or op.x != x or not _waits(op):
+        return "", None
+    return op.out, (_shifted(w.vectors[op.weight], op.offset), op.eps)
 
 
 def _waits(op: d.Norm) -> bool:
