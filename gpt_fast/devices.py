@@ -41,12 +41,13 @@ class Weights(NamedTuple):
 
     layers: tuple[int, ...]
     first: int
+    smaller_modes: tuple[str, ...] = ()  # of ``quantize``
 
     @classmethod
-    def of(cls, model: Transformer, draft_bytes: int = 0) -> Weights:
+    def of(cls, model: Transformer, draft_bytes: int = 0, smaller_modes: tuple[str, ...] = ()) -> Weights:
         """Those of ``model``, which may be on the meta device, and of a draft model."""
         layers = tuple(map(weight_bytes, model.layers))
-        return cls(layers, weight_bytes(model) - sum(layers) + draft_bytes)
+        return cls(layers, weight_bytes(model) - sum(layers) + draft_bytes, smaller_modes)
 
 
 class Span(NamedTuple):
@@ -188,7 +189,8 @@ def _spans(places: Sequence[Room], counts: Sequence[int], weights: Weights) -> l
 def _refusal(places: Sequence[Room], weights: Weights) -> str:
     layers = f"{len(weights.layers)} layers, of {gigabytes(max(weights.layers))} at most"
     need = f"embedding and head, {gigabytes(weights.first)}, and {layers}"
-    todo = "set quantize: int8 or int4, or a smaller max_seq_len, raise device_memory, or add a device"
+    quantize = f"set quantize: {' or '.join(weights.smaller_modes)}, " if weights.smaller_modes else ""
+    todo = f"{quantize}set a smaller max_seq_len, raise device_memory, or add a device"
     return f"device_map: {need}, do not fit with the least KV cache on {', '.join(map(str, places))}; {todo}"
 
 

@@ -225,6 +225,7 @@ class FastModel(nn.Module):
 def _load(model_name: str, quantize: str | None, *, device: str, dtype: str) -> FastModel:
     opened = open_checkpoint(find(model_name))
     where = choose_placement(opened.num_parameters, opened.stored_dtype, device=device, dtype=dtype)
-    check_weights(opened.num_bytes(where.dtype, quantize), where.device)
+    modes = opened.smaller_modes(quantize)
+    check_weights(opened.num_bytes(where.dtype, quantize), where.device, modes)
     how: dict[str, Any] = {"quantize": quantize, "progress": True, "column_major": where.column_major}
     return FastModel(serve(opened.build(where.dtype, where.device, **how)))

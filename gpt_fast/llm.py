@@ -114,14 +114,15 @@ class LLM:
         draft = None if self.follows else open_draft(opened, self.tokenizer, o)  # only guesses: rank 0 runs it alone
         draft_bytes = draft.checkpoint.num_bytes(self.dtype, draft.quantize) if draft else 0
         draft_config = draft.checkpoint.config if draft else None
+        smaller = opened.smaller_modes(o.quantize)
         if rooms:
             assert isinstance(opened, Checkpoint)
-            weights = devices.Weights.of(opened.meta_model(self.dtype, o.quantize), draft_bytes)
+            weights = devices.Weights.of(opened.meta_model(self.dtype, o.quantize), draft_bytes, smaller)
             self._spans = devices.plan_spans(rooms, weights, devices.Shapes(held, draft_config, o, self.dtype))
             for span in self._spans:
                 check_device(opened.format_for(o.quantize).quant, span.device)
         else:
-            memory.check_weights(weight_bytes * self._sharing + draft_bytes, self.device)
+            memory.check_weights(weight_bytes * self._sharing + draft_bytes, self.device, smaller)
         self._plan_cache(held, draft_config, weight_bytes + draft_bytes)  # refuses what cannot fit
         if self.group is not None:
             self.group.wait()  # until all know what is free, which changes now

@@ -9,7 +9,7 @@ available, and no more than the control groups of this process (containers) leav
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,11 +82,13 @@ def read_numbers(file: Path, unit: int = 1) -> Mapping[str, int]:
     return {w[0]: int(w[1]) * unit for w in words if len(w) > 1 and w[1].isdigit()}
 
 
-def check_weights(num_bytes: int, device: torch.device) -> None:
-    """Raise ConfigError when weights of ``num_bytes`` certainly do not fit on ``device``. Nothing is allocated."""
+def check_weights(num_bytes: int, device: torch.device, smaller_modes: Sequence[str]) -> None:
+    """Raise ConfigError when weights of ``num_bytes`` certainly do not fit on ``device``. Nothing is allocated.
+    ``smaller_modes``: those of ``quantize`` that the message proposes."""
     free = free_bytes(device)
     if num_bytes > free + (host_memory().spare if device.type == "cpu" else 0):
-        todo = "set quantize: int8 or int4, or dtype: bfloat16, or take a machine with more memory"
+        todo = f"set quantize: {' or '.join(smaller_modes)}, or " if smaller_modes else ""
+        todo += "take a machine with more memory"
         need = f"the weights need {gigabytes(num_bytes)}, and {gigabytes(free)} are free on {device}"
         raise ConfigError(f"{need}; {todo}")
 

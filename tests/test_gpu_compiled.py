@@ -84,6 +84,16 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
     return kernels
 
 
+@pytest.fixture(params=[(80, 163), (89, 99), (90, 227)], ids=["A100", "L40S", "H100"])
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a GPU that is compiled for, with as much shared memory as it has."""
+    number, kilobytes = request.param
+    monkeypatch.setattr(Compiled, "capability", number)
+    monkeypatch.setattr(Compiled, "kilobytes", kilobytes)
+    monkeypatch.setattr(launching, "shared_memory", lambda _: kilobytes * 1024)
+    return number
+
+
 def compile_products(compiled: dict[str, Compiled]) -> None:
     for kind in ("dense", "int8", "fp8", "int4-32", "int4-64"):
         w, _ = weights(kind, 64, 1024, torch.bfloat16, bias=True)
@@ -105,14 +115,7 @@ def compile_products(compiled: dict[str, Compiled]) -> None:
         assert not any("ld.global" in loop for loop in loops)
 
 
-@pytest.mark.parametrize(("capability", "kilobytes"), [(80, 163), (89, 99), (90, 227)])
-def compile_products_of_prompts(
-    capability: int, kilobytes: int, compiled: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For an A100, an L40S and an H100, with as much shared memory as they have."""
-    monkeypatch.setattr(Compiled, "capability", capability)
-    monkeypatch.setattr(Compiled, "kilobytes", kilobytes)
-    monkeypatch.setattr(launching, "shared_memory", lambda _: kilobytes * 1024)
+def compile_products_of_prompts(capability: int, compiled: dict[str, Compiled]) -> None:
     for kind in ("dense", "int8", "fp8", "int4-32", "int4-64"):
         w, _ = weights(kind, 8192, 256, torch.bfloat16, bias=True)
         for rows in (40, 100, 1100) if capability == 90 else (40, 1100):
@@ -127,13 +130,7 @@ def compile_products_of_prompts(
     assert compiled["round_kernel"].made
 
 
-@pytest.mark.parametrize(("capability", "kilobytes"), [(80, 163), (89, 99), (90, 227)])
-def compile_experts(
-    capability: int, kilobytes: int, compiled: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Compiled, "capability", capability)
-    monkeypatch.setattr(Compiled, "kilobytes", kilobytes)
-    monkeypatch.setattr(launching, "shared_memory", lambda _: kilobytes * 1024)
+def compile_experts(capability: int, compiled: dict[str, Compiled]) -> None:
     for kind in ("dense", "int8", "int4-32"):
         w, _ = weights(kind, 8 * 2048, 256, torch.bfloat16, bias=True)
         w = linear.stacked(w, 8)

@@ -158,7 +158,7 @@ def test_neighbours_count_together_where_16_bits_hold_their_products() -> None:
 
 
 @needs_cpp
-@pytest.mark.parametrize("rows", [2, 100])  # for many, weights are made ready first
+@pytest.mark.parametrize("rows", [2, 8, 100])  # for many, weights are made ready first
 @pytest.mark.parametrize(("code", "zero", "step"), [(15, 0, 1), (0, 255, 1), (15, 128, 1), (0, 129, 1), (15, 0, 255)])
 def test_int4_does_not_overflow_at_its_extremes(code: int, zero: int, step: int, rows: int) -> None:
     q = torch.full((8, 128), code, dtype=torch.uint8)

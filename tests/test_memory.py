@@ -320,14 +320,20 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(
     assert checkpoint.num_bytes(torch.float32) == 4 * size
     free(3 * size)
     assert checkpoint.num_bytes(torch.bfloat16) == 2 * size
-    memory.check_weights(2 * size, CPU)
+    memory.check_weights(2 * size, CPU, ())
     assert checkpoint.num_bytes(torch.float32, "int8") < 3 * size
     monkeypatch.setattr("gpt_fast.llm.Checkpoint.build", lambda *_, **__: pytest.fail("the weights were loaded"))
-    with pytest.raises(ConfigError, match=r"weights need .* GB, and .* GB are free on cpu; set quantize"):
+    with pytest.raises(ConfigError, match=r"weights need .* GB, and .* GB are free on cpu; set quantize: int8 or int4"):
         LLM(tmp_path, dtype="float32")
+    free(size // 2)  # what is set already is not proposed
+    with pytest.raises(ConfigError, match=r"free on cpu; set quantize: int4, or take a machine"):
+        LLM(tmp_path, dtype="float32", quantize="int8")
+    with pytest.raises(ConfigError, match=r"free on cpu; take a machine with more memory"):
+        LLM(tmp_path, dtype="float32", quantize="int4")
+    free(3 * size)
     # Swap space is memory of a kind: what fits with it is not refused.
     monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(3 * size, 3 * size, 2 * size))
-    memory.check_weights(4 * size, CPU)
+    memory.check_weights(4 * size, CPU, ())
 
 
 def test_info_says_what_fits(

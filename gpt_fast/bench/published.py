@@ -42,7 +42,8 @@ def load_pair(llm: LLM, opened: Checkpoint, chosen: EngineConfig) -> tuple[Forwa
         if scaling is not None and scaling.grows:
             kind = f"{checkpoint.directory} rotates all tokens by the length of the sequence ({scaling.type})"
             raise ConfigError(f"{kind}, so a guess would change what is in front of it: take --method coupled")
-    check_weights(found.checkpoint.num_bytes(llm.dtype, found.quantize), llm.device)
+    modes = found.checkpoint.smaller_modes(found.quantize)
+    check_weights(found.checkpoint.num_bytes(llm.dtype, found.quantize), llm.device, modes)
     built = found.checkpoint.build(llm.dtype, llm.device, quantize=found.quantize, progress=True)
     draft = serve(built, kernels=chosen.kernels, compile=False)
     return (

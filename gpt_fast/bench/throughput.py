@@ -44,7 +44,7 @@ from gpt_fast.parallel.group import number_of_ranks
 from gpt_fast.params import SamplingParams
 from gpt_fast.placement import choose_placement, pick_device, usable_threads
 from gpt_fast.quantize.apply import bytes_of, check_device, random_quantized
-from gpt_fast.quantize.scheme import quant_config
+from gpt_fast.quantize.scheme import quant_config, smaller_modes
 
 _POLL_S = 0.002  # how often the caller looks; what it measures is stamped by the engine
 _WARM_UP_TOKENS = 4
@@ -99,7 +99,7 @@ def build(
     where = choose_placement(size, torch.bfloat16, kernels=options.get("kernels", True), **wanted)
     quant = quant_config(options["quantize"]) if options.get("quantize") else None
     check_device(quant, where.device)
-    check_weights(bytes_of(config, where.dtype, quant), where.device)
+    check_weights(bytes_of(config, where.dtype, quant), where.device, smaller_modes(quant))
     if quant is None:
         model = random_model(config, where.dtype, where.device, column_major=where.column_major)
     else:

@@ -45,7 +45,7 @@ from gpt_fast.quantize.compressed import read_compressed
 from gpt_fast.quantize.formats import Format, OwnFormat, RoundedFormat, Specs
 from gpt_fast.quantize.gguf import GgufFormat
 from gpt_fast.quantize.hub import HubFormat, parse_header, without_empty_biases
-from gpt_fast.quantize.scheme import METHOD, Scheme, Split, parse_quant_config, quant_config
+from gpt_fast.quantize.scheme import METHOD, Scheme, Split, parse_quant_config, quant_config, smaller_modes
 from gpt_fast.quantize.tinygemm import GRIDS
 from gpt_fast.tokenizer import Tokenizer, load_tokenizer
 from gpt_fast.tokenizer.gguf_vocabulary import tokenizer_files
@@ -192,6 +192,10 @@ class Checkpoint:
         if not self.format.has_values:
             raise ConfigError(f"quantize: {self.path} is quantized already ({self.format.method}); leave it out")
         return RoundedFormat(quant_config(quantize))
+
+    def smaller_modes(self, quantize: str | None) -> tuple[str, ...]:
+        """What ``quantize`` could be in the place of ``quantize``, so that the weights take less memory."""
+        return smaller_modes(self.format_for(quantize).quant) if self.format.has_values else ()
 
     def meta_model(self, dtype: torch.dtype, quantize: str | None = None, shard: Shard | None = None) -> Transformer:
         """The model that :meth:`build` makes, on the meta device: modules, shapes and dtypes without memory."""

@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     if group is not None and arguments.tasks:
         raise ConfigError("tasks: some want completions, which several ranks do not make here; start one process")
     leads, shard = group is None or group.rank == 0, None if group is None else Shard(group.rank, group.count)
-    check_weights(opened.num_bytes(where.dtype, o.quantize, shard), device)
+    modes = opened.smaller_modes(o.quantize)
+    check_weights(opened.num_bytes(where.dtype, o.quantize, shard), device, modes)
     how: dict[str, Any] = {"quantize": o.quantize, "column_major": where.column_major, "shard": shard}
     loaded = opened.build(where.dtype, device, progress=leads, **how)
     model = serve(loaded, kernels=where.kernels, compile=False, ranks=Ranks.of(group))

@@ -112,6 +112,10 @@ class ForeignCheckpoint:
             raise ConfigError(f"quantize: {quantize} is not there for models that transformers runs, only int8")
         return self.format if quantize is None else RoundedFormat(quant_config(quantize))
 
+    def smaller_modes(self, quantize: str | None) -> tuple[str, ...]:
+        """As :meth:`Checkpoint.smaller_modes`."""
+        return () if quantize else ("int8",)
+
     def num_bytes(self, dtype: torch.dtype, quantize: str | None = None, shard: Shard | None = None) -> int:
         """Bytes of the weights of the model that :meth:`build` makes, about. Nothing is allocated."""
         linears = [m.weight for m in self._empty.modules() if isinstance(m, nn.Linear)] if quantize else []

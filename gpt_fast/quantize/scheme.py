@@ -124,6 +124,13 @@ class QuantConfig:
         }
 
 
+def smaller_modes(quant: QuantConfig | None) -> tuple[str, ...]:
+    """The modes that take less memory than ``quant``; None: weights that are not quantized."""
+    if quant is None:
+        return "int8", "int4"
+    return ("int4",) if quant.blocks is not None and quant.blocks.kind != "int4" else ()
+
+
 def quant_config(mode: str, group_size: int = 32, quantize_head: bool = True) -> QuantConfig:
     """The rule of this module for ``mode``. Raises ConfigError for one that is not known."""
     if mode not in MODES:

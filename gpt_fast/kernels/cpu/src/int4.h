@@ -45,6 +45,12 @@ struct Int4 {
     template <int R, int T>
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
                const Fetch& fetch) const {
+        if constexpr (kRaisedDots && !kTiles && R > kOneTileRows) {
+            if (half_wide() && fetch.tiles == 0) {
+                for (int t = 0; t < T; ++t) raised<R>(x, row, tile + t, k, k_end, acc.from(0, t), fetch);
+                return;
+            }
+        }
         if constexpr (R == kMaxRows && T == 2) {
             if (half_wide()) {  // where storing what does not fit the registers costs more than it saves
                 micro<R, 1>(x, row, tile, k, k_end, acc, fetch);
@@ -93,6 +99,49 @@ struct Int4 {
                     }
                 }
             }
+        }
+        store_sums(sum, acc);
+    }
+
+    // R rows of one tile that comes from memory, its zeros taken off before the products, as in ReadyInt4. That is one
+    // product of floats less for each row, and pays where the additions of integers that it takes wait for nothing.
+    template <int R>
+    [[gnu::noinline]] void raised(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
+                const Fetch& fetch) const {
+        const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
+        const uint8_t* from = data + tile * tile_bytes;
+        QuantizedRow xs[R];
+        F16 sum[R][1];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        load_sums(sum, acc);
+        int64_t at = k / group_size * group_bytes();  // from the beginning of the tile
+        const uint8_t* header = from;
+        for (int64_t b = k / kBlock, group_end = b; b < k_end / kBlock; ++b, at += kBlockBytes) {
+            if (b == group_end) header = from + at, at += kHeader, group_end += group_blocks;
+            const uint8_t* next = fetch.template after<1>(from, tile_bytes, at);
+            auto fetch_line = [&](int i) { fetch.template line_of<R, 1, kBlockLines + 1>(next, tile_bytes, i); };
+            const RaisedCodes codes(header + kTile);
+            I16 exact[R][1];  // eight times the sums
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) exact[r][0] = begin_dots16(xs[r].offset(b));
+#pragma GCC unroll 4
+            for (int g = 0; g < 4; ++g) {
+                fetch_line(g);
+                const I16 both = load64(from + at + g * 64), low = codes.low(both), high = codes.high(both);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) exact[r][0] = dot_raised_four(exact[r][0], low, xs[r].values(b) + g * 4);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r)
+                    exact[r][0] = dot_raised_four(exact[r][0], high, xs[r].values(b) + g * 4 + 16);
+            }
+            fetch_line(kBlockLines);  // of the header that may lie between two blocks
+            if (codes.any_rest()) {
+                int32_t rest[kTile];
+                codes.rest(rest);
+                take_zero_rest(rest, xs, b, 0, exact);
+            }
+            add_raised(exact, load16_uint8(header) * splat16(0.125f), xs, b, 0, sum);
         }
         store_sums(sum, acc);
     }

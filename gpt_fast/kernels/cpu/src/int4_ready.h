@@ -103,7 +103,55 @@ struct CodesOfInt4 {
     }
 };
 
-// With VNNI.
+// With VNNI. Codes as bytes that have their zeros taken off, 8 q - zero + 128, of the sixteen groups that a tile has at one
+// k. Of a zero above 128 a rest is left.
+class RaisedCodes {
+public:
+    explicit RaisedCodes(const uint8_t* zeros) : zeros_(zeros) {
+        uint64_t halves[2];
+        std::memcpy(halves, zeros, sizeof halves);
+        any_rest_ = ((halves[0] | halves[1]) & 0x8080808080808080) != 0;
+        uint8_t bounded[kTile];
+        for (int j = 0; any_rest_ && j < kTile; ++j) bounded[j] = zeros[j] < 128 ? zeros[j] : 128;
+        raise_ = times(minus(splat16(128), load16_bytes(any_rest_ ? bounded : zeros)), splat16(0x01010101));
+    }
+
+    // Of the codes in the low halves of 64 bytes, and in the high ones. No byte overflows.
+    I16 low(I16 both) const { return plus(shift_left3(low_nibbles(both)), raise_); }
+    I16 high(I16 both) const { return plus(shift_left3(high_nibbles(both)), raise_); }
+
+    bool any_rest() const { return any_rest_; }
+    void rest(int32_t* to) const {
+        for (int j = 0; j < kTile; ++j) to[j] = zeros_[j] < 128 ? 0 : zeros_[j] - 128;
+    }
+
+private:
+    const uint8_t* zeros_;
+    I16 raise_;
+    bool any_rest_;
+};
+
+// Takes what is left of the zeros from `exact`, eight times the sums over block b of x, of tile t.
+template <int R, int T>
+[[gnu::always_inline]] inline void take_zero_rest(const int32_t* rest, const QuantizedRow (&xs)[R], int64_t b, int t,
+                                             I16 (&exact)[R][T]) {
+    const I16 each = load64(reinterpret_cast<const uint8_t*>(rest));
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        const auto values = static_cast<int32_t>(8 * xs[r].sum(b, 0));  // without tiles an eighth is kept
+        exact[r][t] = minus(exact[r][t], times(each, splat16(values)));
+    }
+}
+
+// Adds block b of tile t to the sums.
+template <int R, int T>
+[[gnu::always_inline]] inline void add_raised(const I16 (&exact)[R][T], F16 eighth_scale, const QuantizedRow (&xs)[R],
+                                              int64_t b, int t, F16 (&sum)[R][T]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+        sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]) * eighth_scale, splat16(xs[r].scale(b)));
+}
+
 struct ReadyInt4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = 0;
@@ -119,21 +167,14 @@ struct ReadyInt4 {
 
         // w: the block as packed (int4.h), behind the scales and zeros of its group.
         void set(const uint8_t* w, const uint8_t* scales, const uint8_t* zeros) {
-            uint64_t halves[2];
-            std::memcpy(halves, zeros, sizeof halves);
-            any_rest = ((halves[0] | halves[1]) & 0x8080808080808080) != 0;
-            uint8_t bounded[kTile];
-            for (int j = 0; any_rest && j < kTile; ++j) {
-                bounded[j] = zeros[j] < 128 ? zeros[j] : 128;
-                rest[j] = zeros[j] - bounded[j];
-            }
+            const RaisedCodes raised(zeros);
+            any_rest = raised.any_rest();
+            if (any_rest) raised.rest(rest);
             store16(eighth_scale, load16_uint8(scales) * splat16(0.125f));
-            const I16 raise = times(minus(splat16(128), load16_bytes(any_rest ? bounded : zeros)), splat16(0x01010101));
 #pragma GCC unroll 4
             for (int g = 0; g < 4; ++g) {
                 const I16 both = load64(w + g * 64);
-                store64(bytes[g], plus(shift_left3(low_nibbles(both)), raise));  // no byte of it overflows
-                store64(bytes[g + 4], plus(shift_left3(high_nibbles(both)), raise));
+                store64(bytes[g], raised.low(both)), store64(bytes[g + 4], raised.high(both));
             }
         }
     };
@@ -162,24 +203,11 @@ struct ReadyInt4 {
             add_dots<R, T, true>(w->bytes[0], tile_bytes, xs, b, 0, exact, [](int) {});
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
-                if (w[t * blocks].any_rest) take_rest<R, T>(w[t * blocks], xs, b, t, exact);
-                const F16 scale = load16(w[t * blocks].eighth_scale);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r)
-                    sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]) * scale, splat16(xs[r].scale(b)));
+                if (w[t * blocks].any_rest) take_zero_rest(w[t * blocks].rest, xs, b, t, exact);
+                add_raised(exact, load16(w[t * blocks].eighth_scale), xs, b, t, sum);
             }
         }
         store_sums(sum, acc);
-    }
-
-    template <int R, int T>
-    static void take_rest(const Block& w, const QuantizedRow (&xs)[R], int64_t b, int t, I16 (&exact)[R][T]) {
-        const I16 rest = load64(reinterpret_cast<const uint8_t*>(w.rest));
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            const auto values = static_cast<int32_t>(8 * xs[r].sum(b, 0));  // without tiles an eighth is kept
-            exact[r][t] = minus(exact[r][t], times(rest, splat16(values)));
-        }
     }
 };
 

@@ -53,6 +53,7 @@ constexpr int kMaxRows = 8, kCachedRows = kRegisters < 32 ? 6 : 8;
 static_assert(!kSharedFetches || kSharingRows <= (kCachedRows + 1) / 2);  // of nearly equal pieces
 // With 32 registers any number is few: two tiles at a time for all rows are faster than more tiles, whatever the rows.
 constexpr int64_t kFewRows = kTiles ? 16 : kRegisters < 32 ? 47 : int64_t{1} << 40;
+constexpr int kOneTileRows = 4;  // so many rows or fewer take one tile of weights from memory at a time
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 2;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
 
@@ -108,8 +109,8 @@ template <class Format, int R>
 inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format& w, int64_t tile, int64_t tiles,
                        int64_t k, int64_t k_end, const Sums& acc, const Fetch& fetch) {
     constexpr int T = Format::tiles_at_once(R);
-    // Weights that come from memory: with four rows or fewer, one tile at a time is faster than two.
-    const bool one = kRegisters >= 32 && !kTiles && R <= 4 && T == 2 && fetch.tiles == 0;
+    // Weights that come from memory.
+    const bool one = kRegisters >= 32 && !kTiles && R <= kOneTileRows && T == 2 && fetch.tiles == 0;
     const int64_t depth = (k_end - k) / acc.parts;
     int64_t t = 0;
     for (; !one && t + T <= tiles; t += T)

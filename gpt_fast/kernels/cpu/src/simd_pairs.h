@@ -46,6 +46,7 @@ inline I16 begin_dots16(int32_t offset) { return {begin_dots(offset), begin_dots
 inline I16 dot_raised(I16 sum, I16 raised, I16 x) {
     return {dot_raised(sum.a, raised.a, x.a), dot_raised(sum.b, raised.b, x.b)};
 }
+inline I16 dot_raised_four(I16 sum, I16 raised, const int8_t* x) { return dot_raised(sum, raised, splat16(load_four(x))); }
 #ifdef GPT_FAST_DPBUSD
 inline void store_bytes(uint8_t* to, const F16 (&v)[2]) { store32_bytes(to, {v[0].a, v[0].b, v[1].a, v[1].b}); }
 #endif
