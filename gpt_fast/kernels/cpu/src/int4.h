@@ -14,8 +14,9 @@ struct Int4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 48 : 24;  // fewer are as fast without
-    static constexpr int64_t kManyRowsTiles = 16, kManyRowsDepth = 512;
-    static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
+    static constexpr int64_t kManyRowsTiles = 16, kShortDepth = 512, kLongDepth = 2048;
+    static inline const int64_t kManyRowsDepth = half_wide() && !kTiles ? kLongDepth : kShortDepth;
+    static constexpr int64_t kPromptDepth = kLongPieces ? kLongDepth : kShortDepth;
     // Without registers of tiles, one tile or two and fetches are faster than four streams: headers and halves take more
     // work than int8, which hides what the fetches cost.
     static constexpr int tiles_at_once(int rows) {
@@ -46,7 +47,7 @@ struct Int4 {
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
                const Fetch& fetch) const {
         if constexpr (kRaisedDots && !kTiles && R > kOneTileRows) {
-            if (half_wide() && fetch.tiles == 0) {
+            if (half_wide() && (R == kMaxRows || fetch.tiles == 0)) {
                 for (int t = 0; t < T; ++t) raised<R>(x, row, tile + t, k, k_end, acc.from(0, t), fetch);
                 return;
             }
@@ -103,8 +104,8 @@ struct Int4 {
         store_sums(sum, acc);
     }
 
-    // R rows of one tile that comes from memory, its zeros taken off before the products, as in ReadyInt4. That is one
-    // product of floats less for each row, and pays where the additions of integers that it takes wait for nothing.
+    // R rows of one tile, its zeros taken off before the products, as in ReadyInt4. That is one product of floats less for
+    // each row, and pays where the additions of integers that it takes wait for nothing.
     template <int R>
     [[gnu::noinline]] void raised(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
                 const Fetch& fetch) const {
