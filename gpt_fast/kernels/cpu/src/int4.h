@@ -15,6 +15,7 @@ struct Int4 {
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 48 : 24;  // fewer are as fast without
     static constexpr int64_t kManyRowsTiles = 16, kShortDepth = 512, kLongDepth = 2048;
+    // Where eight rows go through one tile at a time, x is read again and again: long pieces store their sums less often.
     static inline const int64_t kManyRowsDepth = half_wide() && !kTiles ? kLongDepth : kShortDepth;
     static constexpr int64_t kPromptDepth = kLongPieces ? kLongDepth : kShortDepth;
     // Without registers of tiles, one tile or two and fetches are faster than four streams: headers and halves take more
@@ -47,15 +48,11 @@ struct Int4 {
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
                const Fetch& fetch) const {
         if constexpr (kRaisedDots && !kTiles && R > kOneTileRows) {
+            // One tile at a time: storing sums that do not fit the registers costs more than reading x again. Fewer than
+            // eight rows do fit, and are faster by two tiles when these come from the caches.
             if (half_wide() && (R == kMaxRows || fetch.tiles == 0)) {
                 for (int t = 0; t < T; ++t) raised<R>(x, row, tile + t, k, k_end, acc.from(0, t), fetch);
                 return;
-            }
-        }
-        if constexpr (R == kMaxRows && T == 2) {
-            if (half_wide()) {  // where storing what does not fit the registers costs more than it saves
-                micro<R, 1>(x, row, tile, k, k_end, acc, fetch);
-                return micro<R, 1>(x, row, tile + 1, k, k_end, acc.from(0, 1), fetch);
             }
         }
         const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
