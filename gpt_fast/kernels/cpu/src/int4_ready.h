@@ -134,7 +134,7 @@ private:
 // Takes what is left of the zeros from `exact`, eight times the sums over block b of x, of tile t.
 template <int R, int T>
 [[gnu::always_inline]] inline void take_zero_rest(const int32_t* rest, const QuantizedRow (&xs)[R], int64_t b, int t,
-                                             I16 (&exact)[R][T]) {
+                                                  I16 (&exact)[R][T]) {
     const I16 each = load64(reinterpret_cast<const uint8_t*>(rest));
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {

@@ -110,7 +110,7 @@ inline I16 dot_raised(I16 sum, I16 raised, I16 x) {
 }
 // With four bytes of x for all lanes, which the instruction reads itself; gcc 12 takes another one for that.
 inline I16 dot_raised_four(I16 sum, I16 raised, const int8_t* x) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(raised), "m"(*reinterpret_cast<const int32_t*>(x)));
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(raised), "m"(*reinterpret_cast<const int8_t(*)[4]>(x)));
     return sum;
 }
 inline I16 dot(I16 sum, I16 w, I16 x) { return dot_raised(sum, raise(w), x); }
