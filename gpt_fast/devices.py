@@ -189,7 +189,7 @@ def _spans(places: Sequence[Room], counts: Sequence[int], weights: Weights) -> l
 def _refusal(places: Sequence[Room], weights: Weights) -> str:
     layers = f"{len(weights.layers)} layers, of {gigabytes(max(weights.layers))} at most"
     need = f"embedding and head, {gigabytes(weights.first)}, and {layers}"
-    quantize = f"set quantize: {' or '.join(weights.smaller_modes)}, " if weights.smaller_modes else ""
+    quantize = memory.set_quantize(weights.smaller_modes)
     todo = f"{quantize}set a smaller max_seq_len, raise device_memory, or add a device"
     return f"device_map: {need}, do not fit with the least KV cache on {', '.join(map(str, places))}; {todo}"
 

@@ -87,10 +87,16 @@ def check_weights(num_bytes: int, device: torch.device, smaller_modes: Sequence[
     ``smaller_modes``: those of ``quantize`` that the message proposes."""
     free = free_bytes(device)
     if num_bytes > free + (host_memory().spare if device.type == "cpu" else 0):
-        todo = f"set quantize: {' or '.join(smaller_modes)}, or " if smaller_modes else ""
+        todo = f"{set_quantize(smaller_modes)}or " if smaller_modes else ""
+        todo += "dtype: bfloat16, or " if "int8" in smaller_modes else ""  # weights that are not quantized
         todo += "take a machine with more memory"
         need = f"the weights need {gigabytes(num_bytes)}, and {gigabytes(free)} are free on {device}"
         raise ConfigError(f"{need}; {todo}")
+
+
+def set_quantize(modes: Sequence[str]) -> str:
+    """The beginning of a proposal in a message: one of ``modes``, if there are any."""
+    return f"set quantize: {' or '.join(modes)}, " if modes else ""
 
 
 class CachePlan(NamedTuple):

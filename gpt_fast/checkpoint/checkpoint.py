@@ -194,7 +194,7 @@ class Checkpoint:
         return RoundedFormat(quant_config(quantize))
 
     def smaller_modes(self, quantize: str | None) -> tuple[str, ...]:
-        """What ``quantize`` could be in the place of ``quantize``, so that the weights take less memory."""
+        """The modes with which the weights take less memory than with the mode ``quantize``."""
         return smaller_modes(self.format_for(quantize).quant) if self.format.has_values else ()
 
     def meta_model(self, dtype: torch.dtype, quantize: str | None = None, shard: Shard | None = None) -> Transformer:

@@ -105,7 +105,7 @@ struct Int4 {
     // each row, and pays where the additions of integers that it takes wait for nothing.
     template <int R>
     [[gnu::noinline]] void raised(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
-                const Fetch& fetch) const {
+                                  const Fetch& fetch) const {
         const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
         const uint8_t* from = data + tile * tile_bytes;
         QuantizedRow xs[R];
