@@ -28,14 +28,22 @@ def rounded_product(x: Tensor, weight: Tensor, kind: str) -> Tensor:
 def quantize_activations(x: Tensor, together: int, in_pairs: bool) -> tuple[Tensor, Tensor]:
     """x [..., K] -> values [..., blocks, together] int8 and scales [..., blocks] float32, blocks = ceil(K / together).
 
-    Each block as :func:`quantize_heads` does it; missing values are zero. ``in_pairs``: the largest magnitude is that
-    of an element, or of a sum of elements 2 i and 2 i + 1.
+    Missing values are zero. Blocks of 32 have the least power of two as their scale with which the largest magnitude is
+    at most 127, as in MXINT8 (OCP Microscaling Formats 1.0, which lets it be up to 128 and cuts it off); NaN from 2^111
+    on, and all values zero below 2^-120. Longer blocks are rounded as :func:`quantize_heads` does it. ``in_pairs``: the
+    largest magnitude is that of an element, or of a sum of elements 2 i and 2 i + 1.
     """
     blocks = F.pad(x.float(), (0, -x.shape[-1] % together)).unflatten(-1, (-1, together))
     most = blocks.abs().amax(-1)
     if in_pairs:
         most = torch.maximum(most, blocks.unflatten(-1, (-1, 2)).sum(-1).abs().amax(-1))
-    return _rounded(blocks, most)
+    if together > 32:
+        return _rounded(blocks, most)
+    fraction, exponent = torch.frexp(most)  # most = fraction * 2^exponent, fraction from 1/2 to 1
+    exponent = exponent + (fraction > 127 / 128)
+    scales = torch.where((exponent <= 111) & most.isfinite(), torch.exp2(exponent.float() - 7), torch.nan)
+    inverse = torch.where(exponent < -119, 0, torch.exp2(7 - exponent.float()))
+    return (blocks * inverse[..., None]).round().nan_to_num().to(torch.int8), scales
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,10 @@
 // Rows of float32 rounded for products: to int8 in blocks with one scale each, and to bfloat16. Where the CPU has
 // registers of tiles (tiles.h), the rows of one register stand side by side, in panels.
+//
+// Without tiles a block of x is 32 values and a scale that is a power of two, as in MXINT8 (Open Compute Project,
+// Microscaling Formats). So where integers are added up in 32 bits (kCounted), scales cost no products: between 2^23 and
+// 2^24 scales the lowest bit of a float32 is worth one scale. A sum that begins with the bits of 1.5 * 2^23 scales, the
+// base, is a float32 at its end, and less the base it is the sum times the scale, exactly.
 #pragma once
 
 #include "common.h"
@@ -13,15 +18,19 @@ constexpr int64_t kRounded = kTiles ? 128 : kBlock;  // values with one scale; m
 constexpr int64_t kParts = kRounded / kBlock;        // blocks of weights for one of x
 constexpr int64_t kChunk = kTiles ? 16 : 1;          // blocks of x: a row's scales fill a line, which one thread writes
 
-// For the zeros of int4: the sum of kBlock values, or an eighth of it where products are added as floats.
+// Without VNNI products are added in 16 bits and then in 32, and the scale is as fast.
+constexpr bool kCounted = !kTiles && !kPairedDots;
+
+// For the zeros of int4: the sum of kBlock values, or an eighth of it where products are added as floats, times the scale
+// if kCounted.
 using PartSum = std::conditional_t<kTiles, int32_t, float>;
 
 // kChunk blocks of kPanel rows.
 struct QuantizedBlocks {
     int8_t values[kChunk][kPanel][kRounded];
-    float scale[kPanel][kChunk];
+    float scale[kPanel][kChunk];  // the base if kCounted
     PartSum sum[kPanel][kChunk][kParts];
-    int32_t offset[kPanel][kChunk];  // -128 times the sum of the values, for begin_dots16()
+    int32_t begin[kPanel][kChunk];  // what sums of products with weights raised by 128 begin with
 };
 
 // One row: its block b of kRounded values.
@@ -34,7 +43,23 @@ struct QuantizedRow {
     const int8_t* values(int64_t b) const { return chunk(b).values[b % kChunk][lane]; }
     float scale(int64_t b) const { return chunk(b).scale[lane][b % kChunk]; }
     PartSum sum(int64_t b, int64_t part) const { return chunk(b).sum[lane][b % kChunk][part]; }
-    int32_t offset(int64_t b) const { return chunk(b).offset[lane][b % kChunk]; }
+
+    // What sums of products begin with: with weights as dot() and dot_raised() take them, and with unsigned ones.
+    I16 begin_raised(int64_t b) const { return splat16(chunk(b).begin[lane][b % kChunk]); }
+    I16 begin(int64_t b) const { return kCounted ? as_ints(splat16(scale(b))) : splat16(0); }
+
+    // If kCounted: what such a sum is at its end, times the scale.
+    F16 counted(I16 counts, int64_t b) const { return as_floats(counts) - splat16(scale(b)); }
+    // In any case: the same, added to `sum`.
+    F16 plus_scaled(F16 sum, I16 counts, int64_t b) const {
+        return kCounted ? sum + counted(counts, b) : plus_product(sum, to_floats(counts), splat16(scale(b)));
+    }
+    // If kCounted: the sum of the values.
+    int32_t total(int64_t b) const {
+        int32_t base;
+        std::memcpy(&base, &chunk(b).scale[lane][b % kChunk], sizeof base);
+        return (base - chunk(b).begin[lane][b % kChunk]) / 128;
+    }
 };
 
 struct QuantizedRows {
@@ -92,8 +117,33 @@ inline float largest_lane(I8 magnitudes) {
     return most;
 }
 
-// Block b of a row: scale = largest magnitude / 127, values rounded to nearest even. `paired`: sums of two neighbours count
-// as well; rounded, they are 128 at most. A block with NaN gets a scale of NaN.
+// The scale of a block, a power of two: the least with which its largest magnitude is at most 127. NaN if that is NaN or
+// 2^111 and more; a block below 2^-120 counts as zero.
+class PowerScale {
+public:
+    explicit PowerScale(int32_t magnitude) : exponent_((magnitude + 0x1ffff) >> 23) {}  // the largest one's bits
+
+    float scale() const { return from_bits(bounded() - 6, 0); }
+    float base() const { return from_bits(bounded() + 17, 0x400000); }
+    float inverse() const { return exponent_ < kLeast ? 0.0f : from_bits(260 - bounded(), 0); }
+
+private:
+    static constexpr int32_t kLeast = 7, kMost = 237;  // so that the exponents of all three are those of numbers
+
+    int32_t bounded() const { return exponent_ < kLeast ? kLeast : exponent_; }
+    float from_bits(int32_t exponent, int32_t fraction) const {
+        if (exponent_ > kMost) return NAN;
+        const int32_t bits = exponent << 23 | fraction;
+        float x;
+        std::memcpy(&x, &bits, sizeof x);
+        return x;
+    }
+
+    int32_t exponent_;  // 127 more than that of a power of two
+};
+
+// Block b of a row: values rounded to nearest even. `paired`: sums of two neighbours count for the largest magnitude as
+// well; rounded, they are 128 at most. With tiles the scale is the largest magnitude / 127, NaN in a block with NaN.
 template <bool paired>
 inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
     constexpr int registers = kRounded / 8, each = kBlock / 8;
@@ -106,22 +156,32 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
         largest = larger_magnitude(largest, v[i]);
         if (paired) largest = larger_magnitude(largest, pair_sums(v[i]));
     }
-    const float most = largest_lane(largest);
-    const F8 inverse = splat(most == 0.0f ? 0.0f : 127.0f / most);
-    to.scale[lane][at] = most / 127.0f;
+    float inverse, eighth = 0.125f;
+    if constexpr (kTiles) {
+        const float most = largest_lane(largest);
+        inverse = most == 0.0f ? 0.0f : 127.0f / most;
+        to.scale[lane][at] = most / 127.0f;
+    } else {
+        const PowerScale power(lane_max(largest));
+        inverse = power.inverse();
+        to.scale[lane][at] = kCounted ? power.base() : power.scale();
+        if (kCounted) eighth *= power.scale();
+    }
     int32_t total = 0;
     for (int part = 0; part < kParts; ++part) {
         I8 q[each];
-        for (int i = 0; i < each; ++i) q[i] = nearest(v[part * each + i] * inverse);
+        for (int i = 0; i < each; ++i) q[i] = nearest(v[part * each + i] * splat(inverse));
         const int32_t sum = lane_sum(add(add(q[0], q[1]), add(q[2], q[3])));
         store_int8(to.values[at][lane] + part * kBlock, q);
         if constexpr (kTiles)
             to.sum[lane][at][part] = sum;
         else
-            to.sum[lane][at][part] = 0.125f * static_cast<float>(sum);
+            to.sum[lane][at][part] = eighth * static_cast<float>(sum);
         total += sum;
     }
-    to.offset[lane][at] = total * -128;
+    int32_t begin = 0;
+    if (kCounted) std::memcpy(&begin, &to.scale[lane][at], sizeof begin);
+    to.begin[lane][at] = begin + total * kRaisedTotal;
 }
 
 template <bool paired>

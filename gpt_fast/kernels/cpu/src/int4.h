@@ -82,15 +82,14 @@ struct Int4 {
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
                         if constexpr (!kTiles) {
-                            sum[r][t] = plus_codes(sum[r][t], exact[r][t], groups, xs, r, b / kParts, b % kParts);
+                            sum[r][t] = groups.add(sum[r][t], exact[r][t], xs[r], b);
                             continue;
                         }
-                        const I16 codes = nibble_sums(exact[r][t]);
                         const PartSum values = xs[r].sum(b / kParts, b % kParts);
                         const F16 x_scale = splat16(xs[r].scale(b / kParts));
                         const I16 scale = load16_bytes(scales);
                         const I16 shift = times(load16_bytes(zeros), splat16(static_cast<int32_t>(values)));
-                        const I16 whole = times(minus(shift_left3(codes), shift), scale);
+                        const I16 whole = times(minus(shift_left3(exact[r][t]), shift), scale);
                         inner[r][t] = begins ? whole : plus(inner[r][t], whole);
                         if (!ends) continue;
                         sum[r][t] = plus_product(sum[r][t], to_floats(inner[r][t]), x_scale * splat16(0.125f));
@@ -122,7 +121,7 @@ struct Int4 {
             const RaisedCodes codes(header + kTile);
             I16 exact[R][1];  // eight times the sums
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) exact[r][0] = begin_dots16(xs[r].offset(b));
+            for (int r = 0; r < R; ++r) exact[r][0] = xs[r].begin_raised(b);
 #pragma GCC unroll 4
             for (int g = 0; g < 4; ++g) {
                 fetch_line(g);
@@ -148,7 +147,7 @@ struct Int4 {
     template <int R, int T, class Before>
     [[gnu::always_inline]] static void add_block(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R],
                                                  int64_t b, I16 (*exact)[T], Before before) {
-        clear_codes<R, T>(exact);
+        begin_codes(xs, b / kParts, exact);
 #pragma GCC unroll 4
         for (int g = 0; g < 4; ++g) {
             before(g);

@@ -23,33 +23,47 @@ inline void add_codes(const I16 (&low)[T], const I16 (&high)[T], const Quantized
     }
 }
 
+// What the sums of codes of block b begin with.
 template <int R, int T>
-inline void clear_codes(I16 (*codes)[T]) {
+inline void begin_codes(const QuantizedRow (&xs)[R], int64_t b, I16 (*codes)[T]) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int t = 0; t < T; ++t) codes[r][t] = splat16(0);
+        for (int t = 0; t < T; ++t) codes[r][t] = xs[r].begin(b);
 }
 
-// The scales and zeros of the sixteen groups that a tile has at one k.
+// The scales and zeros of the sixteen groups that a tile has at one k. add(): sum + (codes - zero / 8 * the sum of x) *
+// scale * x's scale, for block b of row x, without tiles; `codes` as add_codes() leaves them.
+#ifdef GPT_FAST_PAIRED_DOTS
+// What joins the halves of sums of 16 bits multiplies them as well. All but the last sum is exact as long as 24 bits hold
+// it, which random weights and rows do.
 struct Int4Groups {
-    NibbleScales scale;
+    I16 scale;
     F16 shift;  // zeros times scales
 
     Int4Groups() = default;
     Int4Groups(const uint8_t* scales, const uint8_t* zeros)
         : scale(nibble_scales(scales)), shift(load16_uint8(zeros) * load16_uint8(scales)) {}
-};
 
-// sum + (codes - zero / 8 * the sum of x) * scale * x's scale, for row r and part `part` of its block b; `codes` as
-// add_codes() leaves them.
-template <int R>
-inline F16 plus_codes(F16 sum, I16 codes, const Int4Groups& groups, const QuantizedRow (&xs)[R], int r, int64_t b,
-                      int64_t part) {
-    const F16 eighth = splat16(static_cast<float>(xs[r].sum(b, part)));
-    const F16 whole = minus_product(scaled_nibbles(codes, groups.scale), groups.shift, eighth);
-    return plus_product(sum, whole, splat16(xs[r].scale(b)));
-}
+    F16 add(F16 sum, I16 codes, const QuantizedRow& x, int64_t b) const {
+        const F16 whole = minus_product(scaled_nibbles(codes, scale), shift, splat16(x.sum(b, 0)));
+        return plus_product(sum, whole, splat16(x.scale(b)));
+    }
+};
+#else
+// All but the last sum is exact.
+struct Int4Groups {
+    F16 scale, zero;
+
+    Int4Groups() = default;
+    Int4Groups(const uint8_t* scales, const uint8_t* zeros) : scale(load16_uint8(scales)), zero(load16_uint8(zeros)) {}
+
+    F16 add(F16 sum, I16 codes, const QuantizedRow& x, int64_t b) const {
+        const auto eighth = static_cast<float>(x.sum(b, 0));
+        return plus_product(sum, minus_product(x.counted(codes, b), zero, splat16(eighth)), scale);
+    }
+};
+#endif
 
 // Without VNNI: codes in a byte each, scales and zeros as products take them.
 struct CodesOfInt4 {
@@ -90,14 +104,14 @@ struct CodesOfInt4 {
         for (int64_t b = k / kBlock; b < k_end / kBlock; ++b) {
             const Block& w = data[tile * blocks + b - first];
             I16 codes[R][1];
-            clear_codes<R, 1>(codes);
+            begin_codes(xs, b, codes);
 #pragma GCC unroll 4
             for (int g = 0; g < 4; ++g) {
                 const I16 low[] = {load64(w.low[g])}, high[] = {load64(w.high[g])};
                 add_codes<R, 1>(low, high, xs, b, g * 4, codes);
             }
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) sum[r][0] = plus_codes(sum[r][0], codes[r][0], w.groups, xs, r, b, 0);
+            for (int r = 0; r < R; ++r) sum[r][0] = w.groups.add(sum[r][0], codes[r][0], xs[r], b);
         }
         store_sums(sum, acc);
     }
@@ -137,10 +151,7 @@ template <int R, int T>
                                                   I16 (&exact)[R][T]) {
     const I16 each = load64(reinterpret_cast<const uint8_t*>(rest));
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-        const auto values = static_cast<int32_t>(8 * xs[r].sum(b, 0));  // without tiles an eighth is kept
-        exact[r][t] = minus(exact[r][t], times(each, splat16(values)));
-    }
+    for (int r = 0; r < R; ++r) exact[r][t] = minus(exact[r][t], times(each, splat16(xs[r].total(b))));
 }
 
 // Adds block b of tile t to the sums.
@@ -149,7 +160,7 @@ template <int R, int T>
                                               int64_t b, int t, F16 (&sum)[R][T]) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-        sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]) * eighth_scale, splat16(xs[r].scale(b)));
+        sum[r][t] = plus_product(sum[r][t], xs[r].counted(exact[r][t], b), eighth_scale);
 }
 
 struct ReadyInt4 {
@@ -199,7 +210,7 @@ struct ReadyInt4 {
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) exact[r][t] = begin_dots16(xs[r].offset(b));
+                for (int t = 0; t < T; ++t) exact[r][t] = xs[r].begin_raised(b);
             add_dots<R, T, true>(w->bytes[0], tile_bytes, xs, b, 0, exact, [](int) {});
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {

@@ -68,7 +68,7 @@ struct Int8 {
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) exact[r][t] = begin_dots16(xs[r].offset(b));
+                for (int t = 0; t < T; ++t) exact[r][t] = xs[r].begin_raised(b);
             for (int64_t part = 0; part < kParts && b * kParts + part < blocks; ++part) {
                 const int64_t at = (b * kParts + part) * kBlockBytes;
                 const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, at);
@@ -77,11 +77,9 @@ struct Int8 {
                 });
             }
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const F16 scale = splat16(xs[r].scale(b));
+            for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]), scale);
-            }
+                for (int t = 0; t < T; ++t) sum[r][t] = xs[r].plus_scaled(sum[r][t], exact[r][t], b);
         }
         store_sums(sum, acc);
     }

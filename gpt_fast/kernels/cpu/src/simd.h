@@ -65,17 +65,12 @@ constexpr bool kPairedDots = false;
 inline F8 pair_sums(F8 x) { return x; }
 #endif
 
-// Sums of nibbles times scales of at most 255, one for each lane. Exact: it fits float32.
 #ifdef GPT_FAST_PAIRED_DOTS
-using NibbleScales = I16;
-inline NibbleScales nibble_scales(const uint8_t* p) { return {nibble_scales8(p), nibble_scales8(p + 8)}; }
-inline F16 scaled_nibbles(I16 sums, NibbleScales scales) {
+// Sums of nibbles times scales of at most 255, one for each lane. Exact: it fits float32.
+inline I16 nibble_scales(const uint8_t* p) { return {nibble_scales8(p), nibble_scales8(p + 8)}; }
+inline F16 scaled_nibbles(I16 sums, I16 scales) {
     return {scaled_nibbles(sums.a, scales.a), scaled_nibbles(sums.b, scales.b)};
 }
-#else
-using NibbleScales = F16;
-inline NibbleScales nibble_scales(const uint8_t* p) { return load16_uint8(p); }
-inline F16 scaled_nibbles(I16 sums, NibbleScales scales) { return to_floats(nibble_sums(sums)) * scales; }
 #endif
 
 // Whether dot_raised(), dot() with weights that have had 128 added before, is one instruction, which takes any x.
@@ -94,11 +89,7 @@ inline I16 by_ints(I16 x, I16 y, Body body) {
     for (int i = 0; i < 16; ++i) a[i] = body(a[i], b[i]);
     return load64(reinterpret_cast<const uint8_t*>(a));
 }
-inline I16 plus(I16 x, I16 y) { return by_ints(x, y, [](int32_t a, int32_t b) { return a + b; }); }
 inline I16 minus(I16 x, I16 y) { return by_ints(x, y, [](int32_t a, int32_t b) { return a - b; }); }
-inline I16 times(I16 x, I16 y) { return by_ints(x, y, [](int32_t a, int32_t b) { return a * b; }); }
-inline I16 shift_left3(I16 x) { return times(x, splat16(8)); }
-inline I16 shift_left8(I16 x) { return times(x, splat16(256)); }
 inline I16 load16_bytes(const uint8_t* p) {
     int32_t all[16];
     for (int i = 0; i < 16; ++i) all[i] = p[i];

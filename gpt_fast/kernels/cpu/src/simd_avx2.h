@@ -176,6 +176,7 @@ inline void prefetch_to_level2(const void* at) { asm volatile("prefetcht1 %0" : 
 // come, takes that off. VNNI adds up in 32 bits. Without it two products are added in 16 bits, so with weights up to 255
 // x[2 i] + x[2 i + 1] may be 128 in magnitude at most. (Any x would do with signs that are moved from the weights to x
 // first; but that instruction, too, runs on the two units that multiply, which then take half as long again.)
+constexpr int32_t kRaisedTotal = -128;
 inline I8 begin_dots(int32_t offset) { return splat(offset); }
 inline I8 raise(I8 w) { return w ^ _mm256_set1_epi8(-128); }
 inline I8 dot_raised(I8 sum, I8 raised, I8 x) {
@@ -197,7 +198,7 @@ inline F8 pair_sums(F8 x) { return x + _mm256_permute_ps(x, 0xb1); }
 inline I8 low_nibbles(I8 v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline I8 high_nibbles(I8 v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
 
-// Sums of products of nibbles (0 to 15) with int8: begun at zero, added to at most eight times, then read.
+// Sums of products of nibbles (0 to 15) with int8: added to at most eight times, then read.
 inline I8 add_nibbles(I8 sums, I8 nibbles, I8 x) {
 #ifdef GPT_FAST_DPBUSD
     sums = GPT_FAST_DPBUSD(sums, nibbles, x);
@@ -206,14 +207,6 @@ inline I8 add_nibbles(I8 sums, I8 nibbles, I8 x) {
 #endif
     pin(sums);
     return sums;
-}
-
-inline I8 nibble_sums(I8 sums) {
-#ifdef GPT_FAST_DPBUSD
-    return sums;
-#else
-    return _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
-#endif
 }
 
 #ifdef GPT_FAST_PAIRED_DOTS

@@ -27,6 +27,8 @@ inline void store16(float* p, F16 v) { _mm512_storeu_ps(p, v); }
 inline F16 plus_product(F16 sum, F16 a, F16 b) { return _mm512_fmadd_ps(a, b, sum); }
 inline F16 minus_product(F16 sum, F16 a, F16 b) { return _mm512_fnmadd_ps(a, b, sum); }
 inline F16 to_floats(I16 v) { return _mm512_cvtepi32_ps(v); }
+inline F16 as_floats(I16 bits) { return _mm512_castsi512_ps(bits); }
+inline I16 as_ints(F16 bits) { return _mm512_castps_si512(bits); }
 inline F16 larger(F16 x, F16 y) { return _mm512_max_ps(x, y); }
 inline F16 smaller(F16 x, F16 y) { return _mm512_min_ps(x, y); }
 inline __mmask16 less(F16 x, F16 y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
@@ -118,7 +120,6 @@ inline I16 dot(I16 sum, I16 w, I16 x) { return dot_raised(sum, raise(w), x); }
 inline I16 low_nibbles(I16 v) { return v & _mm512_set1_epi8(15); }
 inline I16 high_nibbles(I16 v) { return _mm512_srli_epi16(v, 4) & _mm512_set1_epi8(15); }
 inline I16 add_nibbles(I16 sums, I16 nibbles, I16 x) { return dot_raised(sums, nibbles, x); }
-inline I16 nibble_sums(I16 sums) { return sums; }
 
 inline I16 plus(I16 x, I16 y) { return _mm512_add_epi32(x, y); }
 inline I16 minus(I16 x, I16 y) { return _mm512_sub_epi32(x, y); }

@@ -177,6 +177,7 @@ inline int32x4_t dot(int32x4_t sum, int8x16_t w, int8x16_t x) {
 }
 
 // Sums of products of four neighbours, int8 each and at most 127 in magnitude: begun, added to with dot(), then read.
+constexpr int32_t kRaisedTotal = 0;
 inline I8 begin_dots(int32_t) { return splat(0); }
 inline I8 dot(I8 sum, I8 w, I8 x) {
     return {dot(sum.a, vreinterpretq_s8_s32(w.a), vreinterpretq_s8_s32(x.a)),
@@ -191,8 +192,7 @@ inline I8 high_nibbles(I8 v) {
             vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(v.b), 4))};
 }
 
-// Sums of products of nibbles (0 to 15) with int8: begun at zero, added to at most eight times, then read.
+// Sums of products of nibbles (0 to 15) with int8: added to at most eight times, then read.
 inline I8 add_nibbles(I8 sums, I8 nibbles, I8 x) { return dot(sums, nibbles, x); }
-inline I8 nibble_sums(I8 sums) { return sums; }
 
 }  // namespace gpt_fast

@@ -31,6 +31,12 @@ inline F8 lower(F16 v) { return v.a; }
 inline F8 upper(F16 v) { return v.b; }
 inline F16 join(F8 x, F8 y) { return {x, y}; }
 inline F16 to_floats(I16 v) { return {to_floats(v.a), to_floats(v.b)}; }
+inline F16 as_floats(I16 bits) { return {as_floats(bits.a), as_floats(bits.b)}; }
+inline I16 as_ints(F16 bits) { return {as_ints(bits.a), as_ints(bits.b)}; }
+inline I16 plus(I16 x, I16 y) { return {add(x.a, y.a), add(x.b, y.b)}; }
+inline I16 times(I16 x, I16 y) { return {multiply(x.a, y.a), multiply(x.b, y.b)}; }
+inline I16 shift_left3(I16 v) { return {shift_left<3>(v.a), shift_left<3>(v.b)}; }
+inline I16 shift_left8(I16 v) { return {shift_left<8>(v.a), shift_left<8>(v.b)}; }
 inline F16 load16_uint8(const uint8_t* p) { return {load8_uint8(p), load8_uint8(p + 8)}; }
 
 inline I16 splat16(int32_t x) { return {splat(x), splat(x)}; }
@@ -56,6 +62,5 @@ inline I16 high_nibbles(I16 v) { return {high_nibbles(v.a), high_nibbles(v.b)}; 
 inline I16 add_nibbles(I16 sums, I16 nibbles, I16 x) {
     return {add_nibbles(sums.a, nibbles.a, x.a), add_nibbles(sums.b, nibbles.b, x.b)};
 }
-inline I16 nibble_sums(I16 sums) { return {nibble_sums(sums.a), nibble_sums(sums.b)}; }
 
 }  // namespace gpt_fast
