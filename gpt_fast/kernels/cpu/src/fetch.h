@@ -50,8 +50,9 @@ struct Fetch {
     template <int R, int T>
     [[gnu::always_inline]] void line(const uint8_t* next, int64_t tile_bytes, int64_t i) const {
         if (T == kStreams || (kSharedFetches && R >= kSharingRows && (i & mask) != turn)) return;
-        // Products of five rows and more hide the way from the second level, and need a small first level themselves.
-        const bool far = kRegisters >= 32 && R > 4 && kSmallLevel1;
+        // Products of five rows and more, of one kernel or of several, hide the way from the second level, and need a small
+        // first level themselves.
+        const bool far = kRegisters >= 32 && (R > 4 || (R == kSharingRows && tiles)) && kSmallLevel1;
 #pragma GCC unroll 4
         for (int64_t t = 0; t < T; ++t)
             if (far)
