@@ -38,10 +38,14 @@ struct Bfloat16 {
         load_sums(sum, acc);
         for (int64_t p = k / 2; p < pairs;) {
             const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, p * kPairBytes);
-            for (const int64_t end = std::min(p + kBlockPairs, pairs); p < end; ++p, next += kPairBytes) {
+            const int64_t end = std::min(p + kBlockPairs, pairs);
+            auto step = [&]() __attribute__((always_inline)) {
                 fetch.template line<R, T>(next, tile_bytes, p);
                 add<R, T, 2>(tiles + p * kPairBytes, tile_bytes, xs, 2 * p, sum);
-            }
+                ++p, next += kPairBytes;
+            };
+            while (p + 1 < end) step(), step();
+            if (p < end) step();
         }
         if (!kBfloat16Dots && k_end % 2) add<R, T, 1>(tiles + pairs * kPairBytes, tile_bytes, xs, k_end - 1, sum);
         store_sums(sum, acc);
