@@ -44,8 +44,8 @@ struct Bfloat16 {
                 add<R, T, 2>(tiles + p * kPairBytes, tile_bytes, xs, 2 * p, sum);
                 ++p, next += kPairBytes;
             };
-            while (p + 1 < end) step(), step();
-            if (p < end) step();
+            while (kTwoSteps<R> && p + 1 < end) step(), step();
+            while (p < end) step();
         }
         if (!kBfloat16Dots && k_end % 2) add<R, T, 1>(tiles + pairs * kPairBytes, tile_bytes, xs, k_end - 1, sum);
         store_sums(sum, acc);

@@ -42,7 +42,8 @@ struct Float32 {
         for (int64_t i = k; i < k_end;) {
             const uint8_t* next =
                 fetch.template after<T>(reinterpret_cast<const uint8_t*>(tiles), tile_bytes, i * kTile * value_bytes);
-            for (const int64_t end = std::min(i + kStretch, k_end); i < end; ++i, next += kTile * value_bytes) {
+            const int64_t end = std::min(i + kStretch, k_end);
+            auto step = [&]() __attribute__((always_inline)) {
                 fetch.template line<R, T>(next, tile_bytes, i);
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {
@@ -50,7 +51,10 @@ struct Float32 {
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) sum[r][t] = plus_product(sum[r][t], splat16(xs[r][i]), wv);
                 }
-            }
+                ++i, next += kTile * value_bytes;
+            };
+            while (kTwoSteps<R> && kRegisters >= 32 && i + 1 < end) step(), step();
+            while (i < end) step();
         }
         store_sums(sum, acc);
     }
