@@ -15,6 +15,7 @@ struct Float32 {
     using Rows = FloatRows;
     static constexpr int64_t kTiledRows = 0;
     static constexpr int64_t kReadyRows = 0;
+    static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
     static constexpr int64_t kPromptDepth = kManyRowsDepth;
     // A sum waits 4 cycles for the one before, so few rows need several tiles to keep the multipliers busy.

@@ -14,6 +14,7 @@ struct Int4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 48 : 24;  // fewer are as fast without
+    static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 16, kShortDepth = 512, kLongDepth = 2048;
     // Where eight rows go through one tile at a time, x is read again and again: long pieces store their sums less often.
     static inline const int64_t kManyRowsDepth = half_wide() && !kTiles ? kLongDepth : kShortDepth;

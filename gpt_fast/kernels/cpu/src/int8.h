@@ -35,6 +35,7 @@ struct Int8 {
     using Rows = DotRows;
     static constexpr int64_t kTiledRows = kTiles ? 4 : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = 0;
+    static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = kTiles ? 1024 : 512;
     static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
     static constexpr int tiles_at_once(int rows) { return tiles_of_integers(rows); }

@@ -48,7 +48,7 @@ struct Linear {
 
 constexpr int64_t kTile = 16;  // outputs
 // Rows of one micro kernel. Sums that do not fit the registers cost less than weights that are read twice from memory, but
-// more than weights that are read again from the caches.
+// more than weights that are read again from the caches: kMostRows of a format.
 constexpr int kMaxRows = 8, kCachedRows = kRegisters < 32 ? 6 : 8;
 static_assert(!kSharedFetches || kSharingRows <= (kCachedRows + 1) / 2);  // of nearly equal pieces
 // With 32 registers any number is few: two tiles at a time for all rows are faster than more tiles, whatever the rows.
@@ -188,7 +188,7 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
 
 // All rows of one range of k and some tiles; the rows are cut into nearly equal pieces. `next`: what is fetched between
 // them.
-template <class Format, int most = kCachedRows>
+template <class Format, int most = Format::kMostRows>
 inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, const Format& w, int64_t tile,
                      int64_t tiles, int64_t k, int64_t k_end, const Sums& acc, const Fetch& fetch = {},
                      FetchPieces* next = nullptr) {
@@ -225,8 +225,7 @@ void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64
                     if (rows >= Format::kReadyRows) {
                         const auto ready = w.ready(tile + t, now, d, stop);
                         FetchPieces next(w, tile + t, now, d, stop, count);
-                        all_rows<typename Format::Ready, Format::Ready::kMostRows>(x, row, count, ready, 0, now, d,
-                                                                                   stop, to, {}, &next);
+                        all_rows<typename Format::Ready>(x, row, count, ready, 0, now, d, stop, to, {}, &next);
                         continue;
                     }
                 }
