@@ -149,9 +149,10 @@ def test_int8_takes_any_width_and_its_extremes(pair: tuple[float, float]) -> Non
 def test_neighbours_count_together_where_16_bits_hold_their_products() -> None:
     pairs = torch.tensor([[3.0, 1.0], [-3.0, 1.0], [-3.0, -3.0]]).repeat(1, 16)
     most = torch.tensor([4.0, 3.0, 6.0] if cpu.rounded_in_pairs() else [3.0, 3.0, 3.0])
-    values, scales = reference.quantize_activations(pairs, cpu.rounded_together(), cpu.rounded_in_pairs())
-    if cpu.rounded_together() == 32:
-        torch.testing.assert_close(scales[:, 0], (most / 127).log2().ceil().exp2())
+    how = cpu.rounded_together(), cpu.rounded_in_pairs(), cpu.rounded_by_powers()
+    values, scales = reference.quantize_activations(pairs, *how)
+    expected = (most / 127).log2().ceil().exp2() if cpu.rounded_by_powers() else most / 127
+    torch.testing.assert_close(scales[:, 0], expected)
     assert values.unflatten(-1, (-1, 2)).int().sum(-1).abs().max() <= (128 if cpu.rounded_in_pairs() else 254)
     ones = torch.eye(32, dtype=torch.int8)
     got = run_product(pairs, PackedWeights("int8", packing.pack_int8(ones), 32, 32, torch.ones(32)))
@@ -162,7 +163,7 @@ def test_neighbours_count_together_where_16_bits_hold_their_products() -> None:
 @pytest.mark.parametrize("most", [2, 127, 127.1, 2**-119, 2**-130, 0, 2.0**110, 2.0**112, torch.inf, torch.nan])
 def test_blocks_have_the_least_power_of_two_that_holds_them(most: float) -> None:
     x = torch.linspace(-1, 1, 32)[None] * most
-    values, scales = reference.quantize_activations(x, 32, False)
+    values, scales = reference.quantize_activations(x, 32, by_powers=True)
     if 2**-120 < most < 2**111:
         assert 63 < values.abs().max() <= 127
         assert float(scales.log2()) % 1 == 0
@@ -171,7 +172,7 @@ def test_blocks_have_the_least_power_of_two_that_holds_them(most: float) -> None
         assert bool(scales.isnan()) == (not most < 2**111)
         assert most > 1 or not values.any()
     ones = PackedWeights("int8", packing.pack_int8(torch.eye(32, dtype=torch.int8)), 32, 32, torch.ones(32))
-    if cpu.rounded_together() == 32 and not cpu.rounded_in_pairs():
+    if cpu.rounded_by_powers():
         got, expected = run_product(x, ones), (values * scales[..., None])[0]
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 

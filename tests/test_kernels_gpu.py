@@ -135,7 +135,7 @@ def check_everything_around_a_product(kind: str, dtype: torch.dtype, n: int, k: 
 
 def rounded(x: Tensor) -> Tensor:
     """x [M, K] rounded to bytes in blocks of 128, in float32."""
-    values, scales = quantize_activations(x.cpu(), 128, False)
+    values, scales = quantize_activations(x.cpu(), 128)
     return (values * scales[..., None]).flatten(1)[:, : x.shape[1]].to(DEVICE)
 
 
@@ -167,7 +167,7 @@ def check_products_of_prompts(kind: str, n: int, k: int, dtype: torch.dtype) -> 
 def check_rounding_to_bytes(dtype: torch.dtype) -> None:
     x = noise(7, 1500).to(dtype) * torch.logspace(-6, 4, 7, device=DEVICE)[:, None].to(dtype)
     x[2, 130:300] = 0.0
-    values, scales = quantize_activations(x.cpu(), 128, False)  # a GPU's torch divides by multiplying
+    values, scales = quantize_activations(x.cpu(), 128)  # a GPU's torch divides by multiplying
     got = linear.round_rows(x)
     assert torch.equal(got.scale.cpu(), scales.T)
     exact = x.cpu().double() / scales.double().repeat_interleave(128, dim=1)[:, :1500].clamp(min=1e-300)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast.kernels.cpu.library import rounded_in_pairs, rounded_together
+from gpt_fast.kernels.cpu.library import rounded_by_powers, rounded_in_pairs, rounded_together
 from gpt_fast.kernels.cpu.packing import from_nibbles
 
 
@@ -21,23 +21,26 @@ def exact_product(x: Tensor, weight: Tensor) -> Tensor:
 def rounded_product(x: Tensor, weight: Tensor, kind: str) -> Tensor:
     """The same with x rounded to 8 bits in blocks: what this machine's kernels for weights of ``kind``, int8 or int4,
     compute."""
-    values, scales = quantize_activations(x, rounded_together(), kind == "int8" and rounded_in_pairs())
+    in_pairs = kind == "int8" and rounded_in_pairs()
+    values, scales = quantize_activations(x, rounded_together(), in_pairs, rounded_by_powers())
     return F.linear((values * scales[..., None]).flatten(-2)[..., : x.shape[-1]], weight)
 
 
-def quantize_activations(x: Tensor, together: int, in_pairs: bool) -> tuple[Tensor, Tensor]:
+def quantize_activations(
+    x: Tensor, together: int, in_pairs: bool = False, by_powers: bool = False
+) -> tuple[Tensor, Tensor]:
     """x [..., K] -> values [..., blocks, together] int8 and scales [..., blocks] float32, blocks = ceil(K / together).
 
-    Missing values are zero. Blocks of 32 have the least power of two as their scale with which the largest magnitude is
-    at most 127, as in MXINT8 (OCP Microscaling Formats 1.0, which lets it be up to 128 and cuts it off); NaN from 2^111
-    on, and all values zero below 2^-120. Longer blocks are rounded as :func:`quantize_heads` does it. ``in_pairs``: the
-    largest magnitude is that of an element, or of a sum of elements 2 i and 2 i + 1.
+    Each block as :func:`quantize_heads` does it; missing values are zero. ``in_pairs``: the largest magnitude is that
+    of an element, or of a sum of elements 2 i and 2 i + 1. ``by_powers``: the scale is the least power of two with
+    which the largest magnitude is at most 127, as in MXINT8 (OCP Microscaling Formats 1.0, which lets it be up to 128
+    and cuts it off); NaN from 2^111 on, and all values zero below 2^-120.
     """
     blocks = F.pad(x.float(), (0, -x.shape[-1] % together)).unflatten(-1, (-1, together))
     most = blocks.abs().amax(-1)
     if in_pairs:
         most = torch.maximum(most, blocks.unflatten(-1, (-1, 2)).sum(-1).abs().amax(-1))
-    if together > 32:
+    if not by_powers:
         return _rounded(blocks, most)
     fraction, exponent = torch.frexp(most)  # most = fraction * 2^exponent, fraction from 1/2 to 1
     exponent = exponent + (fraction > 127 / 128)

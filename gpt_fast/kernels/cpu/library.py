@@ -251,6 +251,7 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.gpt_fast_rounding.argtypes, lib.gpt_fast_rounding.restype = [_I], _I
     lib.gpt_fast_rounded_together.argtypes, lib.gpt_fast_rounded_together.restype = [], _I
     lib.gpt_fast_rounded_in_pairs.argtypes, lib.gpt_fast_rounded_in_pairs.restype = [], _I
+    lib.gpt_fast_rounded_by_powers.argtypes, lib.gpt_fast_rounded_by_powers.restype = [], _I
     lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int, ctypes.c_int], _I
     lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
     for which, kind in enumerate(structs.CHECKED):
@@ -299,6 +300,11 @@ def rounded_in_pairs() -> bool:
     """Whether for int8 that scale covers sums of two neighbours as well: on CPUs with AVX2 and without VNNI, where the
     products of both are added in 16 bits."""
     return available() and bool(library().gpt_fast_rounded_in_pairs())
+
+
+def rounded_by_powers() -> bool:
+    """Whether that scale is a power of two: on CPUs that add up products of bytes in 32 bits, but by tiles."""
+    return available() and bool(library().gpt_fast_rounded_by_powers())
 
 
 def read(data: Tensor, eight_places: bool) -> None:

@@ -1,8 +1,8 @@
 // Rows of float32 rounded for products: to int8 in blocks with one scale each, and to bfloat16. Where the CPU has
 // registers of tiles (tiles.h), the rows of one register stand side by side, in panels.
 //
-// Without tiles a block of x is 32 values and a scale that is a power of two, as in MXINT8 (Open Compute Project,
-// Microscaling Formats). So where integers are added up in 32 bits (kCounted), scales cost no products: between 2^23 and
+// Where integers are added up in 32 bits and blocks are short (kCounted), a block of x is 32 values and a scale that is a
+// power of two, as in MXINT8 (Open Compute Project, Microscaling Formats). Such scales cost no products: between 2^23 and
 // 2^24 scales the lowest bit of a float32 is worth one scale. A sum that begins with the bits of 1.5 * 2^23 scales, the
 // base, is a float32 at its end, and less the base it is the sum times the scale, exactly.
 #pragma once
@@ -18,7 +18,7 @@ constexpr int64_t kRounded = kTiles ? 128 : kBlock;  // values with one scale; m
 constexpr int64_t kParts = kRounded / kBlock;        // blocks of weights for one of x
 constexpr int64_t kChunk = kTiles ? 16 : 1;          // blocks of x: a row's scales fill a line, which one thread writes
 
-// Without VNNI products are added in 16 bits and then in 32, and the scale is as fast.
+// Sums that are added in 16 bits and then in 32 gain nothing by it.
 constexpr bool kCounted = !kTiles && !kPairedDots;
 
 // For the zeros of int4: the sum of kBlock values, or an eighth of it where products are added as floats, times the scale
@@ -30,7 +30,7 @@ struct QuantizedBlocks {
     int8_t values[kChunk][kPanel][kRounded];
     float scale[kPanel][kChunk];  // the base if kCounted
     PartSum sum[kPanel][kChunk][kParts];
-    int32_t begin[kPanel][kChunk];  // what sums of products with weights raised by 128 begin with
+    int32_t begin[kPanel][kChunk];  // what sums of products begin with, of weights as dot() takes them
 };
 
 // One row: its block b of kRounded values.
@@ -117,7 +117,7 @@ inline float largest_lane(I8 magnitudes) {
     return most;
 }
 
-// The scale of a block, a power of two: the least with which its largest magnitude is at most 127. NaN if that is NaN or
+// A scale that is a power of two: the least with which a block's largest magnitude is at most 127. NaN if that is NaN or
 // 2^111 and more; a block below 2^-120 counts as zero.
 class PowerScale {
 public:
@@ -143,7 +143,8 @@ private:
 };
 
 // Block b of a row: values rounded to nearest even. `paired`: sums of two neighbours count for the largest magnitude as
-// well; rounded, they are 128 at most. With tiles the scale is the largest magnitude / 127, NaN in a block with NaN.
+// well; rounded, they are 128 at most. A scale that is no power of two is the largest magnitude / 127, NaN in a block with
+// NaN.
 template <bool paired>
 inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
     constexpr int registers = kRounded / 8, each = kBlock / 8;
@@ -157,15 +158,14 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
         if (paired) largest = larger_magnitude(largest, pair_sums(v[i]));
     }
     float inverse, eighth = 0.125f;
-    if constexpr (kTiles) {
+    if constexpr (kCounted) {
+        const PowerScale power(lane_max(largest));
+        inverse = power.inverse(), eighth *= power.scale();
+        to.scale[lane][at] = power.base();
+    } else {
         const float most = largest_lane(largest);
         inverse = most == 0.0f ? 0.0f : 127.0f / most;
         to.scale[lane][at] = most / 127.0f;
-    } else {
-        const PowerScale power(lane_max(largest));
-        inverse = power.inverse();
-        to.scale[lane][at] = kCounted ? power.base() : power.scale();
-        if (kCounted) eighth *= power.scale();
     }
     int32_t total = 0;
     for (int part = 0; part < kParts; ++part) {

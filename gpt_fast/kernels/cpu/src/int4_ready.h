@@ -35,8 +35,7 @@ inline void begin_codes(const QuantizedRow (&xs)[R], int64_t b, I16 (*codes)[T])
 // The scales and zeros of the sixteen groups that a tile has at one k. add(): sum + (codes - zero / 8 * the sum of x) *
 // scale * x's scale, for block b of row x, without tiles; `codes` as add_codes() leaves them.
 #ifdef GPT_FAST_PAIRED_DOTS
-// What joins the halves of sums of 16 bits multiplies them as well. All but the last sum is exact as long as 24 bits hold
-// it, which random weights and rows do.
+// What joins the halves of sums of 16 bits multiplies them as well.
 struct Int4Groups {
     I16 scale;
     F16 shift;  // zeros times scales

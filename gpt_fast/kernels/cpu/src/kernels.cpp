@@ -71,6 +71,9 @@ int64_t gpt_fast_rounded_together() { return kRounded; }
 // Whether for int8 the scale covers sums of two neighbours as well.
 int64_t gpt_fast_rounded_in_pairs() { return kPairedDots; }
 
+// Whether that scale is a power of two.
+int64_t gpt_fast_rounded_by_powers() { return kCounted; }
+
 // Whether tiles, where products use them, give what their formulas say (tiles.h).
 int64_t gpt_fast_tiles_work() {
     return !kTiles || tiles_work();

@@ -3,8 +3,8 @@
 // F8 is eight float32, I8 is 32 bytes: eight int32, or 32 of int8, of uint8, or of 4 bits in bytes. F8 has the
 // operators + - * /, I8 has & and |. F16 and I16 are twice as long, for the products; kRegisters says how many of them
 // the CPU holds. Every set of instructions gives the same results: integer sums are exact, and sums of lanes are taken
-// in one order. Only products of bfloat16 differ where kBfloat16Dots, and by tiles (tiles.h). Another set needs its own
-// header of these functions; nothing else knows about it.
+// in one order. Only products differ: of bfloat16 where kBfloat16Dots, of integers where kPairedDots, and by tiles
+// (tiles.h). Another set needs its own header of these functions; nothing else knows about it.
 #pragma once
 
 #include <cstdint>
