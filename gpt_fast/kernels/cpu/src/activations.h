@@ -50,10 +50,6 @@ struct QuantizedRow {
 
     // If kCounted: what such a sum is at its end, times the scale.
     F16 counted(I16 counts, int64_t b) const { return as_floats(counts) - splat16(scale(b)); }
-    // In any case: the same, added to `sum`.
-    F16 plus_scaled(F16 sum, I16 counts, int64_t b) const {
-        return kCounted ? sum + counted(counts, b) : plus_product(sum, to_floats(counts), splat16(scale(b)));
-    }
     // If kCounted: the sum of the values.
     int32_t total(int64_t b) const {
         int32_t base;
@@ -61,6 +57,11 @@ struct QuantizedRow {
         return (base - chunk(b).begin[lane][b % kChunk]) / 128;
     }
 };
+
+// sum + counts, which began with begin_raised(), times the scale of a block; `scale`: as the block has it.
+inline F16 plus_scaled(F16 sum, I16 counts, F16 scale) {
+    return kCounted ? sum + (as_floats(counts) - scale) : plus_product(sum, to_floats(counts), scale);
+}
 
 struct QuantizedRows {
     QuantizedBlocks* data;  // [panels, chunks], the last block of a row filled up with zeros

@@ -78,9 +78,11 @@ struct Int8 {
                 });
             }
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r)
+            for (int r = 0; r < R; ++r) {
+                const F16 scale = splat16(xs[r].scale(b));
 #pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) sum[r][t] = xs[r].plus_scaled(sum[r][t], exact[r][t], b);
+                for (int t = 0; t < T; ++t) sum[r][t] = plus_scaled(sum[r][t], exact[r][t], scale);
+            }
         }
         store_sums(sum, acc);
     }
