@@ -161,6 +161,54 @@ def test_who_comes_waits_for_one_step(llm: FakeModelLLM, watched: Watched) -> No
     check_idle(llm)
 
 
+def test_who_is_paused_beside_others_waits_and_goes_on_with_them(
+    llm: FakeModelLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in no step but the one that had begun, and takes no pages, nor the next slot's part of the page table."""
+    engine, execute, for_nothing = llm.engine, llm.engine.runner.execute, [0]
+    prompt, few = [5] * (llm.max_seq_len - 14), SamplingParams(max_tokens=12, ignore_eos=True)
+
+    def counted(plan: StepPlan, tokens: Tensor | None = None) -> Tensor:
+        for_nothing[0] += slow.request.paused and slow.request.slot in [own.slot for own in plan.sequences]
+        return execute(plan, tokens)
+
+    many = SamplingParams(max_tokens=llm.max_seq_len - 4, ignore_eos=True)
+    with engine.changed:
+        slow = llm.submit(prompt, few, max_uncollected=3)
+        other = llm.submit([6], many)
+    monkeypatch.setattr(engine.runner, "execute", counted)
+    with engine.changed:
+        assert engine.changed.wait_for(lambda: slow.request.paused and other.request.num_output > 80, 60)
+        assert for_nothing[0] <= 1
+        assert len(slow.request.pages) <= engine.runner.pages_per_sequence
+        assert len(slow._tokens) == 3
+    assert tuple(t for delta in slow for t in delta.token_ids) == plainly([prompt], few)[0]
+    assert tuple(t for delta in other for t in delta.token_ids) == plainly([[6]], many)[0]
+    check_idle(llm)
+
+
+def test_the_engine_sleeps_while_one_waits_for_the_slot_of_a_paused_one(llm: FakeModelLLM) -> None:
+    engine, steps = llm.engine, [0]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    paused = [llm.submit([5 + i], params, max_uncollected=3) for i in range(engine.scheduler.max_batch)]
+    with engine.changed:
+        assert engine.changed.wait_for(lambda: all(handle.request.paused for handle in paused), 60)
+    schedule = engine.scheduler.schedule
+
+    def counted(*args: Any) -> Any:
+        steps[0] += 1
+        return schedule(*args)
+
+    engine.scheduler.schedule = counted  # type: ignore[method-assign]
+    waits = llm.submit([50], params)
+    assert waits.wait(0.3) is None
+    assert steps[0] < 30, "a turn each time that something may have changed, and not one after the other"
+    for handle in (*paused, waits):
+        tokens = tuple(t for delta in handle for t in delta.token_ids)
+        assert tokens == plainly([handle.request.token_ids[: handle.request.num_prompt]], params)[0]
+    check_idle(llm)
+
+
 # --- the scheduler's side -------------------------------------------------------------------------------------------
 
 

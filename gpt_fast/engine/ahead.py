@@ -39,12 +39,6 @@ class Begun(NamedTuple):
         return drawn(self.parts, self.found.tolist())
 
 
-def goes_on(part: Scheduled) -> bool:
-    """Whether the request of ``part``, of a step that was begun, still wants its token: else that is thrown away."""
-    request, own = part
-    return request.slot == own.slot and request.num_computed == own.start and not request.paused
-
-
 def begin(runner: Runner, plan: StepPlan, parts: Sequence[Scheduled]) -> Begun | None:
     """Begin the step ``plan``; None where the host has a part in one of its tokens."""
     draws = draws_of(parts)

@@ -20,7 +20,7 @@ from gpt_fast.engine.compute import Outcome, Scheduled, attempt, drawn, draws_of
 from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
-from gpt_fast.engine.scheduler import Scheduler, StepPlan
+from gpt_fast.engine.scheduler import Scheduler, StepPlan, goes_on
 from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.errors import EngineError, RequestError, RequestFailedError
 from gpt_fast.outputs import Completion
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 # With the next step on its way this thread waits for nothing, and would keep Python's lock for up to 5 ms from the
 # threads that it has woken.
 _PAUSE_S = 1e-4
+_BLOCKED_S = 0.05  # the longest sleep while requests wait for the slots or pages of paused ones
 ABANDONED_S = 5.0  # a request that is paused this long without anybody fetching is aborted
 
 
@@ -136,8 +137,7 @@ class Engine:
         with self.changed:
             busy = self._closing or self._inbox or self.scheduler.has_work
             if not busy and not any(handle.cancelled for handle in self._handles.values()):
-                self.changed.wait(1.0 if self._handles else None)  # paused requests still have deadlines
-                self._began, self._moved = time.perf_counter(), time.monotonic()
+                self._sleep(1.0 if self._handles else None)  # paused requests still have deadlines
             while self._inbox:
                 self.scheduler.add(self._inbox.popleft())
             now = time.monotonic()
@@ -147,11 +147,22 @@ class Engine:
                     self._try(self._finish, handle.request)
             return not self._closing
 
+    def _wait_for_room(self) -> None:
+        """Sleep while those that run are paused, and those that wait need their slots or pages."""
+        with self.changed:
+            if not self._inbox and all(request.paused for request in self.scheduler.running):
+                self._sleep(_BLOCKED_S)
+
+    def _sleep(self, most_s: float | None) -> None:
+        """Until another thread has news, or for ``most_s`` seconds. With the lock held."""
+        self.changed.wait(most_s)
+        self._began, self._moved = time.perf_counter(), time.monotonic()
+
     def step(self) -> None:
         """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests at fault. The
         next step may begin before this one's tokens are known (ahead.py)."""
         begun, self._begun = self._begun, None
-        if begun is not None and not any(map(ahead.goes_on, begun.parts)):
+        if begun is not None and not any(map(goes_on, begun.parts)):
             begun = None
         if begun is not None:
             plan, parts = begun.plan, begun.parts
@@ -160,6 +171,7 @@ class Engine:
                 self.speculation.propose(self.scheduler)
             plan, parts = self._schedule()
             if not parts:
+                self._wait_for_room()
                 return
         outcomes: Sequence[Outcome | Exception] | None = self._outcomes_ahead(plan, parts, begun)
         if outcomes is None and begun is not None:
@@ -169,7 +181,7 @@ class Engine:
         now = time.monotonic()
         with self.changed:
             for part, outcome in zip(parts, outcomes, strict=True):
-                if begun is not None and not ahead.goes_on(part):
+                if begun is not None and not goes_on(part):
                     continue
                 request, own = part
                 num_drafts = max(0, own.end - request.num_tokens)

@@ -174,6 +174,8 @@ class Runner:
         new: list[int] = []
         for sequence in plan.sequences:
             if sequence.new_pages:
+                if sequence.num_placed + len(sequence.new_pages) > self.pages_per_sequence:
+                    raise RuntimeError(f"slot {sequence.slot} has room for {self.pages_per_sequence} pages")
                 self._pages[sequence.slot][sequence.num_placed :] = sequence.new_pages
                 first = sequence.slot * self.pages_per_sequence + sequence.num_placed
                 where += range(first, first + len(sequence.new_pages))

@@ -53,6 +53,12 @@ class StepPlan:
         return sum(len(s.tokens) for s in self.sequences)
 
 
+def goes_on(part: tuple[Request, SequencePlan]) -> bool:
+    """Whether the request of ``part``, of a step that was begun, still wants its token: else that is thrown away."""
+    request, own = part
+    return request.slot == own.slot and request.num_computed == own.start and not request.paused
+
+
 class Scheduler:
     """Owns the queue, the running set, the slots and the pages.
 
@@ -113,14 +119,16 @@ class Scheduler:
     def behind(self, parts: Sequence[tuple[Request, SequencePlan]]) -> tuple[StepPlan, list[int]] | None:
         """The step behind one that is being computed and makes one token of each of ``parts``: its plan, where tokens
         that nobody knows yet are 0, and which of ``parts`` its sequences are. Requests that have all their tokens then
-        are left out. None where anything else is due: somebody waits for a slot, a prompt goes on, or pages are short.
-        """
+        are left out. None where anything else is due: somebody waits for a slot, a prompt goes on, one of ``parts`` is
+        paused and throws its token away, or pages are short."""
         idle = self.waiting and len(self.running) < self.max_batch
         if idle or sum(not request.paused for request in self.running) > len(parts):
             return None
         index: list[int] = []
-        for i, (request, _) in enumerate(parts):
-            if request.slot < 0 or (self._computed_anew and request.rope_len <= self._long_from <= request.num_tokens):
+        for i, (request, own) in enumerate(parts):
+            if not goes_on((request, own)):
+                return None
+            if self._computed_anew and request.rope_len <= self._long_from <= request.num_tokens:
                 return None
             if request.num_output + 1 < request.max_tokens:
                 index.append(i)
