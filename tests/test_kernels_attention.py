@@ -302,6 +302,21 @@ def test_a_query_that_is_not_finite_spoils_itself_alone(steps: list[tuple[int, i
 
 
 @needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
+def test_a_key_or_value_that_is_not_finite_shows_in_all_later_tokens(which: int, dtype: torch.dtype) -> None:
+    """Else a model that computes no numbers for a prompt would answer as if nothing were wrong."""
+    for bad in (torch.nan, torch.inf) if which == 2 else (torch.nan,):  # a score of -infinity is one to leave out
+        qkv = sequences([40], 4, 2, 24)
+        qkv[0][which][5, 0, 17] = bad
+        cache = Cache(1, 40, (4, 2, 24), dtype, 16, fast=True)
+        cache.attend([(0, 0, 20)], qkv, Scoring(0, 24**-0.5))
+        later = cache.attend([(0, 20, 40)], qkv, Scoring(0, 24**-0.5))
+        assert not later[:, :2].isfinite().all(-1).any()
+        assert later[:, 2:].isfinite().all()
+
+
+@needs_cpp
 def test_attention_leaves_padding_zero_and_fills_page_zero_only() -> None:
     qkv = sequences([3], 4, 2, 8)
     cache = Cache(1, 16, (4, 2, 8), torch.float32, 16, fast=True)

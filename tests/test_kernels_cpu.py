@@ -190,11 +190,12 @@ def test_int4_does_not_overflow_at_its_extremes(code: int, zero: int, step: int,
 
 
 @needs_cpp
+@pytest.mark.parametrize("nan", [0x7FC00000, 0x7FFF0000, 0x7FFFFFFF, -1], ids=lambda bits: f"{bits & 0xFFFFFFFF:x}")
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_shows_in_its_row_alone(kind: str) -> None:
+def test_what_is_not_finite_shows_in_its_row_alone(kind: str, nan: int) -> None:
     w, _ = weights(kind, 24, 128)
     x = torch.randn(4, 128)
-    x[1, 5], x[3, 77] = torch.nan, torch.inf
+    x[1, 5], x[3, 77] = torch.tensor([nan], dtype=torch.int32).view(torch.float32), torch.inf
     out = run_product(x, w)
     assert not out[1].isfinite().any()
     assert not out[3].isfinite().any()

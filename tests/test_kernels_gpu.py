@@ -511,11 +511,18 @@ def check_rotation_and_cache_write(
             *(torch.zeros(4, 4, kv_heads, dim, device=DEVICE, dtype=torch.int8) for _ in range(2)),
             *(torch.zeros(4, 4, kv_heads, device=DEVICE) for _ in range(2)),
         )
-        fused.rope_write(qkv, angles.cos(), angles.sin(), slots, small, heads, *weights, eps=1e-6)
+        rope_write = (angles.cos(), angles.sin(), slots, small, heads, *weights)
+        fused.rope_write(qkv, *rope_write, eps=1e-6)
         for stored, scale, exact in ((small.k, small.k_scale, wk), (small.v, small.v_scale, v)):
             wanted, wanted_scale = quantize_heads(exact)  # the rotation may differ in the last bit, at a tie
             assert (stored.view(-1, kv_heads, dim)[slots].int() - wanted.int()).abs().max() <= 1
             assert_near(scale.view(-1, kv_heads)[slots], wanted_scale, dtype)
+        broken = qkv.clone()
+        broken[1, -1] = torch.nan  # of the last head's value
+        fused.rope_write(broken, *rope_write, eps=1e-6)
+        finite = small.v_scale.view(-1, kv_heads)[slots].isfinite()
+        assert not finite[1, -1]
+        assert finite.sum() == finite.numel() - 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,6 +116,18 @@ def test_a_drafter_that_fails_costs_no_answer_anything(plain: list[Any]) -> None
 
     with FakeModelLLM(drafter=lambda *_: Failing()) as llm:
         assert [seen(d) for d in ask(llm, mixed_requests())] == plain
+
+
+def test_a_draft_model_reads_no_token_behind_the_end_of_its_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt may be token ids, also those that only fill up the target's embedding table."""
+    request = ([5, VOCAB_SIZE - 1, 6, VOCAB_SIZE - 1], SamplingParams(max_tokens=20, ignore_eos=True))
+    with FakeModelLLM() as llm:
+        plain = seen(ask(llm, [request])[0])
+    with FakeModelLLM(drafter=near_model) as llm:
+        (done,) = ask(llm, [request])
+    assert seen(done) == plain
+    assert done.num_drafted > 0
+    assert all(record.levelno < logging.WARNING for record in caplog.records), "a step of the draft model failed"
 
 
 def test_a_draft_model_that_fails_once_goes_on(plain: list[Any]) -> None:

@@ -42,6 +42,7 @@ class Runner:
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.device, self.max_batch, self.prefill_chunk = model.device, max_batch, prefill_chunk
+        self.vocab_size = model.vocab_size
         self.page_size, self.num_pages = page_size, num_pages
         self.pages_per_sequence = -(-max_seq_len // page_size)
         # Whether a step may begin before the host knows the tokens of the one before (ahead.py). On a CPU that pays

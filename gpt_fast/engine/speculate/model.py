@@ -160,8 +160,12 @@ class ModelDrafter:
             start = d.known.num_computed
             tokens = d.request.token_ids[start : start + max(1, budget)]
             budget -= len(tokens) if len(tokens) > 1 else 0
-            parts.append(_Part(d, tuple(tokens), start))
+            parts.append(_Part(d, tuple(map(self._read_as, tokens)), start))
         return sorted(parts, key=lambda part: part.draft.request.slot)
+
+    def _read_as(self, token: int) -> int:
+        """``token``, or 0 where the draft model's vocabulary ends before it: then drafts are only worse."""
+        return token if token < self.runner.vocab_size else 0
 
     def _draws_at_once(self, request: Request) -> bool:
         """Whether all drafts of ``request`` can be drawn in one call."""

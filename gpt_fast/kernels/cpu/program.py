@@ -372,9 +372,9 @@ class Program:
 
     def _read_table(self, done: Structure, table: Tensor | PackedWeights) -> None:
         if isinstance(table, PackedWeights):
-            data, done.width, packed = table.data, table.in_features, True
+            data, done.num_rows, done.width, packed = table.data, table.out_features, table.in_features, True
         else:
-            data, done.width, packed = table, table.shape[1], False
+            data, (done.num_rows, done.width), packed = table, table.shape, False
         if data.dtype not in (torch.float32, torch.bfloat16):
             raise UnsupportedError(f"an embedding table of {data.dtype}")
         done.table = structs.Embedding(self._pointer(data), data.dtype == torch.bfloat16, packed)

@@ -90,12 +90,20 @@ def _in_steps(x, most):
 
 
 @triton.jit
+def _step_of(x, most):
+    """A 127th of ``most`` [M], the largest magnitudes of the rows of x [M, N]. NaN where x has one, which a maximum
+    loses."""
+    return tl.where(tl.max((x != x).to(tl.int32), 1) == 1, float("nan"), tl.div_rn(most, 127.0))
+
+
+@triton.jit
 def _write_head(cache, scales, first, second, slot, kv_heads, head, half, low, high, pairs):
     """One head's key or value, both members of its pairs [1, width], into the cache; int8 with its scale."""
     place = slot * kv_heads + head
     if scales is not None:
         most = tl.maximum(tl.max(tl.max(tl.abs(first), 1), 0), tl.max(tl.max(tl.abs(second), 1), 0))
-        tl.store(scales + place, tl.div_rn(most, 127.0))
+        broken = tl.where(first == first, second, first)  # NaN where one of both is
+        tl.store(scales + place, tl.sum(_step_of(broken, most), 0))
         first, second = _in_steps(first, most), _in_steps(second, most)
     at = cache + place * 2 * half
     tl.store(at + low[None, :], first.to(cache.dtype.element_ty), mask=pairs[None, :])
@@ -152,6 +160,5 @@ def round_kernel(x, values, scales, num_x, k_size, together: tl.constexpr):
     value = tl.load(x + at, mask=k < k_size, other=0.0).to(tl.float32)
     size = tl.abs(value)
     most = tl.max(size, 1)
-    scale = tl.where(tl.max((size != size).to(tl.int32), 1) == 1, float("nan"), tl.div_rn(most, 127.0))
     tl.store(values + at, _in_steps(value, most[:, None]).to(tl.int8), mask=k < k_size)
-    tl.store(scales + b * num_x + m, scale, mask=b * UNIT < k_size)
+    tl.store(scales + b * num_x + m, _step_of(value, most), mask=b * UNIT < k_size)

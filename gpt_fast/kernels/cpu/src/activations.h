@@ -108,21 +108,13 @@ struct TiledPiece {
     const uint8_t* at(int64_t b) const { return values + b * kPanel * kRounded; }
 };
 
-// Magnitudes are compared as integers, because the floating-point maximum would lose a NaN.
-inline I8 larger_magnitude(I8 largest, F8 v) { return larger(largest, as_ints(v) & splat(0x7fffffff)); }
-
-inline float largest_lane(I8 magnitudes) {
-    const int32_t bits = lane_max(magnitudes);
-    float most;
-    std::memcpy(&most, &bits, sizeof most);
-    return most;
-}
-
 // A scale that is a power of two: the least with which a block's largest magnitude is at most 127. NaN if that is NaN or
 // 2^111 and more; a block below 2^-120 counts as zero.
 class PowerScale {
 public:
-    explicit PowerScale(int32_t magnitude) : exponent_((magnitude + 0x1ffff) >> 23) {}  // the largest one's bits
+    // Of the bits of the largest magnitude. Unsigned, because those of a NaN may be the largest integer.
+    explicit PowerScale(int32_t magnitude)
+        : exponent_(static_cast<int32_t>((static_cast<uint32_t>(magnitude) + 0x1ffffu) >> 23)) {}
 
     float scale() const { return from_bits(bounded() - 6, 0); }
     float base() const { return from_bits(bounded() + 17, 0x400000); }
@@ -168,7 +160,7 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
         inverse = most == 0.0f ? 0.0f : 127.0f / most;
         to.scale[lane][at] = most / 127.0f;
     }
-    int32_t total = 0;
+    uint32_t total = 0;  // unsigned, because NaNs are rounded to the least integer
     for (int part = 0; part < kParts; ++part) {
         I8 q[each];
         for (int i = 0; i < each; ++i) q[i] = nearest(v[part * each + i] * splat(inverse));
@@ -178,11 +170,11 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
             to.sum[lane][at][part] = sum;
         else
             to.sum[lane][at][part] = eighth * static_cast<float>(sum);
-        total += sum;
+        total += static_cast<uint32_t>(sum);
     }
-    int32_t begin = 0;
+    uint32_t begin = 0;
     if (kCounted) std::memcpy(&begin, &to.scale[lane][at], sizeof begin);
-    to.begin[lane][at] = begin + total * kRaisedTotal;
+    to.begin[lane][at] = static_cast<int32_t>(begin + total * static_cast<uint32_t>(kRaisedTotal));
 }
 
 template <bool paired>

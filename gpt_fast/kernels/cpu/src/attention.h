@@ -41,12 +41,15 @@ inline int64_t attention_scratch(int threads, int64_t slots, int64_t longest, in
 // quantize_heads.
 template <class Store>
 inline float quantize_head(const float* x, int64_t dim, Store store) {
-    F8 largest = splat(0.0f);
-    for (int64_t d = 0; d < dim; d += 8) largest = larger(largest, magnitude(load8(x + d)));
-    const float most = lane_max(largest), inverse = most == 0.0f ? 0.0f : 127.0f / most;
+    I8 largest = splat(0);
+    for (int64_t d = 0; d < dim; d += 8) largest = larger_magnitude(largest, load8(x + d));
+    const float most = largest_lane(largest), inverse = most == 0.0f ? 0.0f : 127.0f / most;
     for (int64_t d = 0; d < dim; d += 8) {
         int8_t eight[8];
-        for (int i = 0; i < 8; ++i) eight[i] = static_cast<int8_t>(__builtin_rintf(x[d + i] * inverse));
+        for (int i = 0; i < 8; ++i) {
+            const float steps = x[d + i] * inverse;
+            eight[i] = steps == steps ? static_cast<int8_t>(__builtin_rintf(steps)) : int8_t{0};  // not of a NaN
+        }
         store(d, eight);
     }
     return most / 127.0f;

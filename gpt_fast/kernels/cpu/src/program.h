@@ -52,7 +52,7 @@ struct Op {
     // With ranks: of a product 1 where outputs are sums over all ranks, 2 where each rank has some of the outputs; of an
     // embedding 1 where each rank has some of the rows. The own part is made in the buffer `part`.
     int64_t shared, part;
-    // Of an embedding that ranks share: the rows here, of which those before `own_row` count as another rank's.
+    // Of an embedding: the rows here. Where ranks share it, those before `own_row` count as another rank's.
     int64_t num_rows, first_row, own_row;
     Embedding table;
     int64_t position_offset;
@@ -196,7 +196,7 @@ private:
         team.share(n, 1, [&](int64_t i, int64_t) {
             float* out = row(op.out, i);
             const int64_t token = s.tokens[i] - op.first_row;
-            if (!op.shared || (s.tokens[i] >= op.own_row && token < op.num_rows))
+            if (s.tokens[i] >= op.own_row && token < op.num_rows)
                 embedding_row(op.table, token, op.width, out);
             else
                 std::memset(out, 0, static_cast<size_t>(op.width) * sizeof(float));

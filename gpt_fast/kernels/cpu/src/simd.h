@@ -208,6 +208,16 @@ template <int N, class V>
     return join_lanes(v, [](F8 x, F8 y) { return larger(x, y); });
 }
 
+// Magnitudes are compared as integers, because the floating-point maximum would lose a NaN.
+inline I8 larger_magnitude(I8 largest, F8 v) { return larger(largest, as_ints(v) & splat(0x7fffffff)); }
+
+inline float largest_lane(I8 magnitudes) {
+    const int32_t bits = lane_max(magnitudes);
+    float most;
+    std::memcpy(&most, &bits, sizeof most);
+    return most;
+}
+
 inline F8 exp8(F8 x) {
     F8 one[] = {x};
     exp_each(one);
