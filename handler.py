@@ -59,7 +59,7 @@ from gpt_fast.serve.metrics import Metrics, worker_id, write_torchserve  # noqa:
 from gpt_fast.serve.model_yaml import serves_continuously  # noqa: E402
 from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, error_body  # noqa: E402
 from gpt_fast.serve.routes import Routes  # noqa: E402
-from gpt_fast.serve.session import TOO_MANY_LARGE, Session, wait_for_news  # noqa: E402
+from gpt_fast.serve.session import TOO_MANY_LARGE, Session, as_request_error, wait_for_news  # noqa: E402
 from gpt_fast.serve.settings import HandlerSettings, read_settings  # noqa: E402
 from gpt_fast.serve.tracing import FirstRequest  # noqa: E402
 
@@ -70,6 +70,9 @@ PAUSE_S = 0.008  # between two pieces of one stream: a call costs TorchServe and
 SWITCH_S = 0.001  # how long another Python thread may keep the engine's and the handler's waiting
 # Bodies of requests that have not been answered yet: TorchServe sends them again with every call.
 MAX_UNANSWERED_BYTES = 8 * 1024 * 1024
+
+
+MAX_DIGITS = 20  # of a number in a header
 
 
 class GPTFastHandler:
@@ -212,10 +215,17 @@ class GPTFastHandler:
 
     def open(self, index: int, entry: Mapping[str, Any], ctx: Any) -> Session | Piece:
         """Start serving one entry; the whole answer where it is refused at once."""
+        try:
+            return self.begin(index, entry, ctx)
+        except Exception as error:
+            return self.refused(ctx, index, as_request_error(error))
+
+    def begin(self, index: int, entry: Mapping[str, Any], ctx: Any) -> Session:
+        """:meth:`open`; raises where that is refused."""
         num_bytes = sum(len(value) for value in entry.values() if isinstance(value, (bytes, bytearray, str)))
         unanswered = sum(session.num_bytes for session in self.sessions.values() if not session.started)
         if unanswered and unanswered + num_bytes > MAX_UNANSWERED_BYTES:
-            return self.refused(ctx, index, try_later(TOO_MANY_LARGE))
+            raise try_later(TOO_MANY_LARGE)
         length = content_length(ctx.get_all_request_header(index))
         route = ctx.get_request_header(index, "url_path") or ""
         one_piece_s = self.settings.one_piece_timeout_s
@@ -294,7 +304,7 @@ def content_length(headers: Mapping[str, Any]) -> int | None:
     """The header of that name, however it is spelled; None if there is none."""
     for name, value in headers.items():
         if name.lower() == "content-length" and isinstance(value, str) and value.isdecimal():
-            return int(value)
+            return int(value.lstrip("0")[:MAX_DIGITS] or "0")
     return None
 
 
@@ -302,9 +312,9 @@ def fatal(error: BaseException) -> bool:
     """Whether every later request would fail as well: the engine has stopped, or the device is lost to this process.
 
     A CUDA assertion is such a loss: TorchServe would answer 507 for ever and call itself healthy. Running out of
-    memory is not.
+    memory is not. Nor is any refusal: its message quotes the client, who may write what he likes.
     """
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, (torch.OutOfMemoryError, RequestError)):
         return False
     lost: Any = getattr(torch, "AcceleratorError", ())
-    return isinstance(error, (EngineError, lost)) or "CUDA error" in str(error)
+    return isinstance(error, (EngineError, lost)) or str(error).startswith("CUDA error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -314,13 +315,15 @@ class LLM:
         grammars compiled in the calling thread."""
         if self.follows:
             raise RankError("this rank of the model can only follow() rank 0, which takes all requests")
-        requests = [self.prepare(prompt, params) for prompt, params in parts]
-        for request in requests:
-            request.group = requests[0].id
+        requests = list[Request]()
+        for prompt, params in parts:
+            requests.append(self.prepare(prompt, params, like=requests[0] if requests else None))
+            requests[-1].group = requests[0].id
         return self.engine.add_all(requests, max_uncollected)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Check and encode one request. Raises RequestError naming the field that is wrong."""
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None, like: Request | None = None) -> Request:
+        """Check and encode one request. ``like``: one that has not been queued yet, whose grammar and rules it shares
+        if its params are the same but for the seed. Raises RequestError naming the field that is wrong."""
         resolved = (params or SamplingParams()).resolved(self.defaults.sampling)
         token_ids = self.encode(prompt)
         room = self.max_seq_len - len(token_ids)
@@ -335,6 +338,11 @@ class LLM:
         if not resolved.skip_special_tokens and self.tokenizer is not None:
             shown = self.tokenizer.special
         detokenizer = IncrementalDetokenizer(self.tokenizer, token_ids, shown)
+        if like is not None and dataclasses.replace(like.params, seed=resolved.seed) == resolved:
+            grammar, rules = like.grammar and like.grammar.copy(), like.rules
+        else:
+            grammar = self._grammars.compile(resolved)
+            rules = TokenRules.of(resolved, self.tokenizer, self.config.vocab_size)
         return Request(
             id=f"{os.getpid()}-{next(self._ids)}",
             token_ids=token_ids,
@@ -343,8 +351,8 @@ class LLM:
             max_tokens=min(room, resolved.max_tokens or room),
             end_ids=frozenset((*eos_ids, *resolved.stop_token_ids)),
             text=TextStream(detokenizer, resolved.stop, resolved.include_stop_str_in_output),
-            grammar=self._grammars.compile(resolved),
-            rules=TokenRules.of(resolved, self.tokenizer, self.config.vocab_size),
+            grammar=grammar,
+            rules=rules,
         )
 
     def encode(self, prompt: Prompt) -> list[int]:

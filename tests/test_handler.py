@@ -276,6 +276,39 @@ def test_the_worker_ends_only_when_nothing_works_any_more(
     assert exits == ([1] if ends else [])
 
 
+@pytest.mark.parametrize("body", [{"CUDA error: x": 1}, {"prompt": "a", "stop": "CUDA error", "n": "CUDA error: 3"}])
+def test_no_words_of_a_client_end_the_worker(body: Any, worker: Worker, exits: list[int]) -> None:
+    """A refusal quotes them."""
+    status, _, text, _ = worker.one(body)
+    assert status == 400
+    assert b"CUDA error" in text
+    assert not handler.fatal(RequestError("CUDA error: 5 is not a number", "n"))
+    assert exits == []
+
+
+@pytest.mark.parametrize(
+    ("length", "status"), [("0" * 5000 + "14", 200), ("-1", 200), ("a", 200), ("", 200), ("9" * 5000, 413)]
+)
+def test_no_header_fails_other_requests(length: str, status: int, worker: Worker) -> None:
+    assert worker.one({"prompt": "a"}, headers={"Content-Length": length})[0] == status
+
+
+def test_what_fails_before_a_request_is_read_costs_the_others_nothing(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = worker.handler.begin
+
+    def sometimes(index: int, *args: Any) -> Any:
+        if index == 1:
+            raise ValueError("what nobody thought of")
+        return begin(index, *args)
+
+    monkeypatch.setattr(worker.handler, "begin", sometimes)
+    bodies = [{"prompt": "a", "max_new_tokens": 2, "stream": False}] * 3
+    found = {answer[0]: answer[2] for _, answers in worker.predict(*bodies) for answer in answers}
+    assert found == {"id-0": 200, "id-1": 500, "id-2": 200}
+
+
 @pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="this torch has no AcceleratorError")
 def test_a_lost_device_is_fatal() -> None:
     assert handler.fatal(accelerator_error())
@@ -375,6 +408,14 @@ def test_a_failure_of_one_leaves_the_other(batch: Batch, llm: FakeLLM, exits: li
     assert turn["a"] == (200, b" w1", "true")
     assert turn["b"][0] == 500
     assert exits == []
+
+
+def test_a_first_piece_that_cannot_be_sent_is_the_whole_answer(tmp_path: Path) -> None:
+    """As a failure behind a first piece it would be a stream that ends without HTTP headers."""
+    batch = Batch(FakeLLM(words=["x" * (MAX_PIECE_BYTES + 1), " y"]), tmp_path)
+    status, body, stream_next = batch.turn(a={"prompt": "a"})["a"]
+    assert (status, stream_next) == (400, "")
+    assert b"answer_too_large" in body
 
 
 @pytest.mark.parametrize(

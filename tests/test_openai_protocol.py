@@ -369,6 +369,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(role="robot"), "messages.1.role", "invalid_value"),
         (message(role=["user"]), "messages.1.role", "invalid_value"),
         (message(content=None), "messages.1.content", "missing_required_parameter"),
+        (message(content=None, reasoning_content="hm"), "messages.1.reasoning_content", "invalid_value"),
         (message(content=5), "messages.1.content", "invalid_type"),
         (message(content="\ud800"), "messages", "invalid_text"),
         (message(content=["Hi"]), "messages.1.content.0", "invalid_type"),
@@ -482,6 +483,12 @@ def test_roles_parts_and_switches_reach_the_template() -> None:
     body = chat(messages=messages, add_generation_prompt=False, chat_template_kwargs={"mood": "fine"})
     request = parse_chat(body, context(template=template(source)))
     assert byte_level().decode(request.prompts[0]) == "system,assistant,tool,user;a\nb;Bob;False;fine;True"
+
+
+def test_an_answer_that_was_only_thinking_may_be_sent_back() -> None:
+    thought = {"role": "assistant", "content": None, "reasoning_content": "hm", "refusal": None}
+    messages = [{"role": "user", "content": "Hi"}, thought, {"role": "user", "content": "And?"}]
+    assert parse_chat(chat(messages=messages), context()).prompts
 
 
 def test_a_template_s_refusal_is_the_client_s_error() -> None:
@@ -684,6 +691,18 @@ def test_logprobs_of_a_chat_spell_its_text(stream: bool) -> None:
     entries = [entry for content in found for entry in content]
     assert bytes(value for entry in entries for value in entry["bytes"]).decode() == "aé€"
     assert entries[-1] == {"token": "<|eot_id|>", "logprob": -0.5, "bytes": [], "top_logprobs": []}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_special_tokens_that_are_shown_have_bytes_and_places(stream: bool) -> None:
+    name = "<|eot_id|>"
+    shown = {"stream": stream, "skip_special_tokens": False}
+    chunks = chunks_of(parse_chat(chat(logprobs=True, **shown), context()), "ab")
+    entries = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries) == b"ab" + name.encode()
+    chunks = chunks_of(parse_completion(text(logprobs=1, **shown), context()), [97, 261, 98, 261, 99], reason="length")
+    offsets = [offset for chunk in chunks for offset in chunk["logprobs"]["text_offset"]]
+    assert offsets == [0, 1, 11, 12, 22]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -1016,6 +1035,10 @@ def test_a_message_that_the_template_does_not_write_cannot_be_continued() -> Non
 
 def test_a_grammar_may_be_written_in_lark_and_in_gbnf() -> None:
     pytest.importorskip("llguidance")
+    for lark in ("\n" * 60_000 + 'start: "a"', " " * 60_000 + 'start\t: "a"', "%llguidance {}\nstart : /a/"):
+        assert text_params(guided_grammar=lark).grammar == lark
+    with pytest.raises(RequestError, match="guided_grammar"):
+        text_params(guided_grammar="\n" * 65_000)
     assert text_params(guided_grammar='start: "a"').grammar == 'start: "a"'
     lark = text_params(guided_grammar='root ::= "yes" | "no"').grammar
     assert lark is not None

@@ -104,6 +104,7 @@ def test_a_form_field_beside_the_json_is_refused_by_name() -> None:
         (b"null", "invalid_type", "null"),
         (b'{"prompt": "a", "prompt": "b"}', "duplicate_field", "'prompt'"),
         (b'{"x": {"seed": 1, "seed": 2}}', "duplicate_field", "'seed'"),
+        (b"{%s}" % b",".join(b'"%d":1' % i for i in (*range(100_000), 99_999)), "duplicate_field", "'99999'"),
         (b'\xef\xbb\xbf{"prompt": "a"}', "invalid_encoding", "byte order mark"),
         ('{"prompt": "a"}'.encode("utf-16"), "invalid_encoding", "UTF-16"),
         ('{"prompt": "a"}'.encode("utf-16-le"), "invalid_encoding", "UTF-16"),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gpt_fast import LLM, RequestError, SamplingParams
+from gpt_fast.serve.protocol import chat_grammar
 
 pytest.importorskip("llguidance")
 
@@ -179,6 +180,40 @@ def test_what_a_grammar_takes_is_given_back_and_limited(llm: LLM, monkeypatch: p
     with pytest.raises(RequestError, match="regex"):
         llm.prepare("a", SamplingParams(regex="("))
     assert compiler.live_chars == 0
+
+
+def test_sequences_of_one_call_share_a_grammar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled once, and takes its memory once; each sequence has its state."""
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=5, n=6, regex="[a-z]{3,9}", bad_words=("a",))
+    parts = [("Once", sample) for sample in params.samples()]
+    alone = [llm.generate("Once", sample).text for sample in params.samples()]
+    gc.collect()
+    assert llm._grammars.live_chars == 0
+    requests = [llm.prepare("Once", params.samples()[0])]
+    size = llm._grammars.live_chars
+    requests += [llm.prepare("Once", sample, like=requests[0]) for sample in params.samples()[1:]]
+    assert llm._grammars.live_chars == size
+    assert len({id(request.rules) for request in requests}) == 1
+    assert llm.prepare("Once", SamplingParams(regex="[a-z]{3,8}"), like=requests[0]).grammar is not None
+    del requests[0]
+    gc.collect()
+    assert llm._grammars.live_chars == size, "while one of them is there"
+    handles = llm.submit_all(parts)
+    assert ["".join(delta.text for delta in handle) for handle in handles] == alone
+    del requests, handles
+    gc.collect()
+    assert llm._grammars.live_chars == 0
+
+
+def test_a_regular_expression_beside_tools_matches_the_same_line_ends() -> None:
+    for regex, written in [
+        (re.escape("yes\nno"), r"/yes\nno/"),
+        ("a\nb", r"/a\nb/"),
+        (r"a\nb", r"/a\nb/"),
+        (r"1/2\/3", r"/1\/2\/3/"),
+        (r"back\\" + "\n", r"/back\\\n/"),
+    ]:
+        assert chat_grammar._regex(regex) == written
 
 
 def test_without_the_package_it_is_refused_by_name(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,11 @@ class Session:
             piece = self._finished_work()
             if piece is None and self._work is None:
                 piece = self._news()
-            return piece and _sendable(piece)
+            if piece is None:
+                return None
+            _check_sendable(piece)
+            self.started = True
+            return piece
         except Exception as error:
             self.cancel()
             if not self.started and isinstance(error, RequestError):
@@ -186,9 +190,7 @@ class Session:
         has_begun = self._announce and (self.started or any(s.has_begun for s in self._sequences))
         if not text and not last and not has_begun:
             return None
-        plain = last and not self.started
-        self.started = True
-        return Piece(text, self._request.content_type, last, plain)
+        return Piece(text, self._request.content_type, last, plain=last and not self.started)
 
     def _lane_for(self, completions: Collection[Completion]) -> Executor:
         entries = [e for c in completions for e in (*(c.logprobs or ()), *(c.prompt_logprobs or ())) if e is not None]
@@ -207,14 +209,13 @@ class Session:
         return "".join(parts)
 
 
-def _sendable(piece: Piece) -> Piece:
-    """``piece``, if TorchServe can send it: what it cannot would end the worker. Raises UnicodeEncodeError for half of
-    a surrogate pair, RequestError for too many bytes."""
+def _check_sendable(piece: Piece) -> None:
+    """Raise for a piece that TorchServe cannot send, which would end the worker: UnicodeEncodeError for half of a
+    surrogate pair, RequestError for too many bytes."""
     num_bytes = len(piece.text.encode())
     if num_bytes > MAX_PIECE_BYTES:
         limit = f"the answer has {num_bytes} bytes, and at most {MAX_PIECE_BYTES} can be sent at once"
         raise RequestError(f"{limit}; ask for less in one request", None, "answer_too_large")
-    return piece
 
 
 def timed_out() -> RequestError:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -99,8 +100,7 @@ def _decode(raw: bytes) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise RequestError(f"the field {show(twice)} is there more than once", twice[:100], "duplicate_field")
     return fields
 

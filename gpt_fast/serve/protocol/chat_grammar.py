@@ -126,9 +126,9 @@ def _call(lark: _Lark, form: CallFormat, number: int, function: Mapping[str, Any
 
 
 def _regex(regex: str) -> str:
-    """``regex`` between slashes: those inside are escaped, unless they are already."""
-    text = re.sub(r"\\.|/", lambda found: r"\/" if found.group() == "/" else found.group(), regex, flags=re.DOTALL)
-    return "/" + text.replace("\n", r"\n") + "/"
+    """``regex`` between slashes, on one line: slashes and line ends inside are escaped, unless they are already."""
+    escaped = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return "/" + re.sub(r"\\.|/|\n", lambda found: escaped.get(found[0], found[0]), regex, flags=re.DOTALL) + "/"
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -81,8 +81,9 @@ class ChatRequest(OpenAIRequest):
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._token_name(token).decode(errors="replace")
-        # A special token has no bytes, so that the bytes of all tokens joined are the text.
-        return {"token": name, "logprob": self._finite(logprob), "bytes": list(self._token_bytes(token) or b"")}
+        # The bytes of all tokens joined are the text, so a special token has some only where that shows it.
+        given = self._token_bytes(token, self.params.skip_special_tokens) or b""
+        return {"token": name, "logprob": self._finite(logprob), "bytes": list(given)}
 
 
 class Message:

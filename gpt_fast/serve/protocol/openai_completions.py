@@ -8,7 +8,7 @@ the choice's own ``text``. With ``echo``, ``max_tokens`` may be 0: nothing but t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from gpt_fast.errors import RequestError
@@ -68,18 +68,25 @@ class CompletionRequest(OpenAIRequest):
         if self.params.logprobs is None:
             return None
         if index not in self._offsets:
-            self._offsets[index] = _Offsets(self.context.tokenizer, self._prompt(index), len(self._echo(index)))
+            self._offsets[index] = self._offsets_behind(self._prompt(index), len(self._echo(index)))
         entries = part.logprobs or ()
         lists = self._lists(self._offsets[index], entries)
         if self._returns_origins:
             lists["origins"] = list(self._origins(part, len(entries)))
         return lists
 
+    def _offsets_behind(self, prompt: Sequence[int], start: int) -> _Offsets:
+        tokenizer = self.context.tokenizer
+        shown: Collection[int] = ()
+        if tokenizer is not None and not self.params.skip_special_tokens:
+            shown = tokenizer.special
+        return _Offsets(tokenizer, prompt, start, shown)
+
     def _prompt_logprobs(self, index: int, completion: Completion) -> dict[str, list[Any]]:
         entries = completion.prompt_logprobs or ()
         # Nothing predicts the first token; it has a place in the lists, and null for its numbers.
         first = TokenLogprobs(self._prompt(index)[0], 0.0)
-        lists = self._lists(_Offsets(self.context.tokenizer, (), 0), [entry or first for entry in entries])
+        lists = self._lists(self._offsets_behind((), 0), [entry or first for entry in entries])
         lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
         lists["text_offset"] = [min(offset, len(self._echo(index))) for offset in lists["text_offset"]]
         if self._returns_origins:
@@ -110,10 +117,11 @@ class CompletionRequest(OpenAIRequest):
 
 
 class _Offsets:
-    """Where each token begins in a text that starts behind ``prompt`` and counts from ``start``."""
+    """Where each token begins in a text that starts behind ``prompt`` and counts from ``start``. ``shown``: see
+    IncrementalDetokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], start: int) -> None:
-        self._stream = IncrementalDetokenizer(tokenizer, prompt)
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], start: int, shown: Collection[int]) -> None:
+        self._stream = IncrementalDetokenizer(tokenizer, prompt, shown)
         self._next = start
 
     def push(self, token: int) -> int:

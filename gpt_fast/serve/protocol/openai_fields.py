@@ -8,6 +8,7 @@ happens anyway (``UNSUPPORTED``).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -110,12 +111,14 @@ def _schema(value: Any, name: str) -> Mapping[str, Any]:
 def _grammar(value: Any, name: str) -> str:
     """A grammar in Lark, or in GBNF as llama.cpp and xgrammar write it, which becomes Lark."""
     text = _LARK(value, name)
+    if _IS_LARK.search(text):
+        return str(text)
     try:
-        from llguidance.gbnf_to_lark import any_to_lark
+        from llguidance.gbnf_to_lark import gbnf_to_lark
     except ImportError:  # refused where it is compiled
         return str(text)
     try:
-        return str(any_to_lark(text))
+        return str(gbnf_to_lark(text))
     except Exception as error:  # whatever the converter meets
         raise RequestError(f"{name} is not usable: {str(error)[:300]}", name, "unusable_grammar") from None
 
@@ -160,7 +163,7 @@ def read_message(value: Any, name: str) -> dict[str, Any]:
         if message.get(key) and message["role"] != "assistant":
             raise RequestError(f"{name}.{key}: only a message of the assistant has that", f"{name}.{key}")
     if "content" not in message:
-        if not message.get("tool_calls"):
+        if not message.get("tool_calls") and not message.get("reasoning_content"):
             raise RequestError(f"{name}.content is missing", f"{name}.content", "missing_required_parameter")
         message["content"] = ""  # templates ask whether it is empty; some fail where it is not there
     return message
@@ -197,6 +200,8 @@ def _prompts(value: Any, name: str) -> list[Prompt]:
 
 
 _TEXT = Text()
+# As llguidance tells it, whose own pattern takes minutes for many empty lines.
+_IS_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:)")
 _LARK = kinds_of(SamplingParams)["grammar"]
 _STRUCTURED_AS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _STRUCTURED = Struct({"json": _schema, "json_object": flag, "regex": as_given, "choice": as_given, "grammar": _grammar})

@@ -154,7 +154,8 @@ _SAMPLED = set(SAMPLING) - {"n", "max_tokens", "logprobs", "prompt_logprobs"}
 RESPONSE: dict[str, Kind] = {
     **dict.fromkeys(_SAMPLED, as_given),
     **dict.fromkeys((*WITHOUT_EFFECT, "stream_options"), as_given),
-    **{"model": _TEXT, "input": _input, "instructions": _TEXT, "stream": flag, "max_output_tokens": Whole(1, 2**31)},
+    **{"model": _TEXT, "input": _input, "instructions": _TEXT, "stream": flag},
+    "max_output_tokens": Whole(1, 2**31, or_float=True),
     **{"tools": _tools, "tool_choice": _tool_choice, "parallel_tool_calls": flag, "text": _text},
     "chat_template_kwargs": json_object,
     "top_logprobs": _only(0),
