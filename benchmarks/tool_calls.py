@@ -108,7 +108,7 @@ def judge(body: Mapping[str, Any], answer: str) -> str:
         if name not in schemas or (choice != "required" and name != choice["function"]["name"]):
             return f"wrong function: {name}"
         try:
-            jsonschema.validate(json.loads(arguments), close_objects({"type": "object", **schemas[name]}))
+            jsonschema.validate(json.loads(arguments), close_objects({"type": "object", **schemas[name]}, name))
         except ValueError:
             return "does not parse"
         except jsonschema.ValidationError as error:

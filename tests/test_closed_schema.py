@@ -148,7 +148,7 @@ def test_closing_only_takes_values_away(case: Any) -> None:
     jsonschema: Any = pytest.importorskip("jsonschema")
     schema, good, bad = case
     for value in (*good, *bad):
-        closed = jsonschema.Draft202012Validator(close_objects(schema)).is_valid(value)
+        closed = jsonschema.Draft202012Validator(close_objects(schema, "json_schema")).is_valid(value)
         assert closed == (value in good)
         assert jsonschema.Draft202012Validator(schema).is_valid(value) or not closed
 
@@ -157,10 +157,27 @@ def test_closing_only_takes_values_away(case: Any) -> None:
     "schema", [{"$ref": "#/nowhere"}, {"allOf": [{"$ref": "http://x/y"}]}, {"allOf": 3}, {"$ref": 5}]
 )
 def test_what_is_no_schema_is_the_compiler_s_to_refuse(schema: dict[str, Any]) -> None:
-    close_objects(schema)
+    close_objects(schema, "json_schema")
     with pytest.raises(RequestError) as caught:
         compiler().compile(SamplingParams(json_schema=schema))
     assert caught.value.param == "json_schema"
+
+
+def test_too_much_composed_of_too_much_is_refused() -> None:
+    many = {"$defs": {"a": {"anyOf": [{}] * 2000}}, "prefixItems": [{"allOf": [{"$ref": "#/$defs/a"}]}] * 700}
+    deep: dict[str, Any] = {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2000)}}
+    for schema in (many, {**deep, "$ref": "#/$defs/d0", "properties": {}}):
+        with pytest.raises(RequestError, match=r"the_field .* make it smaller"):
+            close_objects(schema, "the_field")
+    assert close_objects({**many, "prefixItems": many["prefixItems"][:40]}, "the_field")
+
+
+def test_a_pointer_may_be_written_as_a_part_of_an_address() -> None:
+    named = {"type": "object", "properties": {"a": {"const": 1}}}
+    own = {"type": "object", "properties": {"z": {"const": 2}}, "required": ["z", "a"]}
+    schema = {"$defs": {"b c": named}, "$ref": "#/$defs/b%20c", **own}
+    assert takes(schema, {"a": 1, "z": 2}) or takes(schema, {"z": 2, "a": 1})
+    assert not takes(schema, {"z": 2, "a": 3})
 
 
 def test_a_random_walk_ends_with_the_properties_that_are_named() -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -242,6 +243,15 @@ def test_a_request_whose_drafts_are_suddenly_wrong_costs_little() -> None:
         controller.note(r, drafts or MOST, 0)  # what is not verified is judged all the same
         rows.append(1 + drafts)
     assert sum(map(world.step, rows)) < 1.12 * 40 * world.step(1), rows
+
+
+def test_a_request_that_was_forgotten_is_as_all_others() -> None:
+    controller = Controller(4, StepTimes({1: 1e-3, 2: 1.1e-3}, 8), None)
+    old: Any = object()
+    controller.note(old, 2, 0)
+    controller._step += 10**6  # a share to the power of so many steps is 0
+    new: Any = object()
+    assert controller.chances(old, 4) == pytest.approx(controller.chances(new, 4))
 
 
 def test_a_first_trial_without_a_right_draft_ends_early() -> None:

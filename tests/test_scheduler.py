@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_fast.engine.pages import PageAllocator
+from gpt_fast.engine.queue import Queue
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.engine.text import TextStream
@@ -151,6 +152,30 @@ def test_clients_take_turns_and_not_their_sequences() -> None:
         turn(s)
         ended += sorted(before - {r.id for r in s.running})
     assert ended == ["a0", "a1", "a2", "b", "a3", "c", "a4"], "who has one does not wait for all five of another's"
+
+
+def test_a_queue_forgets_no_one_and_keeps_the_order_of_each_group() -> None:
+    waiting, requests = Queue(), [request(str(i), [7]) for i in range(12)]
+    for i, each in enumerate(requests):
+        each.group = "abc"[i % 3]
+        waiting.add(each)
+    waiting.remove(requests[3])
+    waiting.remove(requests[3])  # it is not there
+    again = waiting.next([], None)
+    assert again is requests[0]
+    waiting.remove(again)
+    waiting.put_back(again)
+    assert len(waiting) == len([*waiting]) == 11
+    assert waiting.next([requests[0]], None) is again, "who ran before comes first"
+    waiting.remove(again)
+    assert waiting.next([requests[0], requests[1]], None) is requests[2]
+    assert waiting.next([], {requests[9], requests[7]}) is requests[7]
+    order = []
+    while waiting:
+        order.append(waiting.next([r for r in order if r.group == "a"], None))
+        waiting.remove(order[-1])
+    assert [r for r in order if r.group == "a"] == [requests[6], requests[9]]
+    assert order[:2] == [requests[1], requests[2]]
 
 
 def test_a_plan_says_only_what_is_new_in_a_slot_and_after_a_preemption_everything() -> None:

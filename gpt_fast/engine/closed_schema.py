@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
+
+from gpt_fast.errors import RequestError
 
 # How grammars spell JSON, as llguidance's options: with free white space a weak model can go on with blanks for ever.
 ONE_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -17,12 +20,22 @@ _NAMES = ("properties", "patternProperties")
 _SCHEMAS_BY_NAME = (*_NAMES, "$defs", "definitions")  # objects of schemas
 _SCHEMAS_INSIDE = ("items", "prefixItems", "contains", "additionalProperties")  # of a value inside: one, or a list
 _SAME_VALUE = ("allOf", "anyOf", "oneOf", "then", "else")  # schemas of the value itself: one, or a list
+_MAX_PARTS = 100_000  # to look at: 0.3 s
 
 
-def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
+def close_objects(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     """``schema`` with its objects closed. One that is composed (``allOf``, or ``$ref`` and ``anyOf`` beside properties)
-    is closed as a whole: parts that were closed each for itself would exclude the properties of the others."""
-    return _Closing(schema).closed()
+    is closed as a whole: parts that were closed each for itself would exclude the properties of the others. Raises
+    RequestError naming the field ``name`` where too many schemas are composed of too many, or are too deep."""
+    try:
+        return _Closing(schema).closed()
+    except (_TooManyPartsError, RecursionError):
+        message = f"{name} composes too many schemas of too many others; make it smaller"
+        raise RequestError(message, name, "grammar_too_large") from None
+
+
+class _TooManyPartsError(Exception):
+    """More than _MAX_PARTS."""
 
 
 class _Closing:
@@ -30,6 +43,7 @@ class _Closing:
         self._root = root
         self._open: dict[str, Any] = {}  # definitions that are parts of something composed, by their new name
         self._open_names: dict[str, str] = {}  # of the pointer to the original
+        self._num_parts = 0  # that were looked at
 
     def closed(self) -> dict[str, Any]:
         closed: dict[str, Any] = self._visit(self._root, part=False)
@@ -80,6 +94,9 @@ class _Closing:
         """``node`` and all schemas that say something of the same value."""
         if not isinstance(node, Mapping):
             return
+        self._num_parts += 1
+        if self._num_parts > _MAX_PARTS:
+            raise _TooManyPartsError
         yield node
         for key in _SAME_VALUE:
             inner = node.get(key, ())
@@ -105,11 +122,11 @@ class _Closing:
         return f"#/$defs/{self._open_names[pointer]}"
 
     def _target(self, pointer: Any) -> Any:
-        """The schema at a pointer into the root (RFC 6901); None if there is none."""
+        """The schema at a pointer into the root (RFC 6901, as a part of an address); None if there is none."""
         if not (isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))):
             return None
         node: Any = self._root
         for step in pointer.split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
+            name = unquote(step).replace("~1", "/").replace("~0", "~")
             node = node.get(name) if isinstance(node, Mapping) else None
         return node

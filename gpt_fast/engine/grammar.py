@@ -162,7 +162,7 @@ def _source(params: SamplingParams, matcher: Any, field: str) -> str:
     if params.pattern is not None:
         return str(matcher.grammar_from_regex(params.pattern))
     try:
-        closed = close_objects(params.json_schema or {})
+        closed = close_objects(params.json_schema or {}, field)
         return str(matcher.grammar_from_json_schema(json.dumps(closed), overrides=ONE_SPELLING))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{field} is not usable: {str(error)[:300]}", field) from None

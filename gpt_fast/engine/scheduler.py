@@ -8,12 +8,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpt_fast.engine.pages import PageAllocator, page_digest
+from gpt_fast.engine.queue import Queue
 from gpt_fast.engine.request import Request
 
 
@@ -72,7 +72,7 @@ class Scheduler:
     ) -> None:
         self.pages, self.max_batch, self.prefill_chunk = pages, max_batch, prefill_chunk
         self._long_from, self._computed_anew = long_from, computed_anew
-        self.waiting: deque[Request] = deque()
+        self.waiting = Queue()
         self.running: list[Request] = []  # in order of admission
         self._free_slots = list(range(max_batch))  # a heap: the lowest first
         self.num_preemptions = 0
@@ -83,7 +83,7 @@ class Scheduler:
         return bool(self.waiting) or any(not r.paused for r in self.running)
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def schedule(self, among: Collection[Request] | None = None) -> tuple[StepPlan, list[Request]]:
         """The next step and the request of each sequence in its plan; the same again until the step is computed.
@@ -107,7 +107,7 @@ class Scheduler:
                 budget -= count if pending > 1 else 0
         preempted = len(self.waiting) > num_waiting  # then pages are short: admit nobody in this step
         while budget > 0 and len(self.running) < self.max_batch and not preempted:
-            admitted = self._next(among)
+            admitted = self.waiting.next(self.running, among)
             if admitted is None or not self._admit(admitted):
                 break
             chosen.append((admitted, min(admitted.num_pending, budget), ()))
@@ -149,15 +149,6 @@ class Scheduler:
         for request, own in parts:
             self.pages.release(request.pages[own.num_placed :])
             del request.pages[own.num_placed :]
-
-    def _next(self, among: Collection[Request] | None) -> Request | None:
-        """Whose turn it is: who was preempted, else the first to arrive of the groups that have the fewest running. So
-        no client waits until all of another's many sequences have run."""
-        if not self.waiting:
-            return None
-        running = Counter(r.group for r in self.running)
-        waiting = (r for r in self.waiting if among is None or r in among)
-        return min(waiting, key=lambda r: (r.first_scheduled is None, running[r.group]), default=None)
 
     def room_for_drafts(self, request: Request, most: int) -> int:
         """How many drafts, up to ``most``, the next step can verify: at most one less than the tokens to come, none in
@@ -206,7 +197,7 @@ class Scheduler:
         """Back to the head of the queue; its tokens are kept and computed again."""
         self._stop_running(request)
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        self.waiting.put_back(request)
 
     def _admit(self, request: Request) -> bool:
         """Start a waiting request if the pages for all its tokens so far are there."""
@@ -247,7 +238,7 @@ class Scheduler:
         """Take ``request`` out, wherever it is, and give its pages back."""
         if request.slot >= 0:
             self._stop_running(request)
-        elif request in self.waiting:
+        else:
             self.waiting.remove(request)
 
     def _stop_running(self, request: Request) -> None:

@@ -77,13 +77,13 @@ class Scorer:
         if self.cache_dtype is not None:
             settings["kv_cache_dtype"] = str(self.cache_dtype).removeprefix("torch.")
         with LLM.from_model(self.model, **settings) as llm:
-            handles = []
+            parts = []
             for prompt, wanted in requests:
                 max_tokens = min(int(wanted.get("max_gen_toks", _MAX_NEW_TOKENS)), llm.max_seq_len - 1)
                 temperature, stop = float(wanted.get("temperature", 0.0)), wanted.get("until") or ()
                 params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop)
-                handles.append(llm.submit(self._encode(prompt)[-(llm.max_seq_len - max_tokens) :], params))
-            return ["".join(delta.text for delta in handle) for handle in handles]
+                parts.append((self._encode(prompt)[-(llm.max_seq_len - max_tokens) :], params))
+            return ["".join(delta.text for delta in handle) for handle in llm.submit_all(parts)]
 
     def accuracy(self, examples: Sequence[Example]) -> dict[str, float | int]:
         """Share of examples answered right: by log-probability, and by log-probability per byte of the continuation."""

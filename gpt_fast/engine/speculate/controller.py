@@ -74,7 +74,7 @@ class Estimate:
 
     def fade(self, memory: float) -> None:
         """Keep the share ``memory`` of what is known."""
-        self._unit /= memory
+        self._unit /= max(memory, 1 / _LARGE)  # a power of a share may be 0
         if self._unit > _LARGE:
             self._right = [x / self._unit for x in self._right]
             self._tried = [x / self._unit for x in self._tried]

@@ -97,7 +97,7 @@ def _thinking(lark: _Lark, dialect: Dialect, thinking: str) -> str:
 
 def _content(lark: _Lark, dialect: Dialect, params: SamplingParams) -> str:
     if params.json_schema is not None:
-        lark.rules["content"] = _json(params.json_schema)
+        lark.rules["content"] = _json(params.json_schema, "json_schema")
     elif params.pattern is not None:
         lark.rules["content"] = _regex(params.pattern)
     text = "content" if params.grammar_field is not None else lark.free()
@@ -120,7 +120,9 @@ def _calls(lark: _Lark, form: CallFormat, tools: Sequence[Mapping[str, Any]], se
 
 
 def _call(lark: _Lark, form: CallFormat, number: int, function: Mapping[str, Any]) -> str:
-    lark.rules[f"arguments_{number}"] = _json({"type": "object", **function["parameters"]})
+    lark.rules[f"arguments_{number}"] = _json(
+        {"type": "object", **function["parameters"]}, f"tools.{number}.function.parameters"
+    )
     opening = form.opening.replace(NAME, function["name"])
     return f"{lark.literal(opening)} arguments_{number} {lark.literal(form.closing)}"
 
@@ -131,5 +133,5 @@ def _regex(regex: str) -> str:
     return "/" + re.sub(r"\\.|/|\n", lambda found: escaped.get(found[0], found[0]), regex, flags=re.DOTALL) + "/"
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**close_objects(schema), "x-guidance": ONE_SPELLING})
+def _json(schema: Mapping[str, Any], name: str) -> str:
+    return "%json " + json.dumps({**close_objects(schema, name), "x-guidance": ONE_SPELLING})
