@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import NamedTuple, cast
 
 import torch
@@ -74,4 +75,7 @@ def usable_threads(asked: int) -> int:
     if asked > cores:
         why = "the option threads, OMP_NUM_THREADS or torch's own choice"
         log.warning("threads: %d (%s) are more than the %d cores for this process; %d run", asked, why, cores, cores)
+        for name in ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
+            if os.environ.get(name, "").lower() not in ("", "false"):
+                log.warning("%s binds this process to them: unset it, and it may use the others too", name)
     return min(asked, cores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_tiles_that_give_something_else_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cpu, "variants", lambda: ["amx", "avx512_bf16"])
-    monkeypatch.setattr(cpu, "build", lambda names=("amx", "avx512_bf16"): names[0])
+    monkeypatch.setattr(cpu, "build", lambda names: (names or cpu.variants())[0])
     monkeypatch.setattr(
         cpu, "_load", lambda name: SimpleNamespace(name=name, gpt_fast_tiles_work=lambda: name != "amx")
     )
@@ -275,6 +276,56 @@ def test_a_failed_build_says_what_the_compiler_said(tmp_path: Path) -> None:
     with pytest.raises(cpu.UnavailableError, match=r"failed: .*broken\.cpp"):
         cpu._compile([cpu.compiler()], sources, tmp_path / "broken.so")
     assert sorted(tmp_path.iterdir()) == sources
+
+
+@needs_cpp
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "beside another that is whole"])
+def test_a_library_that_was_cut_short_is_built_again(
+    others: int, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = cpu.build()
+    path.write_bytes(b"")
+    if others:  # without a compiler, the next one is taken
+        shutil.copy2(_whole(), path.with_name(path.name.replace(".so", "z.so")))
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    lib = cpu._built_and_loaded(None)
+    assert lib.gpt_fast_rounded_together() > 0
+    assert "is built again" in caplog.text
+    assert path.exists() != bool(others)
+
+
+def _whole() -> Path:
+    return Path(cpu.library()._name)
+
+
+@needs_cpp
+@pytest.mark.parametrize("says", [b"\x7fELF of another machine", b"#!/bin/sh\nprintf '\\377'; exit 1\n"])
+def test_a_compiler_that_cannot_be_asked_is_a_warning(says: bytes, tmp_path: Path) -> None:
+    odd = tmp_path / "odd-c++"
+    odd.write_bytes(says)
+    odd.chmod(0o755)
+    done = probe("print(k.available())", CXX=str(odd), GPT_FAST_CACHE=str(tmp_path / "cache"), GPT_FAST_KERNELS="")
+    assert done.stdout.split() == ["False"], done.stderr
+    assert done.stderr.count("CPU kernels are off") == 1
+
+
+@needs_cpp
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_waits_for_a_thread_that_begins_a_call() -> None:
+    """Else the child finds a guard locked, whose owner is not there to give it back."""
+    code = (
+        "import os, signal, threading; data = torch.ones(1 << 17, dtype=torch.uint8); going = [True]\n"
+        "def read(): k.library().gpt_fast_read(data.data_ptr(), 1 << 17, 1, 2)\n"
+        "def busy():\n    while going: read()\n"
+        "threads = [threading.Thread(target=busy) for _ in range(2)]; [t.start() for t in threads]; ends = set()\n"
+        "for _ in range(100):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0: signal.alarm(60); read(); os._exit(0)\n"
+        "    ends.add(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "going.clear(); [t.join() for t in threads]; print(*ends)"
+    )
+    done = probe(code, GPT_FAST_KERNELS="")
+    assert done.stdout.split() == ["0"], done.stderr
 
 
 @needs_cpp

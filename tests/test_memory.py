@@ -509,6 +509,10 @@ def test_threads_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch, cap
         "threads: 100000 (the option threads, OMP_NUM_THREADS or torch's own choice) are more than the 3 cores"
         in caplog.text
     )
+    assert "OMP_PROC_BIND" not in caplog.text
+    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    assert usable_threads(4) == 3
+    assert "OMP_PROC_BIND binds this process" in caplog.text
     for wrong in (0, -1, 10**9):
         with pytest.raises(ConfigError, match=f"threads must be a whole number from 1 to 1048576, not {wrong}"):
             usable_threads(wrong)

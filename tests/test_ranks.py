@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from gpt_fast.engine.following import Leader, follow
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.errors import RankError
 from gpt_fast.kernels.cpu.library import rounded_together
+from gpt_fast.parallel.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "model_store" / "demo" / "target"
@@ -154,6 +156,11 @@ PLANS = [
     StepPlan((SequencePlan(0, (5, 6, 7), 0, 0, (1, 2), 1, 3), SequencePlan(3, (8,), 41, 0, (), 1, 42))),
     StepPlan((SequencePlan(0, (9,), 3, 0, (), 1, 4),)),
 ]
+
+
+def test_more_ranks_than_can_add_up_are_refused() -> None:
+    with pytest.raises(RankError, match="at most 64"):
+        Ranks(SimpleNamespace(rank=0, count=65))  # type: ignore[arg-type]
 
 
 def test_a_follower_runs_what_rank_0_tells_and_notices_what_it_missed() -> None:

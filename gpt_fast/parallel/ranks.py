@@ -25,6 +25,9 @@ _ANNOUNCED = 64  # bytes, as kAnnounced of ranks.h
 _GATHER = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
+_MOST = 64  # that add up in shared memory: kMostRanks of kernels/cpu/src/ranks.h
+
+
 class Ranks:
     """``rank`` of ``count``. ``capacity``: floats that each rank shows at a time; more go one after the other."""
 
@@ -32,6 +35,8 @@ class Ranks:
     side_by_side = staticmethod(collectives.side_by_side)
 
     def __init__(self, group: Group, capacity: int = 2**18, *, shared: bool = True) -> None:
+        if shared and group.count > _MOST:
+            raise RankError(f"{group.count} ranks on one machine; at most {_MOST} can share its memory")
         self.rank, self.count = group.rank, group.count
         self._group, self._shared, self._most = group, shared, capacity // 2 - 1
         self._kept: list[object] = []

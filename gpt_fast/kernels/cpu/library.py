@@ -171,14 +171,15 @@ def _built_in(folder: Path, names: Sequence[str]) -> Path | None:
 def build_variant(name: str, cxx: str, folder: Path | None = None) -> Path:
     """One of VARIANTS, by the compiler ``cxx``; ``folder``: None is the user's cache. Raises CompilerError or
     UnavailableError."""
-    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
     try:
+        asked = subprocess.run([cxx, "--version"], capture_output=True, check=False, timeout=_BUILD_TIMEOUT_S)
+        version = asked.stdout.decode(errors="replace")
         target = (folder or private_folder("kernels")) / f"{_stem(name)}-{_digest(version.encode())}.so"
         if not trusted(target):
             log.info("compiling the C++ kernels (%s) for the first time; that takes 5 to 40 seconds", name)
             flags = FLAGS if "clang" in version else (*FLAGS, *FLAGS_OF_GCC)
             _compile([cxx, *flags, *VARIANTS[name]], [SOURCES / file for file in COMPILED], target)
-    except OSError as error:  # a full disk, a read-only cache
+    except (OSError, subprocess.TimeoutExpired) as error:  # a full disk, a read-only cache, a compiler that cannot run
         raise UnavailableError(f"the kernels could not be built: {error}") from error
     return target
 
@@ -202,16 +203,18 @@ def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> N
         list(pool.map(_run_compiler, commands))  # raises what the first of them raised
         _run_compiler([*command, "-shared", *objects, "-o", str(built)])
         built.chmod(0o700)  # whatever the umask: what others can write is not loaded
+        with built.open("rb") as file:
+            os.fsync(file)  # so that a power cut leaves no empty file under the library's name
         os.replace(built, target)
 
 
 def _run_compiler(command: Sequence[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, check=False, timeout=_BUILD_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise CompilerError(f"{command[0]} took more than {_BUILD_TIMEOUT_S} s") from None
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         why = next((line for line in lines if " error: " in line), lines[0])
         raise CompilerError(f"{command[0]} failed: {why}")
 
@@ -221,11 +224,25 @@ def library() -> ctypes.CDLL:
     """The loaded kernels. Raises UnavailableError; the first call may compile for some seconds."""
     if os.environ.get("GPT_FAST_KERNELS", "") == "reference":
         raise UnavailableError("GPT_FAST_KERNELS=reference")
-    lib = _load(build())
+    lib = _built_and_loaded(None)
     if not lib.gpt_fast_tiles_work():
         log.warning("this CPU's tiles (AMX) do not give what they should: the kernels do without them")
-        lib = _load(build([name for name in variants() if name != "amx"]))
+        lib = _built_and_loaded([name for name in variants() if name != "amx"])
     return lib
+
+
+def _built_and_loaded(names: Sequence[str] | None) -> ctypes.CDLL:
+    """:func:`build`, loaded. A library of the user's cache that cannot be loaded, because it was cut short perhaps, is
+    thrown away and built again. Raises UnavailableError."""
+    path = build(names)
+    try:
+        return _load(path)
+    except UnavailableError as error:
+        if path.parent != private_folder("kernels"):
+            raise
+        log.warning("%s; it is built again", error)
+        path.unlink(missing_ok=True)
+        return _load(build(names))
 
 
 def _load(path: Path) -> ctypes.CDLL:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <type_traits>
@@ -19,7 +20,8 @@ using std::uint8_t;
 
 constexpr int64_t kLine = 64;  // bytes of a line of the CPU's caches
 
-// Memory that is kept for the next call: grows, never shrinks, aligned to a cache line.
+// Memory that is kept for the next call: grows, never shrinks, aligned to a cache line. The process ends where the system
+// refuses it.
 class Scratch {
 public:
     ~Scratch() { std::free(data_); }
@@ -30,6 +32,7 @@ public:
             std::free(data_);
             data_ = std::aligned_alloc(64, bytes);
             size_ = bytes;
+            if (!data_) std::fprintf(stderr, "gpt_fast: no memory for %zu bytes\n", bytes), std::abort();
         }
         return static_cast<T*>(data_);
     }

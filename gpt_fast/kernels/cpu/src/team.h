@@ -8,6 +8,7 @@
 // region ends only when each of them has run, even if another process had its core and the work was long done.
 #pragma once
 
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -108,12 +109,14 @@ private:
 };
 
 // The one T of this process: after a fork its threads are gone, and a new one takes the old one's place. Never destroyed,
-// because threads may outlive main().
+// because threads may outlive main(). A fork waits for who holds the guard: nobody in the child would give it back.
 template <class T>
 T& of_process() {
     static std::mutex guard;
     static T* one = nullptr;
     static pid_t owner = 0;
+    [[maybe_unused]] static const int told =
+        pthread_atfork([] { guard.lock(); }, [] { guard.unlock(); }, [] { guard.unlock(); });
     const std::lock_guard<std::mutex> lock(guard);
     if (owner != getpid()) one = new T, owner = getpid();
     return *one;

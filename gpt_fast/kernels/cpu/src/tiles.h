@@ -300,7 +300,10 @@ inline bool tiles_work() {
         for (int64_t count : {1, 2}) {
             tiles.template products<1>(count, x[0], kTileBytes, kTileBytes / 2, {w[0], w[1]}, kTileBytes, sum);
             for (int64_t i = 0; i < rows * kTileRows; ++i)
-                for (int64_t b = 0; b < count; ++b) to[i] += 5 * to[i] + sum[b][0][0][i] + 7 * sum[b][1][0][i];
+                for (int64_t b = 0; b < count; ++b) {
+                    const int64_t row = i / kTileRows, lane = i % kTileRows;
+                    to[i] += 5 * to[i] + sum[b][0][row][lane] + 7 * sum[b][1][row][lane];
+                }
         }
     };
     for (int64_t rows : {1, 8, 16, 19, 32}) {
