@@ -166,6 +166,9 @@ def plan_cache(
     fitting = allowed // each - 1  # there is a page 0 as well
     if options.num_pages is not None:
         least = num_pages = options.num_pages
+        if options.max_seq_len is not None and num_pages * options.page_size < options.max_seq_len:
+            room = f"num_pages: {num_pages} pages of {options.page_size} tokens hold {num_pages * options.page_size}"
+            raise ConfigError(f"{room}, and max_seq_len: {options.max_seq_len} wants more; leave one of them out")
     else:
         pages = -(-longest // options.page_size)
         enough = pages if options.max_seq_len else -(-min(longest, SHORT) // options.page_size)

@@ -162,6 +162,9 @@ def test_with_room_it_is_what_the_batch_can_fill() -> None:
     assert plan(GB, max_seq_len=100).num_tokens == 8 * 112, "whole pages"
     assert plan(GB, num_pages=5).num_tokens == 80
     assert plan(GB, num_pages=5).max_seq_len == 80
+    assert plan(GB, num_pages=5, max_seq_len=80).max_seq_len == 80
+    with pytest.raises(ConfigError, match=r"num_pages: 5 .* hold 80, and max_seq_len: 81"):
+        plan(GB, num_pages=5, max_seq_len=81)
 
 
 @pytest.mark.parametrize(("device_type", "share"), [("cpu", 0.5), ("cuda", 0.9)])

@@ -314,6 +314,16 @@ def test_the_lines_joined_are_the_answer_in_one_piece() -> None:
     assert json.loads(streaming.write_error(error))["error"]["code"] == "timeout"
 
 
+def test_a_log_probability_of_minus_infinity_is_a_number_of_json() -> None:
+    entry = TokenLogprobs(5, -float("inf"), ((5, -float("inf")), (6, -0.5)))
+    request = native.parse_request({"prompt": "a", "stream": False, "logprobs": 2})
+    written = request.write_end([Completion("a", (5,), "stop", (entry,))])
+    found = json.loads(written, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))["logprobs"]
+    assert found == [{"token_id": 5, "logprob": -9999.0, "top": [
+        {"token_id": 5, "logprob": -9999.0}, {"token_id": 6, "logprob": -0.5}
+    ]}]  # fmt: skip
+
+
 def test_predict_answers_as_the_server_whose_route_it_is() -> None:
     request = parse_predict({"prompt": "Once é"})
     assert request.prompts == ["Once é"]

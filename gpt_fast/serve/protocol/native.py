@@ -21,6 +21,7 @@ from gpt_fast.serve.protocol.request import (
     WireRequest,
     draft_counts,
     error_body,
+    finite,
     read_fields,
     read_prompt,
     read_sampling,
@@ -111,5 +112,5 @@ def parse_request(
 
 
 def _logprobs(entry: TokenLogprobs) -> dict[str, Any]:
-    top = [{"token_id": token, "logprob": logprob} for token, logprob in entry.top]
-    return {"token_id": entry.token, "logprob": entry.logprob, "top": top}
+    top = [{"token_id": token, "logprob": finite(logprob)} for token, logprob in entry.top]
+    return {"token_id": entry.token, "logprob": finite(entry.logprob), "top": top}

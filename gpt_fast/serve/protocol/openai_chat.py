@@ -17,7 +17,7 @@ from gpt_fast.serve.protocol.answer_parts import AnswerReader, Part
 from gpt_fast.serve.protocol.chat_messages import begins_answer, chat_prompt
 from gpt_fast.serve.protocol.openai_common import OpenAIContext, OpenAIRequest, choice_of
 from gpt_fast.serve.protocol.openai_fields import CHAT, read_request
-from gpt_fast.serve.protocol.request import SAMPLING, as_written, read_sampling, require
+from gpt_fast.serve.protocol.request import SAMPLING, as_written, finite, read_sampling, require
 from gpt_fast.serve.protocol.tool_fields import chosen
 from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS
 
@@ -83,7 +83,7 @@ class ChatRequest(OpenAIRequest):
         name = self._token_name(token).decode(errors="replace")
         # The bytes of all tokens joined are the text, so a special token has some only where that shows it.
         given = self._token_bytes(token, self.params.skip_special_tokens) or b""
-        return {"token": name, "logprob": self._finite(logprob), "bytes": list(given)}
+        return {"token": name, "logprob": finite(logprob), "bytes": list(given)}
 
 
 class Message:

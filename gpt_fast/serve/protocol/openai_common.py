@@ -19,7 +19,15 @@ from gpt_fast.errors import RequestError
 from gpt_fast.fields import show
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import SamplingParams
-from gpt_fast.serve.protocol.request import WRITTEN, WireRequest, draft_counts, error_body, stream_json, token_counts
+from gpt_fast.serve.protocol.request import (
+    WRITTEN,
+    WireRequest,
+    draft_counts,
+    error_body,
+    finite,
+    stream_json,
+    token_counts,
+)
 from gpt_fast.tokenizer import Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_formats import Dialect, find_dialect
@@ -210,7 +218,7 @@ class OpenAIRequest(WireRequest):
 
     def _ranked(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
         name = self._token_name(token).decode(errors="replace")
-        return {"logprob": self._finite(logprob), "rank": rank, "decoded_token": name}
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": name}
 
     def _origins(self, part: Delta | Completion, count: int) -> Sequence[str | None]:
         """Where each of the ``count`` tokens of ``part`` came from; None where nobody asked."""
@@ -229,11 +237,6 @@ class OpenAIRequest(WireRequest):
         if not self.given.get("return_tokens_as_token_ids"):
             name = self._token_bytes(token, skip_special=False)
         return b"token_id:%d" % token if name is None else name
-
-    @staticmethod
-    def _finite(logprob: float) -> float:
-        """JSON has no infinity; this is OpenAI's word for "very unlikely"."""
-        return max(-9999.0, logprob)
 
 
 def choice_of(index: int, content: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, TokenLogprobs
 from gpt_fast.serve.protocol.openai_common import OpenAIContext, OpenAIRequest, choice_of
 from gpt_fast.serve.protocol.openai_fields import COMPLETION, read_request
-from gpt_fast.serve.protocol.request import Prompt, read_sampling, require
+from gpt_fast.serve.protocol.request import Prompt, finite, read_sampling, require
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI documents it
@@ -100,9 +100,9 @@ class CompletionRequest(OpenAIRequest):
             name = self._name(entry.token)
             top: dict[str, float] = {}
             for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-                top.setdefault(self._name(token), self._finite(logprob))  # likeliest first: of equal names, that one
+                top.setdefault(self._name(token), finite(logprob))  # likeliest first: of equal names, that one
             lists["tokens"].append(name)
-            lists["token_logprobs"].append(self._finite(entry.logprob))
+            lists["token_logprobs"].append(finite(entry.logprob))
             lists["top_logprobs"].append(top)
             lists["text_offset"].append(offsets.push(entry.token))
         return lists

@@ -150,6 +150,11 @@ def draft_counts(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
+def finite(logprob: float) -> float:
+    """``logprob``, or -9999 for minus infinity, which JSON does not have: OpenAI's word for "very unlikely"."""
+    return max(-9999.0, logprob)
+
+
 def stream_json(value: Mapping[str, Any]) -> str:
     """``value`` in a stream. ASCII: some readers of lines and events take U+2028 and U+0085 for line ends."""
     return json.dumps(value, separators=(",", ":"))
