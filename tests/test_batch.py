@@ -30,7 +30,7 @@ from gpt_fast.checkpoint import fingerprint as fingerprints
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.fingerprint import fingerprint
 from gpt_fast.config import EngineConfig
-from gpt_fast.errors import MissingPackageError, RequestError
+from gpt_fast.errors import BatchError, MissingPackageError, RequestError
 from gpt_fast.params import try_later
 
 MODEL = Path(__file__).parent / "data" / "models" / "stories260K_hf"
@@ -232,6 +232,16 @@ def test_options_that_change_answers_make_all_rows_anew(work: Work, options: tup
     assert work.run(*options)[1]["answered"] == 2
 
 
+def test_a_mended_id_is_another_line(work: Work) -> None:
+    good, bad = ({"prompt": "The", "max_new_tokens": 2, "id": name} for name in ("x", 1.5))
+    found = []
+    for line in (bad, good, bad):
+        work.write(line)
+        work.run()
+        found.append(work.rows()[0]["error"] is None)
+    assert found == [False, True, False]
+
+
 def test_options_that_change_no_answer_change_no_digest(work: Work) -> None:
     base = Setup(work.model, {"device": "cpu", "dtype": "float32"}, "weights", ())
     given = {"max_batch": 3, "threads": 2, "draft": "lookup", "device": "cpu"}
@@ -353,6 +363,29 @@ def test_damage_inside_a_journal_costs_its_rows_only(tmp_path: Path) -> None:
         assert [digest in kept for digest in ("one", "two", "three")] == [True, False, True]
         kept.add("two", {"text": "again", "error": None})
         assert [kept.get(digest)["text"] for digest in ("one", "two", "three")] == ["one", "again", "three"]
+
+
+def test_rows_that_cannot_be_made_leave_no_file(tmp_path: Path) -> None:
+    def rows() -> Iterator[bytes]:
+        yield b"{}\n"
+        raise BatchError("the file has changed")
+
+    with contextlib.closing(Journal(tmp_path / "out")) as kept, pytest.raises(BatchError, match="has changed"):
+        kept.finish(rows())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_output_is_opened_behind_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends just before our lock replaces the output."""
+    output, real = tmp_path / "out", journal.fcntl.flock
+
+    def flock(file: int, how: int) -> None:
+        output.write_bytes(to_bytes({"line": 1, "id": None, "digest": "a" * 32, "text": "x", "error": None}))
+        real(file, how)
+
+    monkeypatch.setattr(journal.fcntl, "flock", flock)
+    with contextlib.closing(Journal(output)) as kept:
+        assert "a" * 32 in kept
 
 
 def test_two_runs_on_one_output(work: Work) -> None:
@@ -573,7 +606,11 @@ def test_rows_are_read_back_as_they_were_written() -> None:
         assert row.count(b"\n") == 1
         assert read_row(row) == ("0" * 32, answer)
         assert error_in(answer) is not None
-    for foreign in (b"{}", b"[1]", b'{"id": "cmpl-1"}', b"x"):
+    named, request = "batch_req_" + "a" * 32, {"status_code": 200, "request_id": "b" * 32, "body": {"id": "cmpl-1"}}
+    openai = {"id": named, "custom_id": "n", "response": request, "error": None}
+    expired = {**openai, "response": None, "error": {"code": "batch_expired", "message": "This request expired."}}
+    others = ({"digest": "a" * 32, "x": 1}, {"digest": "abc", "error": None}, openai, expired)
+    for foreign in (b"{}", b"[1]", b'{"id": "cmpl-1"}', b"x", *map(to_bytes, others)):
         with pytest.raises(ValueError, match="not a row"):
             read_row(foreign)
     assert json.loads(to_bytes({"a": "\ud800"})) == {"a": "\ud800"}

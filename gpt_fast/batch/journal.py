@@ -35,10 +35,11 @@ class Journal:
         self.output = output
         self.path = output.with_name(output.name + ".part")
         self._places: dict[str, _Place] = {}
-        self._finished = os.open(output, os.O_RDONLY) if output.exists() else None
-        self._file = _locked(self.path)
+        self._finished: int | None = None
+        self._file = _locked(self.path)  # before the output is opened: who has the lock may replace it
         try:
-            if self._finished is not None:
+            if output.exists():
+                self._finished = os.open(output, os.O_RDONLY)
                 self._read_finished(self._finished)
             self._end = self._read_journal()
         except BaseException:
@@ -65,7 +66,8 @@ class Journal:
         return dict(json.loads(raw)["answer"]) if place.file == self._file else read_row(raw)[1]
 
     def finish(self, rows: Iterable[bytes]) -> None:
-        """Make ``rows`` the output, and remove the journal. Raises BatchError when they cannot be written."""
+        """Make ``rows`` the output, and remove the journal. Raises BatchError when they cannot be written, and what
+        ``rows`` raises."""
         new = self.output.with_name(self.output.name + ".new")
         try:
             with open(new, "wb") as file:
@@ -74,8 +76,9 @@ class Journal:
                 os.fsync(file.fileno())
             os.replace(new, self.output)
         except OSError as error:
-            new.unlink(missing_ok=True)
             raise self._unwritable(new, error) from None
+        finally:
+            new.unlink(missing_ok=True)  # whatever went wrong: there is none once it has become the output
         self.path.unlink()
 
     def close(self) -> None:

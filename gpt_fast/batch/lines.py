@@ -24,7 +24,7 @@ _BATCH = Struct(_ENVELOPE, needed=tuple(_ENVELOPE))
 class Line(NamedTuple):
     """``form``: "batch" is OpenAI's, "plain" our own, "unreadable" a line that holds no JSON object. ``name``: the
     ``custom_id`` or ``id``. ``route``: as in serve/routes.py. ``fault``: why there is no request in it. ``content``:
-    the request as text that is equal for equal requests, without the name."""
+    the request as text that is equal for equal requests, without the name; where the name is wrong, with it."""
 
     form: Literal["batch", "plain", "unreadable"]
     name: str | int | None
@@ -60,7 +60,8 @@ def _read_plain(value: dict[str, Any]) -> Line:
     fault, name = None, value.get("id")
     if name != _name_or_none(name):
         fault = RequestError("id must be a string or a whole number", "id", "invalid_type")
-    return Line("plain", _name_or_none(name), "", body, fault, _canonical(body))
+    content = _canonical(value if fault else body)  # a mended name makes another line of it
+    return Line("plain", _name_or_none(name), "", body, fault, content)
 
 
 def _name_or_none(value: Any) -> str | int | None:

@@ -15,6 +15,7 @@ An *answer* is a row without its head: what two lines have in common that ask th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ Answer = dict[str, Any]
 
 _HEAD = ("line", "id", "custom_id", "digest")
 _ID = "batch_req_"
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _MENDED_ELSEWHERE = ("not_installed", "model_not_found")  # codes of refusals that another run may not meet
 
 
@@ -68,10 +70,29 @@ def read_row(raw: bytes) -> tuple[str, Answer]:
         row = json.loads(raw)
     except ValueError:
         row = None
-    named = row.get("digest", row.get("id")) if isinstance(row, dict) else None
-    if not isinstance(named, str) or not ("digest" in row or named.startswith(_ID)):
+    match row:
+        case {"digest": str(digest)}:
+            pass
+        case {"id": str(named)} if named.startswith(_ID):
+            digest = named.removeprefix(_ID)
+        case _:
+            digest = ""
+    if not (_DIGEST.fullmatch(digest) and _is_answer(row, digest)):
         raise ValueError("not a row of gpt-fast batch")
-    return named.removeprefix(_ID), {name: value for name, value in row.items() if name not in _HEAD}
+    return digest, {name: value for name, value in row.items() if name not in _HEAD}
+
+
+def _is_answer(row: dict[str, Any], digest: str) -> bool:
+    """Whether ``row`` holds an answer that was made here. OpenAI's own rows have the same fields: there the ids of a
+    request and its answer differ, and an error has no type."""
+    match row:
+        case {"response": {"request_id": request_id, "body": {}}, "error": None}:
+            return bool(request_id == f"req_{digest}")
+        case {"error": {"type": _, "code": _}}:
+            return True
+        case {"error": None}:
+            return "response" not in row
+    return False
 
 
 def to_bytes(value: Mapping[str, Any]) -> bytes:
