@@ -164,6 +164,8 @@ def test_examples_are_read_and_answered(tmp_path: Path, loaded: tuple[Served, To
     assert examples[0] == Example((("Once upon a", " time"), ("Once upon a", " xylophone")), 0)
     assert Scorer(*loaded).accuracy(examples) == {"accuracy": 1.0, "accuracy_per_byte": 1.0, "num_examples": 3}
     assert len(read_examples(path, limit=2)) == 2
+    path.write_text('{"context": "a\u2028b", "continuation": "c\u0085"}\n', encoding="utf-8")
+    assert read_examples(path) == [Example((("a\u2028b", " c\u0085"),), 0)]
     path.write_text('{"what": 1}\n')
     with pytest.raises(ConfigError, match=r"examples\.jsonl:1"):
         read_examples(path)

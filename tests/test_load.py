@@ -218,6 +218,8 @@ def test_prompts_of_every_format(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("one\ntwo\n")
     (tmp_path / "d.txt").write_text("one\ntwo\n\nthree\n")
     assert read_prompts(tmp_path / "a.jsonl") == [Prompt("x", 7), Prompt("y"), Prompt([5, 6])]
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x\u2028y\u2029\u0085"}\n', encoding="utf-8")
+    assert read_prompts(tmp_path / "a.jsonl") == [Prompt("x\u2028y\u2029\u0085")]
     assert read_prompts(tmp_path / "b.json") == [Prompt("hi")]
     assert [p.content for p in read_prompts(tmp_path / "c.txt")] == ["one", "two"]
     assert [p.content for p in read_prompts(tmp_path / "d.txt")] == ["one\ntwo", "three"]

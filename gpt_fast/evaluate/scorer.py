@@ -105,7 +105,8 @@ def read_examples(path: str | Path, limit: int | None = None) -> list[Example]:
     """Lines of ``context`` and ``continuation``; of ``query``, ``choices`` and ``gold``; or of ``context_options``,
     ``continuation`` and ``gold``. Raises ConfigError naming the line."""
     out: list[Example] = []
-    lines = enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1)
+    # Not splitlines: JSON may have U+2028 and its like inside a string.
+    lines = enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1)
     for number, line in itertools.islice((pair for pair in lines if pair[1].strip()), limit):
         try:
             out.append(_example(json.loads(line)))

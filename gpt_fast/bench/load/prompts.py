@@ -27,14 +27,15 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     ShareGPT; of those the first turn counts. ``max_new_tokens`` beside it, if there, overrides the general one."""
     path = Path(path)
     text = path.read_text(encoding="utf-8")
+    lines = text.split("\n")  # not splitlines: JSON may have U+2028 and its like inside a string
     entries: list[tuple[str, Any]]
     if path.suffix == ".txt":
         paragraphs = text.strip().split("\n\n")
-        pieces = paragraphs if len(paragraphs) > 1 else text.splitlines()
+        pieces = paragraphs if len(paragraphs) > 1 else lines
         entries = [(str(path), {"prompt": piece.strip("\n")}) for piece in pieces if piece.strip()]
     elif path.suffix == ".jsonl":
-        lines = [(f"{path}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-        entries = [(where, _parse(line, where)) for where, line in lines]
+        named = [(f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
+        entries = [(where, _parse(line, where)) for where, line in named]
     elif path.suffix == ".json":
         listed = _parse(text, str(path))
         if not isinstance(listed, list):
