@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import resource
 import shutil
 import stat
@@ -545,3 +546,18 @@ def test_an_alias_gives_way_to_its_key() -> None:
 def test_any_path_survives_the_yaml() -> None:
     path = "/a b/#c: 'd' \"e\" \\ é"
     assert yaml.safe_load(set_key("handler:\n", "checkpoint", path))["handler"]["checkpoint"] == path
+
+
+@needs_archiver
+def test_the_documented_command_of_the_archiver_works(tmp_path: Path) -> None:
+    """In a copy of the repository: the archive has the package's name, and must not end up in the package."""
+    (line,) = re.findall(r"^.*torch-model-archiver .*$", (ROOT / "docs/serving.md").read_text(encoding="utf-8"), re.M)
+    shutil.copytree(ROOT / "gpt_fast", tmp_path / "gpt_fast", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("handler.py", "model_config.yaml"):
+        shutil.copy(ROOT / name, tmp_path)
+    before = names(tmp_path / "gpt_fast")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "TMPDIR": str(tmp_path)}  # where gpt_fast would be deleted
+    subprocess.run(line, shell=True, cwd=tmp_path, env=environment, check=True, timeout=120)
+    assert names(tmp_path / "gpt_fast") == before
+    assert {"handler.py", "llm.py", "model_config.yaml"} <= names(tmp_path / "model_store" / "gpt_fast")
