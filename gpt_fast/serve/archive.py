@@ -23,7 +23,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt_fast.checkpoint.files import choose_adapter_files, choose_files, copy_files, narrow
+from gpt_fast.checkpoint.files import choose_adapter_files, choose_files, copy_files, narrow, the_checkpoint
 from gpt_fast.config import DRAFTS
 from gpt_fast.errors import ConfigError
 from gpt_fast.serve.model_yaml import NAME, parse_model_yaml
@@ -137,8 +137,13 @@ def set_key(yaml_text: str, key: str, value: Any) -> str:
                 inside = re.compile(rf"{indent}(\s+|-\s)[^\s#]")  # of a list or a block that was the value
                 place = slice(i, i + 1 + sum(1 for _ in takewhile(inside.match, lines[i + 1 :])))
                 break
-    lines[place] = [f"{indent or '    '}{key}: {json.dumps(value)}"]
+    lines[place] = [f"{indent or '    '}{key}: {_as_yaml(value)}"]
     return "\n".join(lines) + "\n"
+
+
+def _as_yaml(value: Any) -> str:
+    """JSON, which is YAML except for characters beyond U+FFFF: JSON escapes them in two parts, YAML in one."""
+    return re.sub(r"[^\0-\x7e]", lambda found: rf"\U{ord(found[0]):08x}", json.dumps(value, ensure_ascii=False))
 
 
 def _names(key: str) -> list[str]:
@@ -166,6 +171,8 @@ def _find(named: str, config: Path, key: str, todo: str) -> Path:
 def _model(key: str, path: Path, taking: _Taking) -> _Model:
     """The checkpoint at ``path``, for the archive. Raises ConfigError."""
     source = _source(key, path)
+    if (opened := the_checkpoint(source)).is_dir() and not (opened / "config.json").is_file():
+        raise ConfigError(f"{key}: {opened} is no checkpoint: it holds no config.json")
     if taking.by_reference:
         return _Model(key, str(source))
     named = "" if source.is_dir() else source.name
