@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -224,7 +225,42 @@ def test_stop_finds_an_orphan_that_nothing_is_written_about(fake: Fake) -> None:
     assert stopped.returncode == 0, stopped.stderr
     assert stopped.stdout.startswith("Stopped what was left of a server")
     assert not fake.running()
-    assert fake.run("--stop").stdout.strip() == "No server was started from here."
+    assert fake.run("--stop").stdout.strip() == f"No server was started from {fake.run_dir}."
+
+
+def test_a_reader_that_leaves_ends_no_server(fake: Fake) -> None:
+    """``serve --background | head -1``"""
+    process = fake.started("--background")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("Starting")
+    process.stdout.close()
+    assert process.stderr is not None
+    err = process.stderr.read()
+    assert (process.wait(timeout=HANG_S), err) == (0, "")
+    assert len(fake.running()) == 2
+
+
+def test_a_request_that_fails_leaves_the_server_and_says_how_to_stop_it(fake: Fake) -> None:
+    request = fake.folder / "bad.json"
+    request.write_text("{}")
+    asked = fake.run("--background", "--request", str(request), state="ready busy")
+    assert asked.returncode == 1
+    assert asked.stderr == "gpt-fast serve: the server answered with status 501\n", "the fake one takes no POST"
+    assert "--stop --run-dir" in asked.stdout
+    assert len(fake.running()) == 2
+
+
+def test_stop_by_port_finds_the_run_folder_of_the_server_there(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GPT_FAST_CACHE", str(tmp_path / "cache"))
+    words = ["serve", "--stop", "--port", str(fake.port)]
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == f"No server was started on port {fake.port}.\n"
+    assert fake.run("--background").returncode == 0
+    assert cli.main(words) == 1
+    assert f"--stop --run-dir {shlex.quote(str(fake.run_dir))}\n" in capsys.readouterr().err
+    assert len(fake.running()) == 2
 
 
 def test_a_second_start_finds_the_first_or_says_what_it_serves(fake: Fake) -> None:
@@ -246,6 +282,8 @@ def test_a_second_start_finds_the_first_or_says_what_it_serves(fake: Fake) -> No
         assert refused.returncode == 1
         assert f"already runs on port {fake.port} and serves {DEMO / 'target'} with" in refused.stderr
         assert "--stop --run-dir" in refused.stderr
+    elsewhere = fake.run("--background", "--quantize", "int8", "--host", "0.0.0.0")
+    assert (elsewhere.returncode, f"runs on port {fake.port} of 127.0.0.1 and" in elsewhere.stderr) == (1, True)
     tmp_dir = processes.process_mark(psutil.Process(fake.running()[0]), server.MARK)
     assert Path(tmp_dir).is_dir()
     assert fake.run("--stop").stdout.splitlines()[-1] == "Stopped."
@@ -281,7 +319,27 @@ def test_a_port_that_cannot_be_is_wrong_usage(port: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as refused:
         cli.main(["serve", f"--port={port}"])
     assert refused.value.code == 2
-    assert f"must be from 2034 to 65533, not {port}" in capsys.readouterr().err
+    assert f"must be a whole number from 2034 to 65533, not {port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "soon", "nan", "inf"])
+def test_a_time_that_cannot_be_is_wrong_usage(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", f"--timeout={seconds}"])
+    assert f"argument --timeout: must be a number above 0, not {seconds}" in capsys.readouterr().err
+
+
+def test_several_taken_ports_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "busy_ports", lambda *_: [8081, 8082])
+    with pytest.raises(ServerError, match=r"^ports 8081, 8082 are taken by another program"):
+        ports.refuse_busy(8080, "127.0.0.1")
+
+
+def test_a_folder_that_is_no_checkpoint_starts_nothing(fake: Fake) -> None:
+    refused = fake.run("--checkpoint", str(fake.folder))
+    assert refused.returncode == 1
+    assert refused.stderr.endswith(" is no checkpoint: it holds no config.json\n")
+    assert not fake.noted.exists()
 
 
 def test_a_taken_port_is_said_at_once(tmp_path: Path) -> None:
@@ -417,6 +475,15 @@ def test_a_dead_worker_is_seen_and_its_first_error_shown(tmp_path: Path) -> None
     assert "CheckpointError: no such checkpoint" in shown
     assert shown.endswith("RuntimeError: no model")
     assert "second try" not in shown
+
+
+def test_the_handlers_own_words_are_enough(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text(LOG)
+    assert watching.told_by_the_worker("it died", log) == ""
+    log.write_text(LOG.replace("loading weights", "ERROR handler: cannot serve m: config.json: no such key"))
+    told = watching.told_by_the_worker("it died", log)
+    assert told == f"it died: config.json: no such key\nAll of its log: {log}"
 
 
 def test_the_phase_comes_from_the_log() -> None:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt_fast.commands import options
+from gpt_fast.commands import options, values
 from gpt_fast.errors import ServerError
 from gpt_fast.serve.launch import ports
 from gpt_fast.user_cache import cache_dir, private_folder
@@ -46,11 +46,13 @@ def add_parser(subparsers: Any) -> None:
     add("--config", type=Path, metavar="FILE", help="another model_config.yaml; options replace its keys")
     add("--host", default=ports.LOOPBACK, help="address to listen on; 0.0.0.0: all (default: %(default)s)")
     others = "inference port; management and metrics are 1 and 2 above it, gRPC 1010 and 1009 below"
-    add("--port", type=_port, default=8080, metavar="BASE", help=f"{others} (default: %(default)s)")
+    base = values.whole(ports.LOWEST, ports.HIGHEST)
+    add("--port", type=base, default=8080, metavar="BASE", help=f"{others} (default: %(default)s)")
     add("--run-dir", type=Path, metavar="DIR", help="for archive and logs (default: one for each port, in the cache)")
-    add("--timeout", type=float, default=900, metavar="S", help="seconds that loading may take (default: %(default)s)")
-    drain = "seconds that requests which run may take after SIGTERM, and with --stop; 0: none (default: %(default)s)"
-    add("--drain-seconds", type=_seconds, default=30, metavar="N", help=drain)
+    loading = "seconds that loading may take (default: %(default)s)"
+    add("--timeout", type=values.above_zero, default=900, metavar="S", help=loading)
+    drain = "seconds that running requests have to finish after SIGTERM and with --stop; 0: none (default: %(default)s)"
+    add("--drain-seconds", type=values.whole(0, 86_400), default=30, metavar="N", help=drain)
     add("--request", type=Path, metavar="FILE", help="send this JSON once the model is ready, and print the answer")
     until = parser.add_mutually_exclusive_group()
     until.add_argument("--background", action="store_true", help="end once the model is ready; the server stays")
@@ -61,41 +63,37 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or not ports.LOWEST <= int(text) <= ports.HIGHEST:
-        raise argparse.ArgumentTypeError(f"must be from {ports.LOWEST} to {ports.HIGHEST}, not {text}")
-    return int(text)
-
-
-def _seconds(text: str) -> int:
-    if not text.isdecimal() or int(text) > 86_400:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 86400, not {text}")
-    return int(text)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Start, stop, or stay until the server ends; 0 when it was asked to."""
     options.set_up_logging(verbose=False)
     if missing := [module for module in NEEDED if importlib.util.find_spec(module) is None]:
         lacking = f"TorchServe is not installed: there is no module {' and no '.join(missing)}"
         raise ServerError(f"{lacking}. Install it:  pip install 'gpt-fast-serve[serve,java]'")
-    from gpt_fast.serve.launch.record import load_server
-    from gpt_fast.serve.launch.server import stop
+    from gpt_fast.serve.launch.output import lasting_stdout
 
     run_dir = choose_run_dir(arguments)
-    if arguments.stop:
-        if running := load_server(run_dir):
-            finish_requests(running, arguments.drain_seconds)
-        print(stop(run_dir))
-        return 0
+    with lasting_stdout():
+        return end(arguments, run_dir) if arguments.stop else begin(arguments, run_dir)
+
+
+def begin(arguments: argparse.Namespace, run_dir: Path) -> int:
+    """Start a server; with --background leave it there, else stay until it ends."""
+    from gpt_fast.serve.launch.asking import ask, drafts
+    from gpt_fast.serve.launch.server import stop
+
     for number in _ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     server = None
     try:
         server = find_or_start(arguments, run_dir)
         announce(server, run_dir, arguments.request)
+        if arguments.background:  # before it is asked: that may fail, and the server stays
+            print(f"Stop it:  {_stop_command(*_place(arguments))}", flush=True)
+        if arguments.request:
+            ask(server, arguments.request)
+            if told := drafts(server):
+                print(told)
         if arguments.background:
-            print(f"Stop it:  {_command_line('serve', '--stop', *_place(arguments))}")
             return 0
         stay(server, run_dir, arguments.drain_seconds)
     except (KeyboardInterrupt, SystemExit):
@@ -106,7 +104,24 @@ def run(arguments: argparse.Namespace) -> int:
             for number in (signal.SIGINT, *_ENDING):
                 signal.signal(number, signal.SIG_IGN)  # a second one would leave something running
             print("Stopping", flush=True)
-            print(stop(run_dir), flush=True)
+            print(stop(run_dir) or "It was not running any more.", flush=True)
+    return 0
+
+
+def end(arguments: argparse.Namespace, run_dir: Path) -> int:
+    """Stop the server of ``run_dir``. Raises ServerError where there is none, but another one on its port."""
+    from gpt_fast.serve.launch.record import load_server
+    from gpt_fast.serve.launch.server import run_dir_on, stop
+
+    if running := load_server(run_dir):
+        finish_requests(running, arguments.drain_seconds)
+    told = stop(run_dir)
+    if not told and arguments.run_dir is None:
+        if other := run_dir_on(arguments.port):
+            where = _stop_command("--run-dir", str(other))
+            raise ServerError(f"the server on port {arguments.port} has another run folder. Stop it:  {where}")
+        told = f"No server was started on port {arguments.port}."
+    print(told or f"No server was started from {run_dir}.")
     return 0
 
 
@@ -140,17 +155,17 @@ def find_or_start(arguments: argparse.Namespace, run_dir: Path) -> Server:
         print(f"Starting (log: {run_dir / 'server.log'})", flush=True)
         pack(choice, MODEL, run_dir / STORE)
         return start(run_dir, java, arguments.host, arguments.port, str(choice), arguments.timeout)
-    if not arguments.background or (running.serves, running.port) != (str(choice), arguments.port):
-        told = f"a server already runs on port {running.port} and serves {running.serves}"
-        raise ServerError(f"{told}. Stop it first:  {_command_line('serve', '--stop', *_place(arguments))}")
+    wanted = (str(choice), arguments.port, arguments.host)
+    if not arguments.background or (running.serves, running.port, running.host) != wanted:
+        where = f"port {running.port}" + (f" of {running.host}" if running.host != arguments.host else "")
+        told = f"a server already runs on {where} and serves {running.serves}"
+        raise ServerError(f"{told}. Stop it first:  {_stop_command(*_place(arguments))}")
     print(f"The server already runs on port {running.port}.")
     return running
 
 
 def announce(server: Server, run_dir: Path, request: Path | None) -> None:
-    """Print where the model is reached, and what it answers to ``request``; without one, how to ask it."""
-    from gpt_fast.serve.launch.asking import ask, drafts
-
+    """Print where the model is reached, and how to ask it, by ``request`` if there is one."""
     print(f"Ready. It serves {server.serves}")
     print(f"  completions        {server.url}")
     print(f"  OpenAI's base_url  {server.url}/1.0/v1")
@@ -161,15 +176,9 @@ def announce(server: Server, run_dir: Path, request: Path | None) -> None:
             f"  warning            whoever reaches {server.host} may use it: it asks for no token and encrypts nothing"
         )
     print("Ask it:")
-    if request is None:
-        example = shlex.quote(json.dumps({"prompt": "Once upon a time", "max_new_tokens": 50}))
-        print(f"  curl -N {server.url} -H 'Content-Type: application/json' -d {example}", flush=True)
-        return
-    print(f"  curl -N {server.url} -T {shlex.quote(str(request))}", flush=True)
-    ask(server, request)
-    print()
-    if told := drafts(server):
-        print(told)
+    example = shlex.quote(json.dumps({"prompt": "Once upon a time", "max_new_tokens": 50}))
+    body = f"-T {shlex.quote(str(request))}" if request else f"-H 'Content-Type: application/json' -d {example}"
+    print(f"  curl -N {server.url} {body}", flush=True)
 
 
 def stay(server: Server, run_dir: Path, drain_s: int) -> None:
@@ -213,10 +222,10 @@ def _place(arguments: argparse.Namespace) -> list[str]:
     return ["--run-dir", str(arguments.run_dir)] if arguments.run_dir else ["--port", str(arguments.port)]
 
 
-def _command_line(*words: str) -> str:
-    """This program with ``words``, as one would type it here."""
+def _stop_command(*place: str) -> str:
+    """This program with --stop and the options ``place``, as one would type it here."""
     program = [sys.executable, "-m", "gpt_fast"]
     if (script := Path(sys.argv[0])).name == "gpt-fast":
         on_path = shutil.which("gpt-fast")
         program = ["gpt-fast" if on_path and Path(on_path).resolve() == script.resolve() else sys.argv[0]]
-    return shlex.join([*program, *words])
+    return shlex.join([*program, "serve", "--stop", *place])

@@ -34,7 +34,8 @@ def ready_workers(management: str, model: str) -> int:
 
 
 def ask(server: Server, request_file: Path) -> None:
-    """Send the JSON in ``request_file`` and print the answer as it comes. Raises ServerError for an error's status."""
+    """Send the JSON in ``request_file`` and print the answer as it comes, and a line end. Raises ServerError for an
+    error's status."""
     connection = http.client.HTTPConnection(server.address, timeout=600)
     connection.request(
         "POST",
@@ -46,8 +47,9 @@ def ask(server: Server, request_file: Path) -> None:
     while piece := answer.read1():
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
+    print(flush=True)
     if answer.status >= 400:
-        raise ServerError(f"\nthe server answered with status {answer.status}")
+        raise ServerError(f"the server answered with status {answer.status}")
 
 
 def drafts(server: Server) -> str:

@@ -45,8 +45,9 @@ def refuse_busy(base: int, host: str) -> None:
     except OSError as error:
         raise ServerError(f"cannot listen on {host}: {error.strerror}. Name an address of this machine") from error
     if busy:
+        named = "port {} is" if len(busy) == 1 else "ports {} are"
         raise ServerError(
-            f"port {', '.join(map(str, busy))} is taken by another program. Stop it, or choose other ports: "
+            f"{named.format(', '.join(map(str, busy)))} taken by another program. Stop it, or choose other ports: "
             "--port 9080 uses 9080 to 9082, 8070 and 8071"
         )
 

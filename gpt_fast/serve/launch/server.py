@@ -116,7 +116,7 @@ def environment_of(run_dir: Path, java: Java, tmp_dir: str) -> dict[str, str]:
 
 
 def stop(run_dir: Path) -> str:
-    """Stop Java, its workers and what they started; says what happened.
+    """Stop Java, its workers and what they started; says what happened, nothing where nothing was there.
 
     Looks for the marks of its processes and not only at server.json, which a failed start or somebody may have removed.
     Raises ServerError when something survives."""
@@ -140,7 +140,14 @@ def stop(run_dir: Path) -> str:
         return "Stopped."
     if found:
         return f"Stopped what was left of a server: {len(found)} processes."
-    return "It was not running any more." if was_recorded else "No server was started from here."
+    return "It was not running any more." if was_recorded else ""
+
+
+def run_dir_on(port: int) -> Path | None:
+    """The run folder of the server on ``port``, wherever it is, if this user started it by ``gpt-fast serve``."""
+    marks = {process_mark(process, RUN_MARK) for process in psutil.process_iter()} - {""}
+    servers = {Path(mark): load_server(Path(mark)) for mark in marks}
+    return next((folder for folder, server in servers.items() if server and server.port == port), None)
 
 
 def forget(run_dir: Path, tmp_dirs: set[str]) -> None:

@@ -16,6 +16,7 @@ from gpt_fast.serve.launch.record import MODEL, Server
 # TorchServe's log lines, as its console writes them.
 MODEL_LOG = re.compile(r"-(?:stdout|stderr) MODEL_LOG - (.*)")
 DIED = re.compile(r"-> WORKER_(?:STOPPED|ERROR)\b|worker process died|Load model failed|Worker disconnected")
+REFUSED = re.compile(r"MODEL_LOG - .*\bcannot serve \S+: (.+)")  # the words of handler.py
 GREETING = re.compile(r"^(Connection accepted|Torch worker started|\[PID\]|Listening on|Python runtime|s_name_part)")
 
 
@@ -39,9 +40,15 @@ def wait_until_ready(server: Server, log: Path, timeout_s: float) -> None:
             failure = f"the model was not ready after {timeout_s:.0f} s"
         if failure:
             progress.close("")
-            raise ServerError(told_by_its_log(failure, log))
+            raise ServerError(told_by_the_worker(failure, log) or told_by_its_log(failure, log))
         progress.show(elapsed, phase(text))
         time.sleep(0.3)
+
+
+def told_by_the_worker(failure: str, log: Path) -> str:
+    """``failure`` with the handler's own words for it; nothing where it has said none."""
+    found = REFUSED.search(log.read_text(errors="replace"))
+    return f"{failure}: {found[1]}\nAll of its log: {log}" if found else ""
 
 
 def told_by_its_log(failure: str, log: Path) -> str:
