@@ -4,32 +4,83 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from gpt_fast import __version__
-from gpt_fast.commands import archive, batch, bench, convert, download, generate, info, kernels, quantize, serve
-from gpt_fast.commands import eval as evaluate
 
-COMMANDS = (generate, serve, batch, bench, info, download, convert, quantize, evaluate, archive, kernels)
+# Options that name a file or folder. An error of the system about one of these, or about what is made in or beside it,
+# is told with the option.
+_PATHS = (
+    *("out", "output", "run_dir", "input", "calibration", "perplexity", "examples", "dataset", "plot", "profile"),
+    *("request", "config", "handler", "tokenizer", "checkpoint", "draft", "source"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt as error:  # from anywhere, also from the imports of the commands, which take a moment
+        print("\ninterrupted" + "".join(f": {words}" for words in error.args), file=sys.stderr)
+        return 130
+
+
+def commands() -> tuple[Any, ...]:
+    """The modules of the commands."""
+    from gpt_fast.commands import archive, batch, bench, convert, download, generate, info, kernels, quantize, serve
+    from gpt_fast.commands import eval as evaluate
+
+    return generate, serve, batch, bench, info, download, convert, quantize, evaluate, archive, kernels
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="gpt-fast", description=__doc__.split(": ", 1)[1])
     parser.add_argument("--version", action="version", version=f"gpt-fast {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
+    for command in commands():
         command.add_parser(subparsers)
+    for declared in subparsers.choices.values():
+        declared.description = _without_markup(declared.description or "")
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         return 0  # the reader of our output has seen enough
     except (ValueError, OSError, RuntimeError) as error:
         if getattr(arguments, "verbose", False):
             raise
-        print(f"gpt-fast {arguments.command}: {error}", file=sys.stderr)
+        told = _told(error, arguments) if isinstance(error, OSError) else error
+        print(f"gpt-fast {arguments.command}: {told}", file=sys.stderr)
         return 1
+
+
+def _without_markup(docstring: str) -> str:
+    """The sentences of "``gpt-fast verb``: sentences"."""
+    text = docstring.partition(": ")[2].replace("``", "")
+    return text[:1].upper() + text[1:]
+
+
+def _told(error: OSError, arguments: argparse.Namespace) -> str:
+    """``error`` in words, with the file and the option that named it, if one did."""
+    if error.strerror is None or not isinstance(error.filename, str):
+        return error.strerror or str(error)
+    option = next((f"{name}: " for name, given in _named(arguments) if _concerns(Path(error.filename), given)), "")
+    return f"{option}{error.filename} cannot be used: {error.strerror}"
+
+
+def _named(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    """The options that name files and folders, and those."""
+    for name in _PATHS:
+        values = vars(arguments).get(name)
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, (str, Path)):
+                yield f"--{name.replace('_', '-')}" if name != "source" else "SOURCE", Path(value)
+
+
+def _concerns(file: Path, given: Path) -> bool:
+    """Whether ``file`` is ``given``, in it, a folder above it, or beside it with its name and more."""
+    file, given = file.absolute(), given.absolute()
+    beside = file.parent == given.parent and given.name in file.name
+    return beside or file.is_relative_to(given) or given.is_relative_to(file)

@@ -450,6 +450,8 @@ def test_a_full_disk(work: Work, monkeypatch: pytest.MonkeyPatch, written: str) 
         (["--output", "."], "is not a file"),
         (["--output", "-"], "name a file"),
         (["--input", "absent.jsonl"], "there is no file absent.jsonl"),
+        (["--input", "."], "--input: . is a folder"),
+        (["--input", "/dev/null"], "/dev/null is not a regular file, which can be read twice; pipe it in"),
         (["--workers", "0"], "give at least 1"),
         (["--dtype", "float8"], "dtype"),
         (["--checkpoint", "absent"], "absent"),

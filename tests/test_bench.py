@@ -131,8 +131,11 @@ def test_from_model_refuses_what_it_cannot_use(options: dict[str, Any]) -> None:
         (["--shape", "llama-9000b"], 1, "llama-68m"),
         (["--shape", "llama-68m", "--prompt-tokens", "2040"], 1, "context of 2048"),
         (["--shape", "llama-68m", "--new-tokens", "1"], 1, "new_tokens"),
-        (["--shape", "llama-68m", "--batch-sizes", "1,0"], 1, "batch_sizes"),
-        (["--shape", "llama-68m", "--batch-sizes", "1,x"], 2, "--batch-sizes"),
+        (["--shape", "llama-68m", "--batch-sizes", "1,0"], 2, "argument --batch-sizes: must be whole numbers"),
+        (["--shape", "llama-68m", "--batch-sizes", "1,x"], 2, "with commas between, such as 1,8, not 1,x"),
+        (["--url", "http://x", "--percentiles", "50,x"], 2, "with commas between, such as 50,99.9, not 50,x"),
+        (["--shape", "llama-68m", "--output", "/dev"], 1, "--output: /dev cannot be used: Is a directory"),
+        (["--url", "http://x", "--plot", "/nowhere/a.png"], 1, "--plot: there is no folder /nowhere"),
         (
             ["--shape", "llama-68m", "--num-prompts", "3"],
             2,

@@ -390,7 +390,7 @@ def test_the_command_prints_writes_and_draws(prompts: Path, tmp_path: Path, caps
         (["--checkpoint", "x", "--profile", "y"], 2, "--profile means nothing with --checkpoint"),
         (["--checkpoint", "x", "--speculate-k", "3"], 2, "--speculate-k means nothing with --checkpoint"),
         (["--url", "http://127.0.0.1:1/x", *LOOKUP], 2, "--draft means nothing with --url"),
-        (["--checkpoint", "x", *LOOKUP, "--plot", "x.bmp"], 1, ".png"),
+        (["--checkpoint", ".", *LOOKUP, "--plot", "x.bmp"], 1, ".png"),
         (["--checkpoint", "/nowhere", *LOOKUP], 1, "/nowhere"),
     ],
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,8 +259,8 @@ def test_a_token_keeps_its_colour_where_a_delta_holds_its_end_back() -> None:
 
 def test_prompt_from_stdin(checkpoint: Path) -> None:
     arguments = ("--checkpoint", checkpoint, "--no-compile", "--dtype", "float32", "--max-new-tokens", "5")
-    piped = gpt_fast_process("generate", *arguments, "--prompt", "-", stdin="Lily saw")
-    typed = generate(checkpoint, "--prompt", "Lily saw", "--max-new-tokens", "5")
+    typed = generate(checkpoint, "--prompt", "Lily saw\n", "--max-new-tokens", "5")
+    piped = gpt_fast_process("generate", *arguments, "--prompt", "-", stdin="Lily saw\n\n")  # as echo ends a line
     assert piped.stdout == typed.stdout != ""
 
 
@@ -267,6 +269,9 @@ def test_interactive_without_a_template_completes_each_line(checkpoint: Path) ->
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) == 2
     assert "no chat template" in result.stderr
+    assert "--system has no effect" not in result.stderr
+    spoken = generate(checkpoint, "--interactive", "--system", "Rhyme.", stdin="")
+    assert "no chat template: every line is completed by itself, and --system has no effect" in spoken.stderr
 
 
 def test_interactive_forgets_a_question_that_has_no_answer(checkpoint: Path, tmp_path: Path) -> None:
@@ -324,6 +329,10 @@ def test_a_refusal_is_one_line_and_the_exit_status_of_a_process() -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+INT8 = ["quantize", "--checkpoint", "CKPT", "--mode", "int8"]
+GPTQ = ["quantize", "--checkpoint", "CKPT", "--mode", "int4-gptq", "--out", "OUT"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -340,14 +349,64 @@ def test_a_refusal_is_one_line_and_the_exit_status_of_a_process() -> None:
         (["info", "--device", "cuda:x"], 1, "device must be one of auto, cpu, cuda, cuda:N, not 'cuda:x'"),
         (["convert", "/nowhere", "--out", "OUT"], 1, "/nowhere"),
         ([], 2, "COMMAND"),
+        (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--num-samples", "0"], 2, "of at least 1, not 0"),
+        (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--system", "b"], 1, "without --interactive"),
+        (["generate", "--checkpoint", "a/b", "--prompt", "a"], 1, "Fetch it:  gpt-fast download a/b --out DIR"),
+        (["eval", "--checkpoint", "a/b/c.gguf", "--perplexity", "x"], 1, "gpt-fast download a/b c.gguf --out DIR"),
+        (["info", "--checkpoint", ""], 1, "--checkpoint: there is no folder or file ''"),
+        (["eval", "--checkpoint", "CKPT", "--perplexity", "x", "--max-tokens", "-1"], 2, "of at least 1, not -1"),
+        (["eval", "--checkpoint", "CKPT", "--perplexity", "x", "--stride", "0"], 2, "of at least 1, not 0"),
+        (["eval", "--checkpoint", "CKPT", "--perplexity", "x", "--context", "1"], 2, "of at least 2, not 1"),
+        (["eval", "--checkpoint", "CKPT", "--perplexity", "x", "--limit", "1"], 1, "nothing with --perplexity"),
+        (["eval", "--checkpoint", "CKPT", "--examples", "x", "--max-tokens", "1"], 1, "nothing with --examples"),
+        (["eval", "--checkpoint", "CKPT", "--perplexity", "/no"], 1, "--perplexity: /no cannot be used: No such file"),
+        ([*GPTQ, "--calibration", "x", "--calibration-sequences", "-1"], 2, "of at least 1, not -1"),
+        ([*GPTQ, "--calibration", "/no"], 1, "--calibration: /no cannot be used: No such file"),
+        ([*GPTQ, "--calibration", "LATIN"], 1, "latin.txt is not a text in UTF-8: byte 1 is wrong"),
+        ([*INT8, "--out", "/dev/null/x"], 1, "--out: /dev/null/x.partial cannot be used: Not a directory"),
     ],
 )
 def test_mistakes_are_told_in_one_line(
     arguments: list[str], status: int, words: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    places = {"CKPT": str(checkpoint), "OUT": str(tmp_path / "out")}
+    places = {"CKPT": str(checkpoint), "OUT": str(tmp_path / "out"), "LATIN": str(tmp_path / "latin.txt")}
+    (tmp_path / "latin.txt").write_bytes(b"d\xe9j\xe0")
     result = gpt_fast(*(places.get(a, a) for a in arguments))
     assert result.returncode == status
     assert words in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("/a/b.jsonl.part", "--output: /a/b.jsonl.part cannot be used: No"),
+        ("/a/b.jsonl/c", "--output: /a/b.jsonl/c cannot be used: No"),
+        ("/a", "--output: /a cannot be used: No"),
+        ("/text", "--calibration: /text cannot be used: No"),
+        ("/elsewhere", "/elsewhere cannot be used: No"),
+        (None, "No"),
+    ],
+)
+def test_an_error_of_the_system_names_the_option(file: str | None, told: str) -> None:
+    arguments = Namespace(output="/a/b.jsonl", calibration=["/other", "/text"], checkpoint=None)
+    assert cli._told(OSError(errno.EIO, "No", file), arguments) == told
+
+
+def test_every_help_begins_with_a_sentence() -> None:
+    for command in cli.commands():
+        verb = command.__name__.rpartition(".")[2]
+        text = gpt_fast(verb, "--help").stdout.split("\n\n")[1]
+        assert text[0].isupper(), text
+        assert "`" not in text, text
+
+
+def test_ctrl_c_says_so_on_a_line_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
+    with mock.patch.object(cli, "commands", side_effect=KeyboardInterrupt):  # while the commands are imported
+        early = gpt_fast("info")
+    assert (early.returncode, early.stderr) == (130, "\ninterrupted\n")
+    with mock.patch("gpt_fast.quantize.writer.quantize_checkpoint", side_effect=KeyboardInterrupt):
+        left = gpt_fast("quantize", "--checkpoint", checkpoint, "--mode", "int8", "--out", tmp_path / "out")
+    assert left.returncode == 130
+    assert left.stderr == "\ninterrupted: the same command with --resume goes on from here\n"

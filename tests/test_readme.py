@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gpt_fast import LLM
+from gpt_fast import LLM, cli
 from gpt_fast.checkpoint.family import Family
 from gpt_fast.checkpoint.family_table import FAMILIES
-from gpt_fast.cli import COMMANDS, main
+from gpt_fast.cli import main
 from gpt_fast.commands import serve
 from gpt_fast.config import EngineConfig
 from gpt_fast.serve import metrics, model_yaml
@@ -141,7 +141,7 @@ def test_the_table_of_a_row_has_every_field_of_a_family() -> None:
 
 
 def test_the_table_of_commands_has_every_command() -> None:
-    assert first_column(PYTHON, "command") == {command.__name__.rpartition(".")[2] for command in COMMANDS}
+    assert first_column(PYTHON, "command") == {command.__name__.rpartition(".")[2] for command in cli.commands()}
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(arguments)
         return 0
 
-    for command in COMMANDS:
+    for command in cli.commands():
         monkeypatch.setattr(command, "run", run)
     assert main(words) == 0
     assert seen

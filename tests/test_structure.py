@@ -17,7 +17,7 @@ PACKAGE = ROOT / "gpt_fast"
 # From the ground up. A module may import from its own layer and from those above it in this list. A new module gets a
 # place here: that is the moment to ask where it belongs.
 LAYERS = (
-    {"errors", "fields", "config", "params", "outputs", "user_cache", "gguf", "cgroups"},
+    {"errors", "fields", "config", "params", "outputs", "user_cache", "text_files", "gguf", "cgroups"},
     {"tokenizer"},
     {"kernels", "model", "checkpoint", "quantize", "foreign", "memory", "placement", "devices"},
     {"parallel"},

@@ -15,6 +15,8 @@ from typing import BinaryIO, NamedTuple
 from gpt_fast.batch.lines import MAX_LINE_BYTES, Line, read_line
 from gpt_fast.errors import BatchError
 
+_NO_FILE = "{} is not a regular file, which can be read twice; pipe it in and give --input -"
+
 
 class Row(NamedTuple):
     """A line of the input that is not blank. ``number`` counts all lines from 1. ``offset`` and ``length`` in bytes.
@@ -87,8 +89,9 @@ def check_files(input_path: str, output: Path) -> Path:
     """The output's path without links. Raises BatchError for one that cannot be an output of this input."""
     if str(output) == "-":
         raise BatchError("--output: stdout cannot be gone on with after an interruption; name a file")
-    if input_path != "-" and not Path(input_path).is_file():
-        raise BatchError(f"--input: there is no file {input_path}")
+    if input_path != "-" and not (given := Path(input_path)).is_file():
+        told = "there is no file {}" if not given.exists() else "{} is a folder" if given.is_dir() else _NO_FILE
+        raise BatchError(f"--input: {told.format(input_path)}")
     output = output.resolve()
     if not output.parent.is_dir():
         raise BatchError(f"--output: there is no folder {output.parent}")

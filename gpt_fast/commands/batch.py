@@ -41,13 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     from gpt_fast.batch.run import Batch, run_batch
 
+    options.refuse_absent(arguments.checkpoint)
     engine = options.engine_options(arguments)
     checkpoint, output, names = Path(arguments.checkpoint), Path(arguments.output), tuple(arguments.model)
     try:
         done = run_batch(Batch(checkpoint, arguments.input, output, arguments.workers, names, engine))
     except KeyboardInterrupt:
-        print("what is done is kept: the same command goes on from here", file=sys.stderr)
-        raise
+        raise KeyboardInterrupt("what is done is kept, and the same command goes on from here") from None
     print(summary(done), file=sys.stderr)
     if arguments.json:
         print(json.dumps(done))

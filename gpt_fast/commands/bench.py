@@ -1,5 +1,5 @@
-"""``gpt-fast bench``: how fast the engine decodes here, with ``--draft`` what each way to speculate does to that, or
-with ``--url`` how a running server does under load.
+"""``gpt-fast bench``: measure how fast the engine decodes here, with ``--draft`` what each way to speculate does to
+that, or with ``--url`` how a running server does under load.
 
 stdout carries the tables; with ``--json`` one JSON object follows on a last line, the one that ``--output`` writes.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt_fast.commands import options
+from gpt_fast.commands import options, values
 
 if TYPE_CHECKING:
     from gpt_fast.bench.load.options import LoadOptions
@@ -31,7 +31,7 @@ _DEFAULT_VOCAB_SIZE = 500  # below that of any model, so that the ids exist wher
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command. Options of one mode default to absent, so that the others can refuse them by name."""
-    description = __doc__.split("\n\n")[0].split(": ", 1)[1]
+    description = __doc__.split("\n\n")[0]
     parser = subparsers.add_parser("bench", help="measure the engine or a server under load", description=description)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--url", help="load a running server, e.g. http://HOST:PORT/predictions/gpt-fast")
@@ -59,9 +59,9 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> set[str]:
     """Returns the names of what it adds."""
     names: set[str] = set()
     add = functools.partial(_add, group, names)
-    add("--batch-sizes", type=_integers, metavar="B,...", help="sequences decoded together (default: 1)")
+    add("--batch-sizes", type=values.wholes, metavar="B,...", help="sequences decoded together (default: 1)")
     prompts = "tokens of each prompt, which is the context that decoding starts from; a row for each (default: 128)"
-    add("--prompt-tokens", "--context", type=_integers, metavar="P,...", help=prompts)
+    add("--prompt-tokens", "--context", type=values.wholes, metavar="P,...", help=prompts)
     add("--new-tokens", type=int, metavar="N", help="tokens to decode (default: 64; with --draft at most 128)")
     add("--repeats", type=int, metavar="R", help="runs of each row, the median counts (default: 3; with --draft 5)")
     rules = "with --draft: published rules as well (leviathan, chen; coupled in their form), slow; see generate"
@@ -92,13 +92,13 @@ def _add_load_options(group: argparse._ArgumentGroup) -> set[str]:
     add("--request-rate", type=float, metavar="R", help="arrivals per second, Poisson (default: inf, all at once)")
     add("--burstiness", type=float, metavar="B", help="1: Poisson; less: in bursts; more: regular (default: 1)")
     add("--max-concurrency", type=int, metavar="N", help="requests under way at most (default: any number)")
-    add("--sweep", type=_integers, metavar="N,...", help="measure at each of these concurrencies")
-    add("--sweep-rate", type=_numbers, metavar="R,...", help="measure at each of these request rates")
+    add("--sweep", type=values.wholes, metavar="N,...", help="measure at each of these concurrencies")
+    add("--sweep-rate", type=values.numbers, metavar="R,...", help="measure at each of these request rates")
     add("--abort-fraction", type=float, metavar="F", help="share of requests that hang up after the first text")
     add("--timeout", dest="timeout_s", type=float, metavar="S", help="for one whole request (default: 600)")
     add("--keep-alive", action="store_const", const=True, help="reuse connections (default: one for each request)")
     add("--goodput", nargs="+", metavar="METRIC:MS", help="limits that a good request keeps: ttft, tpot, e2el")
-    add("--percentiles", type=_numbers, metavar="P,...", help="of every latency (default: 99)")
+    add("--percentiles", type=values.numbers, metavar="P,...", help="of every latency (default: 99)")
     add("--tokenizer", metavar="DIR", help="count tokens of text by this tokenizer where the server does not say")
     add("--plot", metavar="FILE.png", help="draw the results against load, or against drafts; needs the extra plot")
     return names
@@ -111,8 +111,10 @@ def run(arguments: argparse.Namespace) -> int:
         if name in arguments:
             print(f"gpt-fast bench: {_flag(name)} means nothing with {_MODES[mode]}", file=sys.stderr)
             return 2
-    if arguments.output and not Path(arguments.output).resolve().parent.is_dir():
-        raise ValueError(f"--output: there is no folder {Path(arguments.output).resolve().parent}")
+    options.refuse_absent(arguments.checkpoint)
+    for option, path in (("--output", arguments.output), ("--plot", vars(arguments).get("plot"))):
+        if path:
+            _check_place(option, Path(path).resolve())
     options.set_up_logging(arguments.verbose)
     given = {name: value for name, value in vars(arguments).items() if name in arguments.modes[mode]}
     given["seed"] = arguments.seed
@@ -122,6 +124,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found))
     return 0 if mode != "load" or any(row["completed"] for row in found["results"]) else 1
+
+
+def _check_place(option: str, path: Path) -> None:
+    """Raise before a long measurement what writing ``path`` would raise after it: ValueError or OSError."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {path.parent}")
+    there = path.exists()
+    with open(path, "ab"):
+        pass
+    if not there:
+        path.unlink()
 
 
 def run_engine(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
@@ -311,13 +324,5 @@ def _header(line: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(word) for word in text.split(","))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from gpt_fast.commands import options
+from gpt_fast.commands import options, values
 from gpt_fast.config import EngineConfig
 
 
@@ -25,10 +24,10 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness; needs the extra eval")
     add = parser.add_argument
     add("--separator", default="<|endoftext|>", metavar="TEXT", help="'' for none (default: %(default)s)")
-    add("--context", type=int, metavar="N", help="tokens of a window (default: the model's)")
-    add("--stride", type=int, metavar="N", help="tokens that windows move on by (default: half of it)")
-    add("--max-tokens", type=int, metavar="N", help="stop after scoring so many")
-    add("--limit", type=int, metavar="N", help="so many examples, of each task")
+    add("--context", type=values.whole(2), metavar="N", help="tokens of a window (default: the model's)")
+    add("--stride", type=values.whole(1), metavar="N", help="tokens that windows move on by (default: half of it)")
+    add("--max-tokens", type=values.whole(1), metavar="N", help="stop after scoring so many")
+    add("--limit", type=values.whole(1), metavar="N", help="so many examples, of each task")
     options.add_output_options(parser)
     parser.set_defaults(run=run)
 
@@ -46,8 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.parallel.group import Group, device_of_rank
     from gpt_fast.parallel.ranks import Ranks
     from gpt_fast.placement import choose_placement, usable_threads
+    from gpt_fast.text_files import read_text
 
     options.set_up_logging(arguments.verbose)
+    options.refuse_absent(arguments.checkpoint)
+    _refuse_without_effect(arguments)
     o = EngineConfig(**options.engine_options(arguments))
     if o.threads is not None:
         torch.set_num_threads(usable_threads(o.threads))
@@ -77,8 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         "bytes_per_token": model.bytes_per_token(0, where.dtype.itemsize),
     }
     say = print if leads else _say_nothing
-    if arguments.perplexity:
-        text = Path(arguments.perplexity).read_text(encoding="utf-8")
+    if arguments.perplexity is not None:
+        text = read_text(arguments.perplexity)
         chosen = options.given(arguments, ("context", "stride", "max_tokens", "separator"))
         found = perplexity(model, tokenizer, text, cache_dtype=cache_dtype, **chosen)
         facts |= {"perplexity_of": arguments.perplexity, **found._asdict()}
@@ -86,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"perplexity {found.perplexity:.4f} over {found.num_tokens} tokens of {found.num_documents} documents, "
             f"{found.bits_per_byte:.4f} bits per byte"
         )
-    elif arguments.examples:
+    elif arguments.examples is not None:
         examples = read_examples(arguments.examples, arguments.limit)
         scorer = Scorer(model, tokenizer, arguments.context, cache_dtype)
         facts |= {"examples_of": arguments.examples, **scorer.accuracy(examples)}
@@ -101,6 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
     if group is not None:
         group.close()
     return 0
+
+
+def _refuse_without_effect(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for an option of another kind of evaluation."""
+    kind = next(name for name in ("perplexity", "examples", "tasks") if getattr(arguments, name) is not None)
+    for name in ("limit",) if kind == "perplexity" else ("stride", "max_tokens"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} means nothing with --{kind}")
 
 
 def _say_nothing(*_: object) -> None:

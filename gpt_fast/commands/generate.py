@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt_fast.commands import options
+from gpt_fast.commands import options, values
 from gpt_fast.outputs import Completion
 from gpt_fast.params import SamplingParams
 
@@ -37,12 +37,13 @@ _SAMPLING: options.Table = {  # fields of SamplingParams
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("generate", help="complete a prompt", description=__doc__.split("\n\n")[0])
+    text = "what to complete; '-' reads stdin, without its last line end; empty: start from nothing"
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="TEXT", help="what to complete; '-' reads stdin; empty: start from nothing")
+    what.add_argument("--prompt", metavar="TEXT", help=text)
     what.add_argument("--interactive", action="store_true", help="a conversation: one prompt a line, until end of file")
     add = parser.add_argument
     add("--system", metavar="TEXT", help="with --interactive: the system message")
-    add("--num-samples", type=int, default=1, metavar="N", help="repeat N times, for timing (default: 1)")
+    add("--num-samples", type=values.whole(1), default=1, metavar="N", help="repeat N times, for timing (default: 1)")
     add("--profile", metavar="DIR", help="write a trace of the generation to DIR (chrome://tracing, Perfetto)")
     options.add_output_options(parser, "; with drafts: colours tokens by origin, and says whether drafts pay")
     engine = parser.add_argument_group("engine")
@@ -60,8 +61,11 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Load, generate, report."""
     options.set_up_logging(arguments.verbose)
+    options.refuse_absent(arguments.checkpoint)
+    if arguments.system is not None and not arguments.interactive:
+        raise ValueError("--system means nothing without --interactive")
     params = SamplingParams(**options.given(arguments, arguments.sampling))
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt == "-" else arguments.prompt
 
     if arguments.method != "coupled":
         from gpt_fast.commands.published import generate_published
@@ -152,7 +156,8 @@ def converse(llm: LLM, params: SamplingParams, system: str | None, origins: Orig
 
     template = load_template(llm.checkpoint)
     if template is None:
-        print("this checkpoint has no chat template: every line is completed by itself", file=sys.stderr)
+        ignored = ", and --system has no effect" if system else ""
+        print(f"this checkpoint has no chat template: every line is completed by itself{ignored}", file=sys.stderr)
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system and template else []
     while True:
         try:

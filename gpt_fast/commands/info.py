@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.memory import free_bytes, gigabytes
     from gpt_fast.placement import pick_device
 
+    options.refuse_absent(arguments.checkpoint)
     o = EngineConfig(**options.engine_options(arguments))
     device = pick_device(o.device)
     on_cuda = device.type == "cuda"

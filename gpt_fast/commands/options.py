@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import re
+import shlex
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from gpt_fast.config import EngineConfig
+from gpt_fast.errors import CheckpointError
 
 Table = dict[str, dict[str, Any]]  # flag: what argparse wants to know
 
@@ -42,7 +46,7 @@ MODEL: Table = {  # where and how a model's weights are held: fields of EngineCo
     "--quantize": {"metavar": "MODE", "help": "quantize the weights while loading: int8, int4, fp8"},
     **LORA,
     "--kernels": {"action": _SWITCH, "help": "own kernels; without: plain torch (default: on)"},
-    "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: all cores)"},
+    "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: one for a small model, else all cores)"},
 }
 
 
@@ -66,6 +70,17 @@ _HOW: Table = {
     "--speculate-k": {"type": int, "metavar": "K", "help": "tokens guessed for each step, at most (default: 4)"},
     "--compile": {"action": _SWITCH, "help": "torch.compile (default: on)"},
 }
+
+
+def refuse_absent(checkpoint: str | None) -> None:
+    """Raise CheckpointError where the folder or file ``checkpoint`` is not there; None: there is none to be."""
+    if checkpoint is None or (checkpoint and Path(checkpoint).exists()):
+        return
+    told = f"--checkpoint: there is no folder or file {checkpoint or repr(checkpoint)}"
+    if of_hub := re.fullmatch(r"(\w[\w.-]*/[\w.-]+)(?:/(.+\.gguf))?", checkpoint):
+        command = shlex.join(["gpt-fast", "download", *filter(None, of_hub.groups()), "--out", "DIR"])
+        told += f"; only serve takes names of the Hub. Fetch it:  {command}"
+    raise CheckpointError(told)
 
 
 def add_options(group: Any, table: Table) -> list[str]:

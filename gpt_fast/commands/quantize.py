@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gpt_fast.commands import options
+from gpt_fast.commands import options, values
 
 _MODES = ("int8", "int4", "int4-gptq", "fp8")
 
@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     like = "int4-gptq: text like what the model will write"
     parser.add_argument("--calibration", nargs="+", metavar="FILE", help=like)
     size = "of 512 tokens (default: %(default)s)"
-    parser.add_argument("--calibration-sequences", type=int, default=128, metavar="N", help=size)
+    parser.add_argument("--calibration-sequences", type=values.whole(1), default=128, metavar="N", help=size)
     options.add_options(parser, options.LORA)
     parser.add_argument("--resume", action="store_true", help="go on with what an interrupted run left behind")
     parser.add_argument("--verbose", action="store_true", help="a traceback on errors")
@@ -39,6 +39,16 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Quantize; the directory appears whole or not at all."""
+    options.refuse_absent(arguments.checkpoint)
+    try:
+        _quantize(arguments)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command with --resume goes on from here") from None
+    print(f"wrote {arguments.out}: {_what_became_what(arguments.out)}", file=sys.stderr)
+    return 0
+
+
+def _quantize(arguments: argparse.Namespace) -> None:
     from gpt_fast.checkpoint.checkpoint import Checkpoint
     from gpt_fast.quantize.scheme import quant_config
     from gpt_fast.quantize.writer import quantize_checkpoint
@@ -54,15 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     if gptq:
         from gpt_fast.evaluate import documents
         from gpt_fast.quantize.calibrate import calibration_tokens, quantize_with_text
+        from gpt_fast.text_files import read_text
 
-        text = [d for file in arguments.calibration for d in documents(Path(file).read_text(encoding="utf-8"))]
+        text = [d for file in arguments.calibration for d in documents(read_text(file))]
         length, count = min(512, checkpoint.config.max_seq_len), arguments.calibration_sequences
         tokens = calibration_tokens(text, checkpoint.tokenizer.encode, length, count)
         quantize_with_text(checkpoint, out, quant, tokens, resume=arguments.resume, progress=True)
     else:
         quantize_checkpoint(checkpoint, out, quant, resume=arguments.resume, progress=True)
-    print(f"wrote {arguments.out}: {_what_became_what(arguments.out)}", file=sys.stderr)
-    return 0
 
 
 def _what_became_what(directory: str) -> str:

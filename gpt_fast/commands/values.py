@@ -27,6 +27,23 @@ def above_zero(text: str) -> float:
     return number
 
 
+def wholes(text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1, with commas between."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) for word in words):
+        wanted = "whole numbers of at least 1 with commas between, such as 1,8"
+        raise argparse.ArgumentTypeError(f"must be {wanted}, not {text}")
+    return tuple(map(int, words))
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Numbers with commas between."""
+    found = tuple(map(_number, text.split(",")))
+    if any(map(math.isnan, found)):
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between, such as 50,99.9, not {text}")
+    return found
+
+
 def _number(text: str) -> float:
     """NaN, which is in no range, for what is none."""
     try:

@@ -19,6 +19,7 @@ from gpt_fast.llm import LLM
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.params import SamplingParams
+from gpt_fast.text_files import read_text
 from gpt_fast.tokenizer import Tokenizer
 
 _MAX_NEW_TOKENS = 256  # of a completion whose request does not say
@@ -106,7 +107,7 @@ def read_examples(path: str | Path, limit: int | None = None) -> list[Example]:
     ``continuation`` and ``gold``. Raises ConfigError naming the line."""
     out: list[Example] = []
     # Not splitlines: JSON may have U+2028 and its like inside a string.
-    lines = enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1)
+    lines = enumerate(read_text(path).split("\n"), 1)
     for number, line in itertools.islice((pair for pair in lines if pair[1].strip()), limit):
         try:
             out.append(_example(json.loads(line)))

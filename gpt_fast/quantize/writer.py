@@ -85,7 +85,7 @@ class CheckpointWriter:
 
     def _take_up(self, resume: bool) -> None:
         if not resume:
-            raise CheckpointError(f"{self.partial} is left from an interrupted run: resume it, or delete it")
+            raise CheckpointError(f"{self.partial} is left from an interrupted run: go on with --resume, or delete it")
         if not self.path.exists():
             return  # interrupted before anything was written
         left = read_json(self.partial / _PROGRESS)

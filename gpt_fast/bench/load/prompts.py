@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpt_fast.text_files import read_text
+
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
 
 
@@ -26,7 +28,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     list of them. An object has ``prompt`` (text or token ids), or ``turns`` as in MT-bench, or ``conversations`` as in
     ShareGPT; of those the first turn counts. ``max_new_tokens`` beside it, if there, overrides the general one."""
     path = Path(path)
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     lines = text.split("\n")  # not splitlines: JSON may have U+2028 and its like inside a string
     entries: list[tuple[str, Any]]
     if path.suffix == ".txt":
