@@ -233,10 +233,9 @@ def compare(arguments: argparse.Namespace, threads: int) -> dict[str, Any]:
     found = rounds.Found()
     versions = rounds.check(peers, setting, found)
     usable = [peer for peer in peers if peer.name in versions]
+    refuse_alone({peer.name for peer in usable}, found)  # before weights are written for nobody
     chosen = entries(usable, arguments, folders, found, setting)
-    if registry.OURS not in versions or {entry.peer.name for entry in chosen} <= {registry.OURS}:
-        reasons = "".join(f"\n  {skip['what']}: {skip['reason']}" for skip in found.skipped)
-        raise ValueError(f"there is nothing to compare{reasons}")
+    refuse_alone({entry.peer.name for entry in chosen}, found)
     found.bandwidths.append(setting.bandwidth())
     _say(f"read bandwidth {found.bandwidths[0] / 1e9:.1f} GB/s with {threads} threads")
     for precision in arguments.precisions:
@@ -259,6 +258,13 @@ def compare(arguments: argparse.Namespace, threads: int) -> dict[str, Any]:
         "scaling": report.scaling(rows),
         "skipped": found.skipped,
     }
+
+
+def refuse_alone(names: set[str], found: rounds.Found) -> None:
+    """Raise ValueError, with the reasons in ``found``, unless this engine and a peer are among ``names``."""
+    if registry.OURS not in names or names == {registry.OURS}:
+        reasons = "".join(f"\n  {skip['what']}: {skip['reason']}" for skip in found.skipped)
+        raise ValueError(f"there is nothing to compare{reasons}")
 
 
 def cpu_name() -> str:

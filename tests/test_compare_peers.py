@@ -819,3 +819,13 @@ def test_mistakes_are_told(
 ) -> None:
     assert compare_peers.main([*small, *arguments]) == 1
     assert words in capsys.readouterr().err
+
+
+def test_without_any_peer_no_weights_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(files, "ensure_checkpoint", lambda *facts: made.append(facts))
+    assert compare_peers.main(["--work", str(tmp_path), "--threads", "1", "--peers", "absent"]) == 1
+    assert "pip install absent" in capsys.readouterr().err
+    assert not made
