@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Downloads a checkpoint from the Hugging Face hub and, if asked, quantizes it. Checkpoints load as they are: there is
-# no conversion step. Gated models need `huggingface-cli login` or HF_TOKEN first.
+# no conversion step. Gated models need `hf auth login` or HF_TOKEN first.
 #
 # usage: ./scripts/prepare.sh REPO [options]
 #   REPO               owner/name, for example TinyLlama/TinyLlama-1.1B-Chat-v1.0
