@@ -545,7 +545,8 @@ def test_an_alias_gives_way_to_its_key() -> None:
 
 def test_any_path_survives_the_yaml() -> None:
     path = "/a b/#c: 'd' \"e\" \\ \\u00e9 é \u2028 \U0001f642 \x7f"
-    assert yaml.safe_load(set_key("handler:\n", "checkpoint", path))["handler"]["checkpoint"] == path
+    found = yaml.safe_load(set_key("handler:\n", "checkpoint", path))["handler"]["checkpoint"]
+    assert ascii(found) == ascii(path)  # in ASCII, so that halves of a character can be shown
 
 
 @needs_archiver
