@@ -244,7 +244,7 @@ def test_eight_bit_floats_are_plain_weights(tmp_path: Path) -> None:
     expected = {n: t.float() * stored[n + "_scale"].float() for n, t in stored.items() if n + "_scale" in stored}
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.format.method is None
-    assert_values(checkpoint.build(torch.float32), expected, 0)
+    assert_values(checkpoint.build(torch.float32), expected, 15 * 0.02 / 255 / 2)
     rounded = checkpoint.build(torch.bfloat16, quantize="fp8").get_submodule("layers.1.w2")
     codes = stored["model.layers.1.mlp.down_proj.weight"]  # every output has one at the end of the range
     assert torch.equal(rounded.get_buffer("weight").view(torch.uint8), codes.view(torch.uint8))
@@ -282,7 +282,7 @@ def test_the_engine_serves_them(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
-        ({"quantization_status": "frozen"}, "quantization_status 'frozen' is not supported"),
+        ({"quantization_status": "initialized"}, "quantization_status 'initialized' is not supported"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
         ({"transform_config": {"config_groups": {}}}, "transform_config is not supported"),
@@ -300,6 +300,12 @@ def test_other_formats_are_refused_by_name(change: dict[str, Any], message: str,
     folder = write(tmp_path, four_bits({}), HEADER | change)
     with pytest.raises(CheckpointError, match=f"config.json: quantization_config.{message}|{message}"):
         Checkpoint.open(folder)
+
+
+def test_an_older_word_for_compressed_is_read(tmp_path: Path) -> None:
+    expected: dict[str, Tensor] = {}
+    write(tmp_path, four_bits(expected), HEADER | {"quantization_status": "frozen"})
+    assert_values(Checkpoint.open(tmp_path).build(torch.float32), expected, 15 * 0.02 / 255 / 2)
 
 
 def test_damage_is_refused_by_name(tmp_path: Path) -> None:

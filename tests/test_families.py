@@ -139,6 +139,20 @@ def test_old_spelling_of_config(name: str, tmp_path: Path) -> None:
     assert_same_logits(Checkpoint.open(tmp_path).build(torch.float32), theirs)
 
 
+@pytest.mark.parametrize(("positions", "expected"), [(512, 2048), (2048, 2048), (640, 2048), (4096, 4096)])
+def test_yarn_lengthens_the_context(positions: int, expected: int, tmp_path: Path) -> None:
+    """As Qwen's cards say, the scaling is added and the number of positions left as it is; others write the product."""
+    save(families_table.FAMILIES["llama"](), tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    path.write_text(json.dumps(raw | {"max_position_embeddings": positions, "rope_scaling": scaling}))
+    config = Checkpoint.open(tmp_path).config
+    assert config.max_seq_len == expected
+    path.write_text(json.dumps(to_hf_config(config, "float32")))
+    assert Checkpoint.open(tmp_path).config == config
+
+
 @pytest.mark.parametrize(("name", "local"), [("gemma3-linear", "rope_local_base_freq"), ("olmo3-yarn", "unread")])
 def test_old_spelling_of_rotation_by_layer(name: str, local: str, tmp_path: Path) -> None:
     """Before transformers 5 layers with a window had keys beside rope_theta, or what rope_theta says unscaled."""

@@ -290,6 +290,9 @@ def test_other_scalings_of_the_rotation(tmp_path: Path) -> None:
     assert scaling is not None
     assert (scaling.type, scaling.original_max_seq_len, scaling.attention_factor) == ("longrope", 32, 1.25)
     assert (scaling.short, scaling.long) == ((1.0, 1.5, 2.0, 2.5), (2.0, 3.0, 4.0, 5.0))
+    keys |= {"attention.sliding_window": 0}  # as llama.cpp writes it for Phi-4, which has none
+    path = write_model(source, tmp_path / "none.gguf", arch="phi3", vectors=vectors, metadata=keys)
+    assert not any(Checkpoint.open(path).config.windows)
     source = made("llama", tmp_path / "other")
     for kind in ("linear", "yarn"):
         keys = {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}

@@ -220,6 +220,9 @@ def _rope(values: _Values, fields: dict[str, Any]) -> None:
     if scaling is not None and scaling.type == "dynamic":  # the key holds the length before stretching
         stretched = int(fields["max_seq_len"] * scaling.factor)
         fields["max_seq_len"] = values.check_size("max_position_embeddings times factor", stretched)
+    if scaling is not None and scaling.type == "yarn":  # as published, the key often holds the length before stretching
+        stretched = int(scaling.original_max_seq_len * scaling.factor)
+        fields["max_seq_len"] = max(fields["max_seq_len"], values.check_size("original times factor", stretched))
     holder = rope if "partial_rotary_factor" in rope else values
     if holder.get("partial_rotary_factor") is not None and "rotary_dim" not in fields:
         share = holder.number("partial_rotary_factor")

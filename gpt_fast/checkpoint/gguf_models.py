@@ -168,7 +168,8 @@ def _raw(facts: _Facts, header: Header, divisors: State) -> dict[str, Any]:
         if facts.get(key) is not None or name in ("num_kv_heads", "head_dim"):
             raw[_hub_key(family, name)] = facts.number(key)
     raw[_hub_key(family, "norm_eps")] = facts.need(next((k for k in _NORM_EPS if facts.get(k)), _NORM_EPS[0]))
-    raw |= {"rope_theta": facts.number("rope.freq_base"), "sliding_window": facts.number("attention.sliding_window")}
+    window = facts.number("attention.sliding_window") or None  # llama.cpp writes 0 for none
+    raw |= {"rope_theta": facts.number("rope.freq_base"), "sliding_window": window}
     raw |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     raw |= {**_query_scale(facts), **row.raw}
     known = {*family.defaults, "architectures", "model_type"}

@@ -136,16 +136,28 @@ class ForeignCheckpoint:
         self.format_for(quantize)
         try:
             with _bars(progress and sys.stderr.isatty()):
-                model = AutoModelForCausalLM.from_pretrained(
-                    self.directory, config=self._config, dtype=dtype, local_files_only=True, trust_remote_code=False
-                )
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    self.directory, config=self._config, dtype=dtype, local_files_only=True, trust_remote_code=False,
+                    output_loading_info=True,
+                )  # fmt: skip
         except (OSError, ValueError, RuntimeError) as why:
             raise CheckpointError(f"{self.path}: transformers cannot load it: {why}") from None
+        self._check_complete(found)
         _add(model, self.adapters)
         model = model.to(device)
         if quantize is not None:
             round_linears(model)
         return Loaded(model, self.config)
+
+    def _check_complete(self, found: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for weights that the files do not have: transformers makes random ones."""
+        lacking = sorted(str(name) for name in found.get("missing_keys", ()))
+        lacking += sorted(str(each[0]) for each in found.get("mismatched_keys", ()))
+        if lacking:
+            names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
+            is_other = not any("CausalLM" in name or "LMHead" in name for name in self.raw.get("architectures") or ())
+            kind = " It does not look like a model that generates text." if is_other else ""
+            raise CheckpointError(f"{self.path}: {names} is missing or has another shape.{kind}")
 
 
 @torch.no_grad()

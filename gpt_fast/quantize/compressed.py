@@ -47,6 +47,7 @@ from gpt_fast.quantize.tinygemm import MIDDLE, regrid
 
 METHOD = "compressed-tensors"
 _MXFP4 = "mxfp4-pack-quantized"
+_STATUS = ("compressed", "frozen")  # the latter in older files
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", _MXFP4, "naive-quantized", "mixed-precision")
 _PACKED, _SHAPE, _SCALE = "weight_packed", "weight_shape", "weight_scale"
 _ZERO, _GROUPS = "weight_zero_point", "weight_g_idx"
@@ -107,8 +108,8 @@ def _check_header(raw: Mapping[str, Any], where: str) -> tuple[int, int] | None:
     where, block = f"{where}: quantization_config", None
     if (form := raw.get("format")) not in _FORMATS:
         raise CheckpointError(f"{where}.format {form!r} is not supported, only {', '.join(_FORMATS)}")
-    if (status := raw.get("quantization_status", "compressed")) != "compressed":
-        raise CheckpointError(f"{where}.quantization_status {status!r} is not supported, only 'compressed'")
+    if (status := raw.get("quantization_status", "compressed")) not in _STATUS:
+        raise CheckpointError(f"{where}.quantization_status {status!r} is not supported, only {', '.join(_STATUS)}")
     for name in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         value = raw.get(name)
         if value and not (isinstance(value, dict) and value.get("format") == "dense"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpt_fast.errors import RequestError
@@ -19,13 +20,25 @@ from gpt_fast.tokenizer.gguf_vocabulary import tokenizer_config
 from gpt_fast.tokenizer.settings import read_json_object, token_text
 
 
+class Generation(Extension):
+    """The tag ``generation`` of transformers: for training, templates mark with it what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+    def parse(self, parser: Any) -> Any:
+        """What stands between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+EXTENSIONS = ("jinja2.ext.loopcontrols", Generation)
+
+
 class ChatTemplate:
     """A compiled template. ``special`` holds the token strings that templates refer to (``bos_token`` ...)."""
 
     def __init__(self, source: str, special: Mapping[str, str], where: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS)
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
         self.source, self._special = source, dict(special)
@@ -46,11 +59,17 @@ class ChatTemplate:
 
 
 def load_template(checkpoint: str | Path) -> ChatTemplate | None:
-    """The template in chat_template.jinja or tokenizer_config.json of a directory, or in a GGUF file; None where there
-    is none. Of several named ones, ``default``. Raises ValueError for a file that cannot be read."""
+    """The template in chat_template.jinja, tokenizer_config.json or chat_template.json of a directory, or in a GGUF
+    file; None where there is none. Of several named ones, ``default``. Raises ValueError for a file that cannot be read
+    and a template that does not parse."""
     where, alone = Path(checkpoint, "tokenizer_config.json"), Path(checkpoint, "chat_template.jinja")
-    config = tokenizer_config(Path(checkpoint)) if is_gguf(Path(checkpoint)) else read_json_object(where)
+    if is_gguf(Path(checkpoint)):
+        config = tokenizer_config(Path(checkpoint))
+    else:
+        config = {**read_json_object(Path(checkpoint, "special_tokens_map.json")), **read_json_object(where)}
     source = config.get("chat_template")
+    if source is None:
+        source = read_json_object(Path(checkpoint, "chat_template.json")).get("chat_template")
     if isinstance(source, list):
         source = next((t.get("template") for t in source if t.get("name") == "default"), None)
     if alone.is_file():
@@ -61,9 +80,15 @@ def load_template(checkpoint: str | Path) -> ChatTemplate | None:
     return ChatTemplate(source, {k: v for k, v in special.items() if v is not None}, str(where))
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    # Jinja's own filter escapes HTML characters, which no model was trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers does it. Jinja's own filter escapes HTML characters, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:
