@@ -103,7 +103,8 @@ class SamplingParams:
     this number of tokens.
     ``presence_penalty`` and ``frequency_penalty`` (OpenAI): subtracted from the logit of every token generated so far,
     once, or once for each time. ``repetition_penalty`` (Keskar et al. 2019, arXiv 1909.05858): divides positive and
-    multiplies negative logits of tokens in prompt and completion. ``logit_bias``: token id to a number added.
+    multiplies negative logits of tokens in prompt and completion; None: the checkpoint's own default, or 1, which does
+    nothing. ``logit_bias``: token id to a number added.
     ``allowed_token_ids``: no other token comes; those that end the completion count as others. ``bad_words``: strings
     that do not come as a whole, spelled as the tokenizer spells them, alone or behind a space; a word inside a longer
     token is not found.
@@ -130,7 +131,7 @@ class SamplingParams:
     min_tokens: Annotated[int, Whole(0, 2**31, or_float=True)] = 0
     presence_penalty: Annotated[float, Real(-2, 2)] = 0.0
     frequency_penalty: Annotated[float, Real(-2, 2)] = 0.0
-    repetition_penalty: Annotated[float, Real(0, 100, above=True)] = 1.0
+    repetition_penalty: Annotated[float | None, Real(0.001, 100)] = None
     logit_bias: Annotated[Mapping[int, float], _token_biases] = field(default_factory=dict)
     bad_words: Annotated[tuple[str, ...], _BAD_WORDS] = ()
     allowed_token_ids: Annotated[tuple[int, ...] | None, _ALLOWED] = None
@@ -159,7 +160,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty not in (None, 1.0)
 
     @property
     def pattern(self) -> str | None:
@@ -190,6 +191,7 @@ class SamplingParams:
             top_k=max(0, _first(self.top_k, d.top_k, 0)),
             top_p=_first(self.top_p, d.top_p, 1.0),
             min_p=_first(self.min_p, d.min_p, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, d.repetition_penalty, 1.0),
         )
 
 

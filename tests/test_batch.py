@@ -592,7 +592,7 @@ def test_a_failed_row_is_told_and_the_others_go_on(model: Path, monkeypatch: pyt
     raws = [json.dumps({"prompt": text, "max_new_tokens": 2}).encode() for text in ("good", "bad")]
     with LLM(model, dtype="float32") as llm:
         prepare = llm.prepare
-        monkeypatch.setattr(llm, "prepare", lambda p, s: prepare(p, s) if p == "good" else [][1])
+        monkeypatch.setattr(llm, "prepare", lambda p, s, **how: prepare(p, s, **how) if p == "good" else [][1])
         jobs = [answering.Job(f"{i:032x}", raw) for i, raw in enumerate(raws)]
         found = dict(answering.Answerer(llm, ("x",)).answers(iter(jobs)))
     good, bad = (found[job.digest] for job in jobs)

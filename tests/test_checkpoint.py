@@ -86,6 +86,8 @@ DAMAGED: dict[str, tuple[Any, bytes, str]] = {
     "backwards": ({"w": entry(8, 0)}, b"x" * 8, "cut short or damaged"),
     "shape and bytes differ": ({"w": entry(0, 12)}, b"x" * 12, "has 12 bytes"),
     "huge shape": ({"w": entry(0, 8, shape=(2**62, 2**62))}, b"x" * 8, "has 8 bytes"),
+    "huge, of no bytes": ({"w": entry(0, 0, shape=(0, 2**70))}, b"", "'w' has the shape"),
+    "product too large": ({"w": entry(0, 0, shape=(2**40, 0, 2**40))}, b"", "'w' has the shape"),
     "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, b"x" * 12, "'b' overlaps"),
     "hole": ({"a": entry(0, 8), "b": entry(12, 20)}, b"x" * 20, "belong to none"),
     "rest": ({"a": entry(0, 8)}, b"x" * 9, "1 bytes after the last tensor"),
@@ -99,6 +101,15 @@ def test_damaged_safetensors_are_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words) as caught:
         read_safetensors(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("filler", range(4))
+def test_a_tensor_without_values_may_lie_anywhere(filler: int, tmp_path: Path) -> None:
+    text = json.dumps({"w": entry(0, 0, shape=(0, 4))}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text) + filler) + text + b" " * filler)
+    found = read_safetensors(path)["w"]
+    assert (found.shape, found.dtype, found.rows(0, 0).numel()) == ((0, 4), torch.float32, 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567", struct.pack("<Q", 1 << 60) + b"{}", struct.pack("<Q", 3) + b"{}"])

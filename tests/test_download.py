@@ -275,6 +275,44 @@ def test_no_network(hub: Hub) -> None:
             download("some/model", endpoint=url)
 
 
+@pytest.mark.parametrize("fault", ["silence", "an error of its own"])
+def test_what_is_in_the_cache_is_taken_where_the_hub_does_not_answer(
+    fault: str, hub: Hub, checkpoint: dict[str, bytes], gguf_files: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.repos |= {"some/model": checkpoint, "some/gguf": gguf_files, "part/model": checkpoint}
+    whole = download("some/model", endpoint=hub.url)
+    model = download("some/gguf", "tiny-Q8_0.gguf", endpoint=hub.url)
+    part = download("part/model", endpoint=hub.url)
+    (part / "model.safetensors").unlink()
+    url = hub.url
+    hub.broken |= {*hub.repos}
+    if fault == "silence":
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    assert "its cache" not in caplog.text
+    assert download("some/model", endpoint=url) == whole
+    assert "what its cache holds is taken" in caplog.text
+    assert download("some/gguf", "tiny-Q8_0.gguf", endpoint=url) == model
+    hub.broken.add("never/seen")
+    for missing in (("part/model",), ("some/gguf", "big/Q8-00001-of-00002.gguf"), ("never/seen",)):
+        with pytest.raises(DownloadError, match=r"cannot be reached|answered 503"):
+            download(*missing, endpoint=url)
+
+
+def test_an_index_says_whether_the_cache_is_whole(hub: Hub, checkpoint: dict[str, bytes]) -> None:
+    shards = {f"model-{i}-of-2.safetensors": b"%d" % i for i in (1, 2)}
+    index = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()
+    files = {"config.json": checkpoint["config.json"], "model.safetensors.index.json": index, **shards}
+    hub.repos["two/shards"] = files
+    folder = download("two/shards", endpoint=hub.url)
+    hub.broken.add("two/shards")
+    assert download("two/shards", endpoint=hub.url) == folder
+    (folder / "model-2-of-2.safetensors").unlink()
+    with pytest.raises(DownloadError, match="503"):
+        download("two/shards", endpoint=hub.url)
+
+
 def test_an_old_directory_is_not_taken_for_the_download(
     hub: Hub, checkpoint: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,5 +342,11 @@ def test_choice_of_files() -> None:
     both = ["config.json", "model-1.safetensors", "model.safetensors.index.json", "pytorch_model-1.bin"]
     both += ["pytorch_model.bin.index.json"]
     assert choose(both, "r") == ["config.json", "model-1.safetensors", "model.safetensors.index.json"]
+    two = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    mistral = ["config.json", "consolidated.safetensors", "model.safetensors.index.json", *two]
+    assert choose(mistral, "r") == sorted({*mistral} - {"consolidated.safetensors"})
+    beside = ["adapter_model.safetensors", "config.json", "pytorch_model.bin"]
+    assert choose(beside, "r") == ["config.json", "pytorch_model.bin"]
+    assert choose(["config.json", "consolidated.safetensors"], "r") == ["config.json", "consolidated.safetensors"]
     old = [name for name in both if "safetensors" not in name] + ["training_args.bin", "tokenizer.model"]
     assert choose(old, "r") == ["config.json", "pytorch_model-1.bin", "pytorch_model.bin.index.json", "tokenizer.model"]

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from gpt_fast import LLM
+from gpt_fast import LLM, SamplingParams
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.families import (
     GenerationDefaults,
@@ -459,6 +459,7 @@ def test_sampling_defaults(tmp_path: Path) -> None:
 
     def sampling(generation: dict[str, Any] | None, **config: Any) -> tuple[Any, ...]:
         p = read_defaults(write_generation(tmp_path, config, generation)).sampling
+        assert p.repetition_penalty == (generation or {}).get("repetition_penalty")
         return p.temperature, p.top_k, p.top_p, p.min_p
 
     off = (None, None, None, None)
@@ -467,6 +468,12 @@ def test_sampling_defaults(tmp_path: Path) -> None:
     assert sampling({"do_sample": True}) == (1.0, None, None, None)
     assert sampling({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}) == (0.6, 20, 0.9, None)
     assert sampling({"do_sample": True, "min_p": 0.05, "top_k": None}) == (1.0, None, None, 0.05)
+    assert sampling({"do_sample": True, "repetition_penalty": 1.05}) == (1.0, None, None, None)
+    theirs = SamplingParams(repetition_penalty=1.05)
+    assert SamplingParams().resolved(theirs).repetition_penalty == 1.05
+    assert SamplingParams(repetition_penalty=1.0).resolved(theirs).repetition_penalty == 1.0
+    assert not SamplingParams(repetition_penalty=1.0).resolved(theirs).penalised
+    assert SamplingParams().resolved().repetition_penalty == 1.0
     (tmp_path / "generation_config.json").unlink()
     assert sampling(None, do_sample=True, temperature=0.7) == (0.7, None, None, None)  # as before transformers 4.26
     with pytest.raises(CheckpointError, match=r"generation_config.json: top_p"):

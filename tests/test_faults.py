@@ -53,7 +53,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 100.0),
+    "repetition_penalty": (0.001, 100.0),
     "timeout_s": (0.0, 86400.0),
 }
 

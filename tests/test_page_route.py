@@ -122,7 +122,7 @@ def test_ranges_and_defaults_are_those_of_the_server(read: Reader) -> None:
             assert field.get("above", False) == getattr(kind, "above", False), name
         else:
             assert "least" not in field, name
-        if name in ("min_tokens", "n", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        if name in ("min_tokens", "n", "presence_penalty", "frequency_penalty"):
             assert float(field["default"]) == getattr(defaults, name), name
     assert fields(read)["logprobs"]["most"] == fields(read)["prompt_logprobs"]["most"] == MAX_LOGPROBS
 

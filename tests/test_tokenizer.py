@@ -24,8 +24,8 @@ from gpt_fast.errors import TokenizerError
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, gpt2_spec
 from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
-from gpt_fast.tokenizer.settings import Settings
-from gpt_fast.tokenizer.tiktoken_ranks import TiktokenTokenizer
+from gpt_fast.tokenizer.settings import AddedToken, AddedTokenSplitter, Settings
+from gpt_fast.tokenizer.tiktoken_ranks import TiktokenTokenizer, _cut_runs
 
 Load = Callable[[str], Tokenizer]
 
@@ -721,6 +721,19 @@ def test_unknown_splitting_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_text_may_begin_behind_a_space(tmp_path: Path, vocabularies: Path) -> None:
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy2(vocabularies / "gpt2-vocab-merges" / name, tmp_path)
+    plain = load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    spaced = load_tokenizer(tmp_path)
+    transformers = pytest.importorskip("transformers")
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path, tokenizer_class="GPT2Tokenizer")
+    for text in ("Hello world", " Hello", "", "\nHello"):
+        assert spaced.encode(text) == library.encode(text, add_special_tokens=False)
+    assert spaced.encode("Hello world") == plain.encode(" Hello world") != plain.encode("Hello world")
+
+
 def test_truncation_in_a_file_does_not_cut_prompts(tmp_path: Path, vocabularies: Path) -> None:
     spec = json.loads((vocabularies / "chat-json" / "tokenizer.json").read_text())
     spec["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
@@ -781,6 +794,27 @@ def test_very_long_runs(load: Load, name: str, run: str, times: int) -> None:
         ({"normalizer": None, "pre_tokenizer": None}, False),
     ],
 )
+def test_runs_are_cut_where_the_engine_of_llama_3_cuts_them() -> None:
+    assert [*_cut_runs("")] == []
+    n = 25_000
+    for text, lengths in [
+        ("a" * n, [n]),
+        ("a" * (n - 1) + " " + "b" * n + "c", [2 * n, 1]),
+        (" " * (2 * n + 3) + "é", [n, n, 4]),
+        (("a" * (n - 1) + " ") * 40, [40 * n]),
+    ]:
+        assert [len(part) for part in _cut_runs(text)] == lengths
+        assert "".join(_cut_runs(text)) == text
+
+
+def test_white_space_before_a_token_that_swallows_it() -> None:
+    mask, other = AddedToken(5, "<mask>", False, lstrip=True), AddedToken(6, "\n\n", False)
+    split = AddedTokenSplitter([mask, other]).split
+    assert [*split("a \t<mask> b<mask>")] == ["a", 5, " b", 5, ""]
+    assert [*split("a\n\n<mask>")] == ["a", 6, "", 5, ""]
+    assert [*split(" " * 200_000)] == [" " * 200_000]
+
+
 def test_dummy_prefix_behind_added_tokens_is_the_json_files(
     tmp_path: Path, vocabularies: Path, step: dict[str, Any], every: bool
 ) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import re
 from pathlib import Path
 
-from huggingface_hub import HfApi, errors, snapshot_download
+from huggingface_hub import HfApi, constants, errors, scan_cache_dir, snapshot_download
 
-from gpt_fast.checkpoint.files import COMPANIONS, RIGHTS, is_one
+from gpt_fast.checkpoint.files import ADAPTER_WEIGHTS, COMPANIONS, RIGHTS, is_one
 from gpt_fast.errors import DownloadError, some
 from gpt_fast.gguf import all_parts, first_part
+
+log = logging.getLogger(__name__)
 
 # A name of the Hub, and behind it a GGUF file of that repository.
 _NAMED = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(/(?P<file>.+\.gguf))?")
@@ -29,8 +33,8 @@ def download(
     parts, and return that file, the first of several.
 
     ``revision``: branch, tag or commit; None: the main branch. ``out_dir``: None means the Hub's cache, where a second
-    download finds everything. ``token``: None means $HF_TOKEN or a stored login. ``endpoint``: None means $HF_ENDPOINT
-    or the public Hub. An interrupted download goes on where it stopped.
+    download finds everything, also while the Hub cannot be reached. ``token``: None means $HF_TOKEN or a stored login.
+    ``endpoint``: None means $HF_ENDPOINT or the public Hub. An interrupted download goes on where it stopped.
 
     Raises DownloadError when the repository is gated, absent or holds no checkpoint or no such file, when the Hub
     cannot be reached, and when the disk is full.
@@ -44,6 +48,9 @@ def download(
             repo, revision=info.sha, local_dir=out_dir, token=token, endpoint=endpoint, allow_patterns=files
         )
     except Exception as e:  # the library's, the system's, and its transport's, which has changed its name before
+        if out_dir is None and _is_unreachable(e) and (kept := _in_cache(repo, file, revision)):
+            log.warning("%s: the Hub cannot be reached (%s); what its cache holds is taken", repo, _first_line(e))
+            return kept
         if words := _explain(e, repo, revision, out_dir):
             raise DownloadError(words) from e
         raise
@@ -83,7 +90,7 @@ def _here(named: str) -> Path | None:
 def choose(names: list[str], repo: str) -> list[str]:
     """The files of a repository that make a checkpoint. Raises DownloadError when there is none."""
     top = [name for name in names if "/" not in name]  # subfolders hold other formats of the same weights
-    safe = [name for name in top if name.endswith(".safetensors")]
+    safe = _of_the_library([name for name in top if name.endswith(".safetensors")])
     weights = safe or [name for name in top if name.startswith("pytorch_model") and name.endswith(".bin")]
     index = ".safetensors.index.json" if safe else ".bin.index.json"
     texts = [name for name in top if name.endswith(".json") or is_one(name, COMPANIONS)]
@@ -93,6 +100,14 @@ def choose(names: list[str], repo: str) -> list[str]:
         todo = f"; of its GGUF files name one, such as {some(models)}" if models else ""
         raise DownloadError(f"{repo} is not a checkpoint that can be loaded: it has {what}{todo}")
     return sorted([name for name in texts if name.endswith(index) or not name.endswith(".index.json")] + weights)
+
+
+def _of_the_library(safe: list[str]) -> list[str]:
+    """Of the safetensors files of a repository those that transformers wrote, if there are any: beside them may lie the
+    same weights under the names of their makers, such as consolidated.safetensors, or an adapter."""
+    whole = [name for name in safe if name == "model.safetensors"]
+    shards = [name for name in safe if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]
+    return whole or shards or [name for name in safe if name not in ADAPTER_WEIGHTS]
 
 
 def choose_gguf(names: list[str], repo: str, file: str) -> list[str]:
@@ -136,8 +151,7 @@ def _explain(error: Exception, repo: str, revision: str | None, out_dir: str | P
         if status == 401:
             return f"{repo}: the Hub refuses the access token (401); check HF_TOKEN, or unset it for public models"
         return f"{repo}: the Hub answered {status}; try again later. {_first_line(error)}"
-    transport = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
-    if transport or isinstance(error, (errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)):
+    if _is_unreachable(error):
         return (
             f"{repo}: the Hub cannot be reached ({_first_line(error)}); check the network, its proxy settings and "
             "HF_ENDPOINT, or copy the files by hand and give their directory"
@@ -148,6 +162,41 @@ def _explain(error: Exception, repo: str, revision: str | None, out_dir: str | P
             return f"{repo}: no space left for it in {where}; free some or choose another place, then run this again"
         return f"{repo} cannot be written to {where}: {error}"
     return None
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Whether the Hub did not answer, or has a fault itself."""
+    if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
+        return bool(error.response.status_code >= 500)
+    transport = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    silent = (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)
+    return transport or isinstance(error, silent)
+
+
+def _in_cache(repo: str, file: str | None, revision: str | None) -> Path | None:
+    """What :func:`download` returns, if all of it is in the Hub's cache."""
+    try:
+        if revision is None:
+            folder = _newest(repo)
+        else:
+            folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        files = choose(names, repo) if file is None else choose_gguf(names, repo, file)
+        for index in (name for name in files if name.endswith(".index.json")):
+            if not set(json.loads((folder / index).read_text())["weight_map"].values()) <= set(names):
+                return None
+    except (errors.CacheNotFound, errors.LocalEntryNotFoundError, DownloadError, ValueError, KeyError):
+        return None
+    return folder if file is None else folder / files[0]
+
+
+def _newest(repo: str) -> Path:
+    """The folder in the Hub's cache of what was fetched last of ``repo``: by its commit, so that no branch is known
+    there. Raises ValueError where there is none."""
+    repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    known = [found for found in repos if (found.repo_type, found.repo_id) == ("model", repo)]
+    revisions = [revision for found in known for revision in found.revisions]
+    return max(revisions, key=lambda revision: revision.last_modified).snapshot_path
 
 
 def _first_line(error: Exception) -> str:

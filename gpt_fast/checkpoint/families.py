@@ -391,7 +391,8 @@ def _token_ids(key: str, value: object, where: str) -> tuple[int, ...]:
 def _sampling(raw: Mapping[str, Any], where: str) -> SamplingParams:
     if not raw.get("do_sample"):
         return SamplingParams()
-    given = {k: raw[k] for k in ("temperature", "top_k", "top_p", "min_p") if raw.get(k) is not None}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: raw[name] for name in names if raw.get(name) is not None}
     try:
         return SamplingParams(**({"temperature": 1.0} | given))
     except RequestError as e:

@@ -54,6 +54,8 @@ class StoredTensor:
     @classmethod
     def of_bytes(cls, raw: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
         """A tensor whose bytes are ``raw``, uint8 with one dimension, in a mapped file."""
+        if not raw.numel():
+            return cls(torch.empty(shape, dtype=dtype))
         if raw.data_ptr() % dtype.itemsize == 0:
             return cls(raw.view(dtype).view(shape), mapped=True)
         # A header of odd length leaves every tensor behind it misaligned. Rows of bytes are copied when they are read.

@@ -166,6 +166,8 @@ def _entry(path: Path, name: str, entry: object, data: Tensor) -> tuple[int, int
         )
     if math.prod(shape) * dtype.itemsize != end - begin:
         raise CheckpointError(f"{path}: tensor {name!r} of shape {shape} and dtype {code} has {end - begin} bytes")
+    if math.prod(n or 1 for n in shape) >= 2**60:  # of no bytes, and yet too large for torch
+        raise CheckpointError(f"{path}: tensor {name!r} has the shape {shape}")
     return begin, end, StoredTensor.of_bytes(data[begin:end], dtype, tuple(shape))
 
 

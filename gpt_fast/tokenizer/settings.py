@@ -39,6 +39,7 @@ class Settings:
     bos_token: str | None = None
     eos_token: str | None = None
     add_bos_token: bool | None = None
+    add_prefix_space: bool = False  # of byte-level vocabularies: a text is taken to begin behind a space
     legacy: bool | None = None
     tokenizer_class: str | None = None
 
@@ -72,6 +73,7 @@ def settings_of(
         bos_token=token_text(names.get("bos_token")),
         eos_token=token_text(names.get("eos_token")),
         add_bos_token=config.get("add_bos_token"),
+        add_prefix_space=bool(config.get("add_prefix_space")),
         legacy=config.get("legacy"),
         tokenizer_class=config.get("tokenizer_class"),
     )
@@ -141,9 +143,10 @@ class AddedTokenSplitter:
         """The text's parts in order: an id for each added token, a string, perhaps empty, for what is between."""
         start = 0
         for match in self._pattern.finditer(text) if self._pattern else ():
-            yield text[start : match.start()]
             assert match.lastindex is not None  # every alternative is one group
-            yield self._tokens[match.lastindex - 1].id
+            token, before = self._tokens[match.lastindex - 1], text[start : match.start()]
+            yield before.rstrip() if token.lstrip else before
+            yield token.id
             start = match.end()
         yield text[start:]
 
@@ -152,4 +155,5 @@ def _pattern(token: AddedToken) -> str:
     content = re.escape(token.content)
     if token.single_word:
         content = rf"(?<!\w){content}(?!\w)"
-    return (r"\s*" if token.lstrip else "") + f"({content})" + (r"\s*" if token.rstrip else "")
+    # White space before it is left to split(): looked for from here it would be read again at every place.
+    return f"({content})" + (r"\s*" if token.rstrip else "")

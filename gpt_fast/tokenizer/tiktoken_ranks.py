@@ -8,7 +8,7 @@ import base64
 import itertools
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ QWEN_PATTERN = _PATTERN.replace("DIGITS", "")
 
 # The regular expression engine gives up on very long runs, so these are cut, at the length that Llama 3's code uses.
 _MAX_RUN_CHARS = 25_000
-_UP_TO_A_LONG_RUN = re.compile(rf".*?(?:\s{{{_MAX_RUN_CHARS}}}|\S{{{_MAX_RUN_CHARS}}})|.+", re.DOTALL)
+_RUN = re.compile(r"\s+|\S+")
 
 # llama-models, models/llama3/tokenizer.py. Llama 3 and 3.1 share the file and these slots; 3.1 gave names to some that
 # 3 had reserved, which renumbered the reserved ones after them.
@@ -67,6 +67,17 @@ VOCABULARIES = {
 }
 
 
+def _cut_runs(text: str) -> Iterator[str]:
+    """``text`` in pieces, in none of which a run of white space, or of anything else, is longer than _MAX_RUN_CHARS."""
+    begin = 0
+    for run in _RUN.finditer(text):
+        for end in range(run.start() + _MAX_RUN_CHARS, run.end() + 1, _MAX_RUN_CHARS):
+            yield text[begin:end]
+            begin = end
+    if begin < len(text):
+        yield text[begin:]
+
+
 class TiktokenTokenizer(Tokenizer):
     """A rank file with the split and the special tokens of its row in ``VOCABULARIES``. ``added_tokens_decoder`` of a
     tokenizer_config.json beside the file renames special tokens and adds to them."""
@@ -101,7 +112,7 @@ class TiktokenTokenizer(Tokenizer):
     def _encode(self, text: str, allow_special: bool) -> list[int]:
         allowed = self._encoding.special_tokens_set if allow_special else set()
         text = self._normalize(text)
-        parts = [text] if len(text) <= _MAX_RUN_CHARS else _UP_TO_A_LONG_RUN.findall(text)
+        parts = [text] if len(text) <= _MAX_RUN_CHARS else _cut_runs(text)
         encoded = (self._encoding.encode(part, allowed_special=allowed, disallowed_special=()) for part in parts)
         return list(itertools.chain.from_iterable(encoded))
 

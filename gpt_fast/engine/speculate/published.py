@@ -230,9 +230,9 @@ def generate(target: Forward, draft: Forward, rule: Rule, request: Request, coun
 
 
 def refuse(params: SamplingParams) -> None:
-    """Raise RequestError for the first field that these rules do not serve."""
+    """Raise RequestError for the first field of ``params`` that these rules do not serve."""
+    params, usual = params.resolved(), SamplingParams().resolved()
     for field in dataclasses.fields(params):
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        if field.name not in _SUPPORTED and getattr(params, field.name) != default:
+        if field.name not in _SUPPORTED and getattr(params, field.name) != getattr(usual, field.name):
             message = f"{field.name} is not served by the published rules; leave it out, or take the method coupled"
             raise RequestError(message, field.name)
