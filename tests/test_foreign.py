@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpt_fast import LLM, SamplingParams, cli
 from gpt_fast.batch.setup import set_up
@@ -259,37 +259,50 @@ def test_what_transformers_does_not_know_either(tmp_path: Path, saved: Any, monk
         open_checkpoint(folder)
 
 
-def without(folder: Path, target: Path, *parts: str) -> Path:
-    """A copy of the checkpoint without the tensors whose names hold one of ``parts``."""
-    shutil.copytree(folder, target)
-    tensors = load_file(target / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in parts)}
-    assert len(kept) < len(tensors)
-    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
-def test_what_the_files_lack_is_not_made_up(tmp_path: Path, saved: Any) -> None:
-    """transformers would fill it with random numbers, and say so in a table on the terminal."""
-    folder = without(saved("helium")[0], tmp_path / "part", "layers.1.mlp.down_proj")
-    with pytest.raises(CheckpointError, match=r"part: model\.layers\.1\.mlp\.down_proj\.weight is missing") as caught:
-        LLM(folder, **OPTIONS)
-    assert "generates text" not in str(caught.value)
-    torch.manual_seed(0)
-    sizes = SIZES | {"num_labels": 1, "pad_token_id": 0}
-    judge = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **sizes))
-    judge.save_pretrained(tmp_path / "judge")
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing .* a model that generates text"):
-        LLM(tmp_path / "judge", **OPTIONS)
+def test_weights_that_are_missing_are_named_and_not_random(tmp_path: Path, saved: Any) -> None:
+    folder, _ = saved("helium")
+    shutil.copy(folder / "config.json", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("lm_head.weight", "model.layers.1.mlp.down_proj.weight"):
+        del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lack lm_head\.weight, model\.layers\.1\.mlp\.down_proj\.weight"):
+        ForeignCheckpoint(tmp_path).build(torch.float32)
+    raw = json.loads((folder / "config.json").read_text()) | {"vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    with pytest.raises(CheckpointError, match=r"gives lm_head\.weight, model\.embed_tokens\.weight another shape"):
+        ForeignCheckpoint(tmp_path).build(torch.float32)
 
 
 def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    sizes = SIZES | FAMILIES["helium"] | {"tie_word_embeddings": True}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("helium", **sizes)).save_pretrained(tmp_path)
+    config = AutoConfig.for_model("helium", **SIZES, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    with LLM(tmp_path, **OPTIONS) as llm:
-        assert llm.generate([5, 6], GREEDY).token_ids
+    model = ForeignCheckpoint(tmp_path).build(torch.float32).module
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("HeliumForSequenceClassification", False),
+        ("LlamaForTokenClassification", False),
+        ("HeliumModel", False),
+        ("HeliumForCausalLM", True),
+        ("OpenAIGPTLMHeadModel", True),
+    ],
+)
+def test_architectures_without_a_head_for_text_are_refused(name: str, text: bool, tmp_path: Path, saved: Any) -> None:
+    folder, _ = saved("helium")
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text()) | {"architectures": [name], "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    if text:
+        assert open_checkpoint(tmp_path).config.family == "helium"
+    else:
+        with pytest.raises(CheckpointError, match=f"a {name} generates no text"):
+            open_checkpoint(tmp_path)
 
 
 def test_code_in_a_checkpoint_never_runs(tmp_path: Path, saved: Any) -> None:

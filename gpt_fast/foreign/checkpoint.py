@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.checkpoint.weight_files import open_weights, weight_files
 from gpt_fast.config import EngineConfig, ModelConfig
-from gpt_fast.errors import CheckpointError, ConfigError, UnknownFamilyError
+from gpt_fast.errors import CheckpointError, ConfigError, UnknownFamilyError, some
 from gpt_fast.foreign.linear import round_linears
 from gpt_fast.foreign.model import Loaded
 from gpt_fast.quantize.formats import Format, RoundedFormat
@@ -29,6 +30,8 @@ from gpt_fast.quantize.scheme import quant_config
 from gpt_fast.tokenizer import Tokenizer, load_tokenizer
 
 _USUAL_LENGTH = 2048  # tokens, of a model whose configuration says nothing
+# Architectures without a head for text. With tied embeddings they would load as a causal model without a complaint.
+_NO_TEXT = re.compile(r".*(For\w*(Classification|QuestionAnswering)|(?<!LMHead)(?<!DoubleHeads)Model)")
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint | ForeignCheckpoint:
@@ -136,28 +139,27 @@ class ForeignCheckpoint:
         self.format_for(quantize)
         try:
             with _bars(progress and sys.stderr.isatty()):
-                model, found = AutoModelForCausalLM.from_pretrained(
-                    self.directory, config=self._config, dtype=dtype, local_files_only=True, trust_remote_code=False,
+                model, loading = AutoModelForCausalLM.from_pretrained(
+                    self.directory,
+                    config=self._config,
+                    dtype=dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
                     output_loading_info=True,
-                )  # fmt: skip
+                    ignore_mismatched_sizes=True,  # so that they are named below
+                )
         except (OSError, ValueError, RuntimeError) as why:
             raise CheckpointError(f"{self.path}: transformers cannot load it: {why}") from None
-        self._check_complete(found)
+        # transformers has filled these with random numbers. Of mismatched ones the shapes stand beside the name.
+        if missing := sorted(loading["missing_keys"]):
+            raise CheckpointError(f"{self.path}: its weights lack {some(missing)}")
+        if mismatched := sorted(name for name, *_ in loading["mismatched_keys"]):
+            raise CheckpointError(f"{self.path}: config.json gives {some(mismatched)} another shape than the weights")
         _add(model, self.adapters)
         model = model.to(device)
         if quantize is not None:
             round_linears(model)
         return Loaded(model, self.config)
-
-    def _check_complete(self, found: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for weights that the files do not have: transformers makes random ones."""
-        lacking = sorted(str(name) for name in found.get("missing_keys", ()))
-        lacking += sorted(str(each[0]) for each in found.get("mismatched_keys", ()))
-        if lacking:
-            names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
-            is_other = not any("CausalLM" in name or "LMHead" in name for name in self.raw.get("architectures") or ())
-            kind = " It does not look like a model that generates text." if is_other else ""
-            raise CheckpointError(f"{self.path}: {names} is missing or has another shape.{kind}")
 
 
 @torch.no_grad()
@@ -197,6 +199,9 @@ def _read_config(directory: Path) -> Any:
         raise _UnknownThereTooError(str(why).splitlines()[0]) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _UnknownThereTooError(f"it has no causal model of the type {config.model_type}")
+    names = [str(name) for name in config.architectures or ()]
+    if names and all(_NO_TEXT.fullmatch(name) for name in names):
+        raise _UnknownThereTooError(f"a {names[0]} generates no text")
     return config
 
 
