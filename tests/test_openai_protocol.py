@@ -7,11 +7,13 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, FinishReason, Origin, TokenLogprobs
@@ -21,7 +23,8 @@ from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_completions import CompletionRequest, parse_completion
 from gpt_fast.serve.protocol.request import as_written, error_body
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
-from gpt_fast.tokenizer.chat import ChatTemplate
+from gpt_fast.tokenizer.chat import ChatTemplate, load_template
+from gpt_fast.tokenizer.chat_formats import find_dialect
 from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
 from gpt_fast.tokenizer.hf_json import BYTE_OF_CHAR, HfJsonTokenizer
 from gpt_fast.tokenizer.settings import Settings
@@ -489,6 +492,56 @@ def test_an_answer_that_was_only_thinking_may_be_sent_back() -> None:
     thought = {"role": "assistant", "content": None, "reasoning_content": "hm", "refusal": None}
     messages = [{"role": "user", "content": "Hi"}, thought, {"role": "user", "content": "And?"}]
     assert parse_chat(chat(messages=messages), context()).prompts
+
+
+def test_a_template_s_tokens_are_those_of_both_files(tmp_path: Path) -> None:
+    config = {"chat_template": "{{ bos_token }}{{ eos_token }}{{ pad_token }}", "eos_token": "</b>", "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    special = {"bos_token": {"content": "<a>", "lstrip": False}, "eos_token": "</a>", "pad_token": "<p>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    found = load_template(tmp_path)
+    assert found is not None
+    assert found.render([]) == "<a></b><p>"
+
+
+def test_the_files_of_a_template_have_an_order(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "last"}))
+    for file, said, wanted in (
+        ("tokenizer_config.json", json.dumps({"bos_token": "<a>"}), "last"),
+        ("tokenizer_config.json", json.dumps({"chat_template": "second"}), "second"),
+        ("chat_template.jinja", "first", "first"),
+    ):
+        (tmp_path / file).write_text(said)
+        found = load_template(tmp_path)
+        assert found is not None
+        assert found.source == wanted
+
+
+@pytest.mark.parametrize(
+    "form", ["", "indent=2", "separators=(',', ':')", "sort_keys=true", "ensure_ascii=true", "false, 1"]
+)
+def test_json_of_a_template_is_as_in_transformers(form: str) -> None:
+    source, messages = "{{ messages | tojson(" + form + ") }}", [{"role": "user", "content": "<é>"}]
+    assert template(source).render(messages) == render_jinja_template([messages], chat_template=source)[0][0]
+
+
+def test_what_transformers_marks_for_training_is_text_of_the_template() -> None:
+    said = "{% generation %}\n{% set x = 1 %}<{{ m.content }}>\n  {% endgeneration %}{{ x }}"
+    source = "{% for m in messages %}\n  " + said + "{% endfor %}{{ tools }}<tool_call>"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    wanted = render_jinja_template([messages], chat_template=source, add_generation_prompt=True)[0][0]
+    assert template(source).render(messages, tools=None) == wanted
+    assert find_dialect(source).writes_tools
+
+
+@pytest.mark.parametrize("source", ["{% unheard %}", "{% if %}", "{% for a in b %}" * 30 + "{% endfor %}" * 30])
+def test_a_template_that_does_not_parse_keeps_chats_out_alone(source: str, caplog: pytest.LogCaptureFixture) -> None:
+    server = context(template=ChatTemplate(source, {}, "a/file"))
+    assert "the chat template in a/file does not parse: " in caplog.text
+    assert parse_completion(text(), server).prompts
+    error = refusal(parse_chat, chat(), server)
+    assert error.param == "messages"
+    assert error.message.startswith("this checkpoint takes no chats: its chat template does not parse")
 
 
 def test_a_template_s_refusal_is_the_client_s_error() -> None:

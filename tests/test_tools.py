@@ -8,25 +8,21 @@ import random
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt_fast.checkpoint.families import GenerationDefaults
 from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, FinishReason
-from gpt_fast.params import SamplingParams
 from gpt_fast.serve.protocol.answer_parts import AnswerReader, Part
 from gpt_fast.serve.protocol.openai_chat import ChatRequest, parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.request import error_body
-from gpt_fast.serve.routes import openai_context, parse
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
-from gpt_fast.tokenizer.chat import ChatTemplate, load_template
+from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_formats import find_dialect
 from gpt_fast.tokenizer.chat_prompt import SpecialNames
 
@@ -62,54 +58,6 @@ def tokenizer() -> Tokenizer:
 @cache
 def source(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-
-
-def test_a_template_may_mark_what_is_trained(tmp_path: Path) -> None:
-    """SmolLM3's and others do, by a tag of transformers."""
-    text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}{{ tools }}"
-    (tmp_path / "chat_template.jinja").write_text(text)
-    template = load_template(tmp_path)
-    assert template is not None
-    assert template.render([{"content": "a"}, {"content": "b"}], tools="t") == "a;b;t"
-    assert not find_dialect(text).writes_tools
-
-
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_a_template_knows_the_special_tokens_of_either_file(name: str, tmp_path: Path) -> None:
-    files = {"tokenizer_config.json": {"chat_template": "{{ bos_token }}{{ messages[0].content }}"}}
-    files.setdefault(name, {})["bos_token"] = {"content": "<s>"}
-    for file, value in files.items():
-        (tmp_path / file).write_text(json.dumps(value))
-    template = load_template(tmp_path)
-    assert template is not None
-    assert template.render([{"content": "a"}]) == "<s>a"
-
-
-def test_a_template_in_a_file_of_its_own_name_is_read_last(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "old"}))
-    assert load_template(tmp_path).source == "old"  # type: ignore[union-attr]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "usual"}))
-    assert load_template(tmp_path).source == "usual"  # type: ignore[union-attr]
-
-
-def test_json_in_a_template_is_written_as_it_asks() -> None:
-    asked = "{{ x | tojson(separators=(',', ':'), sort_keys=true) }} {{ x | tojson }}"
-    asked += " {{ 'é' | tojson(ensure_ascii=true) }}"
-    rendered = ChatTemplate(asked, {}, "the test").render([], x={"b": 1, "a": [1, 2]})
-    assert rendered == '{"a":[1,2],"b":1} {"b": 1, "a": [1, 2]} "\\u00e9"'
-
-
-def test_a_template_that_does_not_parse_costs_chats_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "chat_template.jinja").write_text("{% for %}")
-    llm: Any = SimpleNamespace(checkpoint=tmp_path, max_seq_len=9, tokenizer=tokenizer())
-    llm.defaults, llm.engine = GenerationDefaults((), None, SamplingParams()), SimpleNamespace(max_waiting=None)
-    served = openai_context(llm, ("tiny",))
-    assert "does not parse" in caplog.text
-    body = {"model": "tiny", "prompt": "a"}
-    assert parse("v1/completions", body, served).prompts
-    with pytest.raises(RequestError, match=r"no chats are served here: .*does not parse") as caught:
-        parse("v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}, served)
-    assert caught.value.status == 501
 
 
 def context(name: str | None, **changes: Any) -> OpenAIContext:

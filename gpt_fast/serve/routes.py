@@ -80,19 +80,13 @@ class Routes:
 def openai_context(llm: LLM, names: tuple[str, ...]) -> OpenAIContext:
     """What OpenAI's routes need to know about ``llm``, which requests may call ``names``."""
     checkpoint = getattr(llm, "checkpoint", None)
-    template, fault = None, None
-    try:
-        template = load_template(checkpoint) if checkpoint is not None else None
-    except ValueError as error:
-        fault = str(error)
     max_waiting = llm.engine.max_waiting
     temperature = llm.defaults.sampling.temperature
     return OpenAIContext(
         models=names,
         max_model_len=llm.max_seq_len,
         tokenizer=llm.tokenizer,
-        template=template,
-        template_fault=fault,
+        template=load_template(checkpoint) if checkpoint is not None else None,
         default_temperature=1.0 if temperature is None else temperature,
         # Half of the queue, so that one request never fills it for the others.
         max_sequences=OpenAIContext.max_sequences if max_waiting is None else max(1, max_waiting // 2),

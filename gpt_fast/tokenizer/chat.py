@@ -4,13 +4,15 @@ come from strangers: they run in Jinja's immutable sandbox, without access to Py
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import Extension
+from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpt_fast.errors import RequestError
@@ -19,37 +21,44 @@ from gpt_fast.params import MAX_SHOWN
 from gpt_fast.tokenizer.gguf_vocabulary import tokenizer_config
 from gpt_fast.tokenizer.settings import read_json_object, token_text
 
-
-class Generation(Extension):
-    """The tag ``generation`` of transformers: for training, templates mark with it what the assistant says."""
-
-    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
-
-    def parse(self, parser: Any) -> Any:
-        """What stands between the tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+log = logging.getLogger(__name__)
 
 
-EXTENSIONS = ("jinja2.ext.loopcontrols", Generation)
+class _Generation(Extension):
+    """transformers' ``{% generation %}``, which marks for training what an assistant said. Here it is what is in it."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+_EXTENSIONS = (LoopControlExtension, _Generation)
+# What they say of templates and their tokens counts in this order, the last most.
+_FILES = ("chat_template.json", "special_tokens_map.json", "tokenizer_config.json")
 
 
 class ChatTemplate:
-    """A compiled template. ``special`` holds the token strings that templates refer to (``bos_token`` ...)."""
+    """A compiled template. ``special`` holds the token strings that templates refer to (``bos_token`` ...). One that
+    does not parse is a warning in the log, for it keeps nobody from completions that are no chats."""
 
     def __init__(self, source: str, special: Mapping[str, str], where: str) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS)
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-        self.source, self._special = source, dict(special)
+        self.source, self._special, self._wrong = source, dict(special), ""
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template in {where} does not parse: {error}") from None
+        except Exception as error:  # Jinja turns it into Python, whose compiler has limits of its own
+            self._wrong = f"does not parse: {str(error)[:MAX_SHOWN]}"
+            log.warning("the chat template in %s %s; chats are refused", where, self._wrong)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any) -> str:
         """The prompt for ``messages`` (role and content each), special tokens written out; ``encode_chat`` turns it to
-        ids. Raises RequestError when the template refuses the messages (a role out of turn, say)."""
+        ids. Raises RequestError when the template refuses the messages (a role out of turn, say), or does not parse."""
+        if self._wrong:
+            raise RequestError(f"this checkpoint takes no chats: its chat template {self._wrong}", "messages")
         variables = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(**variables, **self._special, **extra)
@@ -58,18 +67,22 @@ class ChatTemplate:
             raise RequestError(message, "messages") from None
 
 
+def variables_of(source: str) -> set[str]:
+    """The variables that a template with this text asks for; none where it does not parse."""
+    try:
+        return meta.find_undeclared_variables(Environment(extensions=_EXTENSIONS).parse(source))
+    except Exception:  # as in ChatTemplate
+        return set()
+
+
 def load_template(checkpoint: str | Path) -> ChatTemplate | None:
     """The template in chat_template.jinja, tokenizer_config.json or chat_template.json of a directory, or in a GGUF
-    file; None where there is none. Of several named ones, ``default``. Raises ValueError for a file that cannot be read
-    and a template that does not parse."""
-    where, alone = Path(checkpoint, "tokenizer_config.json"), Path(checkpoint, "chat_template.jinja")
-    if is_gguf(Path(checkpoint)):
-        config = tokenizer_config(Path(checkpoint))
-    else:
-        config = {**read_json_object(Path(checkpoint, "special_tokens_map.json")), **read_json_object(where)}
+    file; None where there is none. Of several named ones, ``default``. Raises ValueError for a file that cannot be
+    read."""
+    where, alone = Path(checkpoint), Path(checkpoint, "chat_template.jinja")
+    said = [tokenizer_config(where)] if is_gguf(where) else [read_json_object(where / name) for name in _FILES]
+    config = {key: value for each in said for key, value in each.items() if value is not None}
     source = config.get("chat_template")
-    if source is None:
-        source = read_json_object(Path(checkpoint, "chat_template.json")).get("chat_template")
     if isinstance(source, list):
         source = next((t.get("template") for t in source if t.get("name") == "default"), None)
     if alone.is_file():
@@ -87,9 +100,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers does it. Jinja's own filter escapes HTML characters, which no model was trained on."""
+    """transformers' filter. Jinja's own escapes HTML characters, which no model was trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise TemplateError(message)

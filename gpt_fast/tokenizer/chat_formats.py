@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jinja2 import Environment, meta
-
 from gpt_fast.tokenizer.base import Tokenizer
-from gpt_fast.tokenizer.chat import EXTENSIONS
+from gpt_fast.tokenizer.chat import variables_of
 
 NAME = "NAME"  # in ``opening``: the place of the function's name
 
@@ -142,8 +140,7 @@ def find_dialect(source: str | None) -> Dialect:
     calls = next((row for row in CALL_FORMATS if _holds(source, row)), None)
     thinking = next((row for row in THINKING_FORMATS if all(mark in source for mark in row.marks)), None)
     # Old templates of Llama 3 never look at the tools, that of SmolLM3 looks for them elsewhere.
-    variables = meta.find_undeclared_variables(Environment(extensions=EXTENSIONS).parse(source))
-    if calls is None or "tools" not in variables:
+    if calls is None or "tools" not in variables_of(source):
         return Dialect(reads_calls="tool" in source, thinking=thinking)
     return Dialect(calls, writes_tools=True, reads_calls=True, thinking=thinking)
 

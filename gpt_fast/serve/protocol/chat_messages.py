@@ -32,8 +32,6 @@ def chat_prompt(
     """The token ids of the messages in ``given``, with ``tools`` as the checkpoint knows them; and whose ids they are.
     Raises RequestError."""
     messages: list[dict[str, Any]] = given["messages"]
-    if context.template_fault is not None:
-        raise RequestError(f"no chats are served here: {context.template_fault}", None, "no_chat_template", 501)
     variables = _variables(given, context)
     if context.tokenizer is None:
         raise RequestError("this checkpoint has no tokenizer; POST v1/completions takes token ids", "messages")

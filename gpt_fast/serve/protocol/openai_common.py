@@ -46,7 +46,6 @@ class OpenAIContext:
     max_model_len: int  # tokens of prompt and answer together
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
-    template_fault: str | None = None  # why the checkpoint's template cannot be used: then chats are refused
     default_temperature: float = 1.0  # as OpenAI documents it; a checkpoint's generation_config.json knows better
     max_sequences: int = 256  # prompts times n of one request; the default: where any number may wait
     created: int = field(default_factory=lambda: int(time.time()))  # the models' date, unix seconds
@@ -54,9 +53,7 @@ class OpenAIContext:
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex
 
     def __post_init__(self) -> None:
-        if self.template_fault is not None:
-            log.error("chats are refused: %s", self.template_fault)
-        elif self.tokenizer is not None and self.template is not None:
+        if self.tokenizer is not None and self.template is not None:
             special_names(self.tokenizer)  # slow the first time
         elif self.tokenizer is not None:
             log.warning("the checkpoint has no chat template: v1/chat/completions uses plain lines (%s)", FALLBACK)
