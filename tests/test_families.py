@@ -469,6 +469,7 @@ def test_sampling_defaults(tmp_path: Path) -> None:
     assert sampling({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}) == (0.6, 20, 0.9, None)
     assert sampling({"do_sample": True, "min_p": 0.05, "top_k": None}) == (1.0, None, None, 0.05)
     assert sampling({"do_sample": True, "repetition_penalty": 1.05}) == (1.0, None, None, None)
+    assert sampling({"repetition_penalty": 1.05}) == off, "it counts without do_sample, as in transformers"
     theirs = SamplingParams(repetition_penalty=1.05)
     assert SamplingParams().resolved(theirs).repetition_penalty == 1.05
     assert SamplingParams(repetition_penalty=1.0).resolved(theirs).repetition_penalty == 1.0

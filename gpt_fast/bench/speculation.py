@@ -251,8 +251,10 @@ class Bench:
     def _batches(self, batch_size: int) -> list[Asked]:
         """All prompts, ``batch_size`` at a time; the first ones again where the last batch would not be full."""
         count = -(-len(self._prompts) // batch_size) * batch_size
+        # Whatever penalty the checkpoint asks for: the published rules serve none.
+        same = SamplingParams(temperature=self.wanted.temperature, repetition_penalty=1.0)
         asked = [
-            (ids, SamplingParams(max_tokens=limit, temperature=self.wanted.temperature, seed=self.wanted.seed + i))
+            (ids, dataclasses.replace(same, max_tokens=limit, seed=self.wanted.seed + i))
             for i, (ids, limit) in enumerate(itertools.islice(itertools.cycle(self._prompts), count))
         ]
         return [asked[i : i + batch_size] for i in range(0, count, batch_size)]

@@ -147,7 +147,8 @@ def _run_together(llm: LLM, prompt_tokens: int, lengths: Sequence[int], rng: ran
     try:
         with llm.engine.changed:  # one step takes them all in: on a busy machine the first could end before the last
             for prompt, length in zip(prompts, lengths, strict=True):
-                handles.append(llm.submit(prompt, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)))
+                params = SamplingParams(length, 0.0, repetition_penalty=1.0, ignore_eos=True)  # steps without extras
+                handles.append(llm.submit(prompt, params))
         while not handles[-1].finished:
             time.sleep(_POLL_S)  # not wait(): being woken at every token would take the core from the engine
     finally:

@@ -371,7 +371,8 @@ def read_generation_defaults(
 
     Token ids missing from the first are taken from the second, then from ``usual``, the family's. Sampling defaults
     count only with ``do_sample`` true, and then an unwritten temperature is 1.0, as in transformers; unlike there
-    an unwritten top_k stays off. Raises CheckpointError for a value of the wrong type.
+    an unwritten top_k stays off. ``repetition_penalty`` counts always, as there. Raises CheckpointError for a value of
+    the wrong type.
     """
     path = (directory or Path()) / "generation_config.json"
     generation = read_json(path) if directory is not None and path.exists() else {}
@@ -389,11 +390,9 @@ def _token_ids(key: str, value: object, where: str) -> tuple[int, ...]:
 
 
 def _sampling(raw: Mapping[str, Any], where: str) -> SamplingParams:
-    if not raw.get("do_sample"):
-        return SamplingParams()
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: raw[name] for name in names if raw.get(name) is not None}
+    drawn = ("temperature", "top_k", "top_p", "min_p") if raw.get("do_sample") else ()
+    given = {key: raw[key] for key in (*drawn, "repetition_penalty") if raw.get(key) is not None}
     try:
-        return SamplingParams(**({"temperature": 1.0} | given))
+        return SamplingParams(**({"temperature": 1.0} if drawn else {}) | given)
     except RequestError as e:
         raise CheckpointError(f"{where}: {e.message}") from None

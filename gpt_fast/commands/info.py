@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from gpt_fast.foreign.checkpoint import ForeignCheckpoint
 
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("info", help="describe a checkpoint and this machine", description=__doc__)
@@ -81,7 +84,7 @@ def _checkpoint_facts(directory: str, o: EngineConfig, device: Any, machine: dic
         "tokenizer": type(tokenizer).__name__,
         "tokenizer_vocab_size": tokenizer.vocab_size,
         "eos_token_ids": list(defaults.eos_token_ids or tokenizer.eos_token_ids),
-        "sampling_defaults": {k: getattr(defaults.sampling, k) for k in ("temperature", "top_k", "top_p", "min_p")},
+        "sampling_defaults": {name: getattr(defaults.sampling, name) for name in _SAMPLING},
     }
 
 
