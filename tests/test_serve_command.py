@@ -322,7 +322,10 @@ def test_a_port_that_cannot_be_is_wrong_usage(port: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("seconds", ["-1", "0", "soon", "nan", "inf"])
-def test_a_time_that_cannot_be_is_wrong_usage(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_that_cannot_be_is_wrong_usage(
+    seconds: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "run", lambda _: 0)  # which would start a server on the usual port
     with pytest.raises(SystemExit):
         cli.main(["serve", f"--timeout={seconds}"])
     assert f"argument --timeout: must be a number above 0, not {seconds}" in capsys.readouterr().err
