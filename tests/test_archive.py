@@ -309,7 +309,7 @@ def test_a_file_of_gpt_fast_comes_without_the_other_weights(checkpoint: Path, tm
         ("chat_template.jinja chat_template.json special_tokens_map.json", True),
         ("LICENSE LICENSE.txt README.md NOTICE USE_POLICY.md", True),
         ("notes.txt secrets.json .env id_rsa modeling_x.py model.onnx events.out .gitattributes", False),
-        ("optimizer.pt scheduler.pt rng_state.pth rng_state_0.pth training_args.bin", False),
+        ("optimizer.pt scheduler.pt rng_state.pth rng_state_0.pth training_args.bin consolidated.safetensors", False),
     ],
 )
 def test_what_a_checkpoint_has(names: str, belong: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, constants, errors, scan_cache_dir, snapshot_download
 
-from gpt_fast.checkpoint.files import ADAPTER_WEIGHTS, COMPANIONS, RIGHTS, is_one
+from gpt_fast.checkpoint.files import ADAPTER_WEIGHTS, COMPANIONS, RIGHTS, SINGLE, belongs, is_one
 from gpt_fast.errors import DownloadError, some
 from gpt_fast.gguf import all_parts, first_part
 
@@ -90,7 +90,8 @@ def _here(named: str) -> Path | None:
 def choose(names: list[str], repo: str) -> list[str]:
     """The files of a repository that make a checkpoint. Raises DownloadError when there is none."""
     top = [name for name in names if "/" not in name]  # subfolders hold other formats of the same weights
-    safe = _of_the_library([name for name in top if name.endswith(".safetensors")])
+    safe = [name for name in top if name.endswith(".safetensors") and belongs(name) and name not in ADAPTER_WEIGHTS]
+    safe = [SINGLE[0]] if SINGLE[0] in safe else safe  # else shards, which may have any names: their index has them
     weights = safe or [name for name in top if name.startswith("pytorch_model") and name.endswith(".bin")]
     index = ".safetensors.index.json" if safe else ".bin.index.json"
     texts = [name for name in top if name.endswith(".json") or is_one(name, COMPANIONS)]
@@ -100,14 +101,6 @@ def choose(names: list[str], repo: str) -> list[str]:
         todo = f"; of its GGUF files name one, such as {some(models)}" if models else ""
         raise DownloadError(f"{repo} is not a checkpoint that can be loaded: it has {what}{todo}")
     return sorted([name for name in texts if name.endswith(index) or not name.endswith(".index.json")] + weights)
-
-
-def _of_the_library(safe: list[str]) -> list[str]:
-    """Of the safetensors files of a repository those that transformers wrote, if there are any: beside them may lie the
-    same weights under the names of their makers, such as consolidated.safetensors, or an adapter."""
-    whole = [name for name in safe if name == "model.safetensors"]
-    shards = [name for name in safe if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]
-    return whole or shards or [name for name in safe if name not in ADAPTER_WEIGHTS]
 
 
 def choose_gguf(names: list[str], repo: str, file: str) -> list[str]:

@@ -217,12 +217,10 @@ def _rope(values: _Values, fields: dict[str, Any]) -> None:
         rope = rope.inner("full_attention")
     fields["rope_theta"] = (values if rope.get("rope_theta") is None else rope).number("rope_theta")
     scaling = fields["rope_scaling"] = _scaling(values, rope, fields["max_seq_len"])
-    if scaling is not None and scaling.type == "dynamic":  # the key holds the length before stretching
-        stretched = int(fields["max_seq_len"] * scaling.factor)
-        fields["max_seq_len"] = values.check_size("max_position_embeddings times factor", stretched)
-    if scaling is not None and scaling.type == "yarn":  # as published, the key often holds the length before stretching
-        stretched = int(scaling.original_max_seq_len * scaling.factor)
-        fields["max_seq_len"] = max(fields["max_seq_len"], values.check_size("original times factor", stretched))
+    if scaling is not None and scaling.type in ("dynamic", "yarn"):
+        # For the first the key holds the length before stretching; for the second files have the one or the other.
+        longest = max(fields["max_seq_len"], int(scaling.original_max_seq_len * scaling.factor))
+        fields["max_seq_len"] = values.check_size("max_position_embeddings times factor", longest)
     holder = rope if "partial_rotary_factor" in rope else values
     if holder.get("partial_rotary_factor") is not None and "rotary_dim" not in fields:
         share = holder.number("partial_rotary_factor")

@@ -26,6 +26,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # What a training run leaves beside the weights, under endings of weights.
 TRAINING = ("optimizer*", "scheduler*", "training_args*", "rng_state*")
+# Mistral's own file, beside Hugging Face's with the same weights.
+TWICE = ("consolidated*.safetensors",)
 
 
 def the_checkpoint(path: Path) -> Path:
@@ -47,7 +49,7 @@ def the_checkpoint(path: Path) -> Path:
 
 def belongs(name: str) -> bool:
     """Whether a checkpoint has files of this name."""
-    return is_one(name, PATTERNS) and not is_one(name, TRAINING)
+    return is_one(name, PATTERNS) and not is_one(name, (*TRAINING, *TWICE))
 
 
 def is_one(name: str, patterns: Sequence[str]) -> bool:
