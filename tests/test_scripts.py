@@ -96,7 +96,7 @@ def test_a_folder_that_is_no_virtual_environment_is_left_alone(tmp_path: Path) -
 
 def test_stop_without_a_server(tmp_path: Path) -> None:
     done = run(ROOT / "scripts" / "quickstart.sh", "--stop", env={**os.environ, "GPT_FAST_RUN_DIR": str(tmp_path)})
-    assert (done.returncode, done.stdout.strip()) == (0, "No server was started from here.")
+    assert (done.returncode, done.stdout.strip()) == (0, f"No server was started from {tmp_path}.")
 
 
 # ---- which environment, which server --------------------------------------------------------------------------------

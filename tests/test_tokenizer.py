@@ -721,17 +721,19 @@ def test_unknown_splitting_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_a_text_may_begin_behind_a_space(tmp_path: Path, vocabularies: Path) -> None:
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy2(vocabularies / "gpt2-vocab-merges" / name, tmp_path)
-    plain = load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
-    spaced = load_tokenizer(tmp_path)
-    transformers = pytest.importorskip("transformers")
-    library = transformers.AutoTokenizer.from_pretrained(tmp_path, tokenizer_class="GPT2Tokenizer")
-    for text in ("Hello world", " Hello", "", "\nHello"):
-        assert spaced.encode(text) == library.encode(text, add_special_tokens=False)
-    assert spaced.encode("Hello world") == plain.encode(" Hello world") != plain.encode("Hello world")
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_space_in_front_is_as_in_transformers(name: str, prefix: bool, tmp_path: Path, vocabularies: Path) -> None:
+    for file in ("vocab.json", "merges.txt"):
+        shutil.copy(vocabularies / "gpt2-vocab-merges" / file, tmp_path)
+    facts = {"tokenizer_class": name, "add_prefix_space": prefix}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts))
+    theirs = getattr(pytest.importorskip("transformers"), name).from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    for text in ("Hello world", " Hello", "", "a\nb"):
+        assert ours.encode(text, bos=False) == theirs.encode(text)
+    if name == "GPT2Tokenizer":
+        assert ours.encode("Hello world", bos=False) == ([18435, 995] if prefix else [15496, 995])
 
 
 def test_truncation_in_a_file_does_not_cut_prompts(tmp_path: Path, vocabularies: Path) -> None:
@@ -785,15 +787,6 @@ def test_very_long_runs(load: Load, name: str, run: str, times: int) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize(
-    ("step", "every"),
-    [
-        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]}}, True),
-        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}}, True),
-        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"}}, False),
-        ({"normalizer": None, "pre_tokenizer": None}, False),
-    ],
-)
 def test_runs_are_cut_where_the_engine_of_llama_3_cuts_them() -> None:
     assert [*_cut_runs("")] == []
     n = 25_000
@@ -815,6 +808,15 @@ def test_white_space_before_a_token_that_swallows_it() -> None:
     assert [*split(" " * 200_000)] == [" " * 200_000]
 
 
+@pytest.mark.parametrize(
+    ("step", "every"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]}}, True),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}}, True),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"}}, False),
+        ({"normalizer": None, "pre_tokenizer": None}, False),
+    ],
+)
 def test_dummy_prefix_behind_added_tokens_is_the_json_files(
     tmp_path: Path, vocabularies: Path, step: dict[str, Any], every: bool
 ) -> None:
