@@ -275,6 +275,32 @@ def test_no_network(hub: Hub) -> None:
             download("some/model", endpoint=url)
 
 
+@pytest.mark.parametrize("why", ["switched off", "no network"])
+def test_without_the_hub_the_cache_is_enough(
+    why: str, hub: Hub, checkpoint: dict[str, bytes], gguf_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["some/model"], hub.repos["some/model-GGUF"] = checkpoint, gguf_files
+    asked = [
+        ("some/model", None),
+        ("some/model-GGUF", "tiny-Q8_0.gguf"),
+        ("some/model-GGUF", "big/Q8-00002-of-00002.gguf"),
+    ]
+    fetched = [download(*each, endpoint=hub.url) for each in asked]
+    by_commit = download("some/model", revision=COMMIT, endpoint=hub.url)
+    if why == "switched off":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        url, words = hub.url, "HF_HUB_OFFLINE is set"
+    else:
+        url, words = "http://127.0.0.1:9", "the Hub cannot be reached"
+    assert [download(*each, endpoint=url) for each in asked] == fetched
+    assert download("some/model", revision=COMMIT, endpoint=url) == by_commit
+    (fetched[0] / "model.safetensors").unlink()
+    (fetched[2].with_name("Q8-00002-of-00002.gguf")).unlink()
+    for repo, file in (asked[0], asked[2], ("some/other", None), ("some/model-GGUF", "other.gguf")):
+        with pytest.raises(DownloadError, match=words):
+            download(repo, file, endpoint=url)
+
+
 @pytest.mark.parametrize("fault", ["silence", "an error of its own"])
 def test_what_is_in_the_cache_is_taken_where_the_hub_does_not_answer(
     fault: str, hub: Hub, checkpoint: dict[str, bytes], gguf_files: dict[str, bytes], caplog: pytest.LogCaptureFixture

@@ -281,6 +281,15 @@ def test_llama3s_rotation_is_found_in_its_divisors(tmp_path: Path) -> None:
     assert scaling.attention_factor == 1
 
 
+@pytest.mark.parametrize("name", ["phi3", "gemma2"])
+def test_a_window_of_0_is_none(name: str, tmp_path: Path) -> None:
+    arch, architecture, changes = ARCHITECTURES[name]
+    raw = {"architectures": [architecture], **SHAPE, **changes, "sliding_window": None}
+    save_checkpoint(random_model(parse_config(raw), torch.float32), tmp_path / "source")
+    path = write_model(tmp_path / "source", tmp_path / "m.gguf", arch=arch, metadata={"attention.sliding_window": 0})
+    assert Checkpoint.open(path).config.windows == ()
+
+
 def test_other_scalings_of_the_rotation(tmp_path: Path) -> None:
     source = made("phi3", tmp_path / "source")
     vectors = {"rope_factors_short.weight": [1.0, 1.5, 2.0, 2.5], "rope_factors_long.weight": [2.0, 3.0, 4.0, 5.0]}
@@ -290,9 +299,6 @@ def test_other_scalings_of_the_rotation(tmp_path: Path) -> None:
     assert scaling is not None
     assert (scaling.type, scaling.original_max_seq_len, scaling.attention_factor) == ("longrope", 32, 1.25)
     assert (scaling.short, scaling.long) == ((1.0, 1.5, 2.0, 2.5), (2.0, 3.0, 4.0, 5.0))
-    keys |= {"attention.sliding_window": 0}  # as llama.cpp writes it for Phi-4, which has none
-    path = write_model(source, tmp_path / "none.gguf", arch="phi3", vectors=vectors, metadata=keys)
-    assert not any(Checkpoint.open(path).config.windows)
     source = made("llama", tmp_path / "other")
     for kind in ("linear", "yarn"):
         keys = {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}

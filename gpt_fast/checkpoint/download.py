@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import logging
 import re
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, errors, scan_cache_dir, snapshot_download
+from huggingface_hub import HfApi, errors, snapshot_download, try_to_load_from_cache
 
 from gpt_fast.checkpoint.files import ADAPTER_WEIGHTS, COMPANIONS, RIGHTS, SINGLE, belongs, is_one
-from gpt_fast.errors import DownloadError, some
+from gpt_fast.errors import CheckpointError, DownloadError, some
 from gpt_fast.gguf import all_parts, first_part
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def download(
             repo, revision=info.sha, local_dir=out_dir, token=token, endpoint=endpoint, allow_patterns=files
         )
     except Exception as e:  # the library's, the system's, and its transport's, which has changed its name before
-        if out_dir is None and _is_unreachable(e) and (kept := _in_cache(repo, file, revision)):
+        if out_dir is None and _is_unreachable(e) and (kept := _cached(repo, file, revision)):
             log.warning("%s: the Hub cannot be reached (%s); what its cache holds is taken", repo, _first_line(e))
             return kept
         if words := _explain(e, repo, revision, out_dir):
@@ -60,6 +60,8 @@ def download(
         raise DownloadError(
             f"{repo}: {len(missing)} files did not arrive, such as {missing[0]}; run the same command again"
         )
+    if out_dir is None and revision != info.sha:
+        _note_commit(Path(found), revision or "main")
     return Path(found) if file is None else Path(found, files[0])
 
 
@@ -166,30 +168,30 @@ def _is_unreachable(error: Exception) -> bool:
     return transport or isinstance(error, silent)
 
 
-def _in_cache(repo: str, file: str | None, revision: str | None) -> Path | None:
-    """What :func:`download` returns, if all of it is in the Hub's cache."""
-    try:
-        if revision is None:
-            folder = _newest(repo)
-        else:
-            folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        files = choose(names, repo) if file is None else choose_gguf(names, repo, file)
-        for index in (name for name in files if name.endswith(".index.json")):
-            if not set(json.loads((folder / index).read_text())["weight_map"].values()) <= set(names):
-                return None
-    except (errors.CacheNotFound, errors.LocalEntryNotFoundError, DownloadError, ValueError, KeyError):
+def _cached(repo: str, file: str | None, revision: str | None) -> Path | None:
+    """What :func:`download` would return, where the Hub's cache has all the weights of it."""
+    from gpt_fast.checkpoint.weight_files import weight_files  # here, because torch takes a second
+
+    first = "config.json" if file is None else first_part(Path(file)).as_posix()
+    found = try_to_load_from_cache(repo, first, revision=revision)
+    if not isinstance(found, str):
         return None
-    return folder if file is None else folder / files[0]
+    if file is not None:
+        return Path(found) if all(part.is_file() for part in all_parts(Path(found))) else None
+    try:
+        weight_files(Path(found).parent)
+    except CheckpointError:
+        return None
+    return Path(found).parent
 
 
-def _newest(repo: str) -> Path:
-    """The folder in the Hub's cache of what was fetched last of ``repo``: by its commit, so that no branch is known
-    there. Raises ValueError where there is none."""
-    repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    known = [found for found in repos if (found.repo_type, found.repo_id) == ("model", repo)]
-    revisions = [revision for found in known for revision in found.revisions]
-    return max(revisions, key=lambda revision: revision.last_modified).snapshot_path
+def _note_commit(snapshot: Path, revision: str) -> None:
+    """Write into the Hub's cache which commit ``revision`` is: for a commit alone the library writes nothing."""
+    note = snapshot.parent.parent / "refs" / revision
+    with contextlib.suppress(OSError):  # a cache that is full of files and read-only is a good one
+        if not note.is_file() or note.read_text() != snapshot.name:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(snapshot.name)
 
 
 def _first_line(error: Exception) -> str:

@@ -168,12 +168,13 @@ def _raw(facts: _Facts, header: Header, divisors: State) -> dict[str, Any]:
         if facts.get(key) is not None or name in ("num_kv_heads", "head_dim"):
             raw[_hub_key(family, name)] = facts.number(key)
     raw[_hub_key(family, "norm_eps")] = facts.need(next((k for k in _NORM_EPS if facts.get(k)), _NORM_EPS[0]))
-    window = facts.number("attention.sliding_window") or None  # llama.cpp writes 0 for none
-    raw |= {"rope_theta": facts.number("rope.freq_base"), "sliding_window": window}
+    raw |= {"rope_theta": facts.number("rope.freq_base"), "sliding_window": facts.number("attention.sliding_window")}
     raw |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     raw |= {**_query_scale(facts), **row.raw}
     known = {*family.defaults, "architectures", "model_type"}
     raw = {k: v for k, v in raw.items() if k in known and not (v is None and k in ("rope_theta", "sliding_window"))}
+    if raw.get("sliding_window") == 0:  # as the converter writes it for Phi-4
+        raw["sliding_window"] = None
     if "rope_theta" in known:
         raw |= _rope(facts, raw, divisors)
     bos, ends = header.metadata.get("tokenizer.ggml.bos_token_id"), end_ids(header.metadata)
