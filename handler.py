@@ -70,8 +70,6 @@ PAUSE_S = 0.008  # between two pieces of one stream: a call costs TorchServe and
 SWITCH_S = 0.001  # how long another Python thread may keep the engine's and the handler's waiting
 # Bodies of requests that have not been answered yet: TorchServe sends them again with every call.
 MAX_UNANSWERED_BYTES = 8 * 1024 * 1024
-
-
 MAX_DIGITS = 20  # of a number in a header
 
 
@@ -312,7 +310,7 @@ def fatal(error: BaseException) -> bool:
     """Whether every later request would fail as well: the engine has stopped, or the device is lost to this process.
 
     A CUDA assertion is such a loss: TorchServe would answer 507 for ever and call itself healthy. Running out of
-    memory is not. Nor is any refusal: its message quotes the client, who may write what he likes.
+    memory is not. Nor is any refusal: its message quotes the client, who may write anything.
     """
     if isinstance(error, (torch.OutOfMemoryError, RequestError)):
         return False

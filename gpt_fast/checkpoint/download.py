@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import re
 from pathlib import Path
 
 from huggingface_hub import HfApi, errors, snapshot_download, try_to_load_from_cache
 
-from gpt_fast.checkpoint.files import ADAPTER_WEIGHTS, COMPANIONS, RIGHTS, SINGLE, belongs, is_one
+from gpt_fast.checkpoint.files import ADAPTER_WEIGHTS, COMPANIONS, NAME_OF_HUB, RIGHTS, SINGLE, belongs, is_one
 from gpt_fast.errors import CheckpointError, DownloadError, some
 from gpt_fast.gguf import all_parts, first_part
 
 log = logging.getLogger(__name__)
-
-# A name of the Hub, and behind it a GGUF file of that repository.
-_NAMED = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(/(?P<file>.+\.gguf))?")
 
 
 def download(
@@ -70,7 +66,7 @@ def find(named: str) -> Path:
     GGUF file in one, "owner/name/file.gguf", which is fetched. Raises DownloadError."""
     if path := _here(named):
         return path
-    of_hub = _NAMED.fullmatch(named)
+    of_hub = NAME_OF_HUB.fullmatch(named)
     return download(of_hub["repo"], of_hub["file"]) if of_hub else download(named)
 
 
@@ -79,7 +75,7 @@ def find_local(named: str) -> Path | None:
     or a file of one, as in :func:`find`. Raises DownloadError for what is neither. (The Hub's oldest names, such as
     gpt2, have no owner; here a single word is more often a folder's name that is spelled wrong.)"""
     path = _here(named)
-    if path is None and not _NAMED.fullmatch(named):
+    if path is None and not NAME_OF_HUB.fullmatch(named):
         raise DownloadError(f"{named} does not exist, and is no name of the Hub: owner/name, or owner/name/file.gguf")
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -10,6 +11,8 @@ from pathlib import Path
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.gguf import all_parts, first_part, is_gguf
 
+# A name of the Hub, and behind it a GGUF file of that repository.
+NAME_OF_HUB = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(/(?P<file>.+\.gguf))?")
 # By name, in small letters. What goes along with weights into every copy of them: tokenizer, generation, licence.
 RIGHTS = ("license*", "licence*", "copying*", "notice*", "use_policy*")
 COMPANIONS = (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gpt_fast.checkpoint.files import NAME_OF_HUB
 from gpt_fast.config import EngineConfig
 from gpt_fast.errors import CheckpointError
 
@@ -77,8 +77,9 @@ def refuse_absent(checkpoint: str | None) -> None:
     if checkpoint is None or (checkpoint and Path(checkpoint).exists()):
         return
     told = f"--checkpoint: there is no folder or file {checkpoint or repr(checkpoint)}"
-    if of_hub := re.fullmatch(r"(\w[\w.-]*/[\w.-]+)(?:/(.+\.gguf))?", checkpoint):
-        command = shlex.join(["gpt-fast", "download", *filter(None, of_hub.groups()), "--out", "DIR"])
+    if of_hub := NAME_OF_HUB.fullmatch(checkpoint):
+        named = filter(None, of_hub.group("repo", "file"))
+        command = shlex.join(["gpt-fast", "download", *named, "--out", "DIR"])
         told += f"; only serve takes names of the Hub. Fetch it:  {command}"
     raise CheckpointError(told)
 

@@ -48,11 +48,10 @@ class Queue:
         """Whose turn it is beside those that are ``running``. ``among``: of these requests alone."""
         counts = Counter(request.group for request in running)
 
-        def first(requests: Iterable[Request]) -> Request | None:
-            return next((request for request in requests if among is None or request in among), None)
+        def asked(requests: Iterable[Request]) -> Iterator[Request]:
+            return (request for request in requests if among is None or request in among)
 
-        again = [request for request in self._preempted if among is None or request in among]
-        if again:
+        if again := [*asked(self._preempted)]:
             return min(again, key=lambda request: counts[request.group])
-        heads = [head for group in self._groups.values() if (head := first(group)) is not None]
+        heads = [head for group in self._groups.values() if (head := next(asked(group), None)) is not None]
         return min(heads, key=lambda request: (counts[request.group], request.arrival), default=None)

@@ -115,9 +115,8 @@ def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     (num_rows, vocab_size), device = logits.shape, logits.device
     tokens, counted = array("q"), []  # what is looked at, and of each row how many tokens of prompt and completion
     for row in rows:
-        begin = (
-            0 if row.params.repetition_penalty not in (None, 1.0) else row.num_prompt
-        )  # the other two are of the completion
+        # The other two are of the completion.
+        begin = row.num_prompt if row.params.repetition_penalty in (None, 1.0) else 0
         tokens.fromlist(list(row.token_ids[begin:]))
         counted.append((row.num_prompt - begin, len(row.token_ids) - row.num_prompt))
     if not tokens:
@@ -131,9 +130,8 @@ def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     places, row_of = send(places, device), send(row_of, device)
     one = torch.ones(1, device=device)
     counts = torch.zeros(logits.numel(), device=device).scatter_add_(0, generated, one.expand(generated.shape))[places]
-    penalties = [
-        (p.repetition_penalty or 1.0, p.frequency_penalty, p.presence_penalty) for p in (row.params for row in rows)
-    ]
+    given = [row.params for row in rows]
+    penalties = [(p.repetition_penalty or 1.0, p.frequency_penalty, p.presence_penalty) for p in given]
     repetition, frequency, presence = tensor_of(penalties, torch.float32, device)[row_of].unbind(1)
     values = logits.flatten()[places]
     values = torch.where(values > 0, values / repetition, values * repetition)
