@@ -246,8 +246,9 @@ def test_what_nobody_fetches_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("gpt_fast.engine.engine.ABANDONED_S", 0.1)
     handle = llm.submit([7, 8], SamplingParams(max_tokens=60, ignore_eos=True), max_uncollected=5)
     wait_until(llm, lambda: handle.finished)
-    assert handle.completion is not None
-    assert handle.completion.finish_reason == "abort"
+    with pytest.raises(RequestError, match=r"nobody fetched its tokens for 0\.1 s") as caught:
+        handle.poll()
+    assert caught.value.status == 504
     check_idle(llm)
 
 
@@ -294,17 +295,28 @@ def test_requests_that_nobody_fetches_are_no_engine_that_stands_still(
     check_idle(llm)
 
 
-def test_queue_limit() -> None:
+def test_queue_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeModelLLM(max_batch=1, max_waiting=2) as llm:
         params = SamplingParams(max_tokens=100, ignore_eos=True)
-        first = llm.submit([3], params, max_uncollected=FEW)  # it keeps its place until somebody fetches
-        wait_until(llm, lambda: first.has_begun)
-        waiting = [llm.submit([3], params) for _ in range(2)]
+        slow = [llm.submit([3], params, max_uncollected=FEW) for _ in range(2)]
+        for handle in slow:
+            wait_until(llm, lambda handle=handle: handle.request.paused)  # type: ignore[misc]
+        execute, allowed = llm.engine.runner.execute, threading.Event()
+
+        def braked(plan: Any) -> Any:
+            assert allowed.wait(HANG_S)
+            return execute(plan)
+
+        monkeypatch.setattr(llm.engine.runner, "execute", braked)
+        first = llm.submit([3], params)
+        eventually(lambda: first.request.slot >= 0)
+        waiting = [llm.submit([3], params) for _ in range(2)]  # paused ones take nobody's place in the queue
         with pytest.raises(RequestError) as caught:
             llm.submit([3], params)
         assert caught.value.status == 503
         assert caught.value.code == "queue_full"
-        for handle in (first, *waiting):
+        allowed.set()
+        for handle in (first, *waiting, *slow):
             assert list(handle)[-1].finish_reason == "length"
 
 

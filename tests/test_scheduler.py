@@ -98,6 +98,40 @@ def test_when_pages_run_out_the_youngest_waits_and_loses_nothing() -> None:
     assert s.pages.num_used == 0
 
 
+def test_who_is_paused_gives_its_slot_and_pages_to_those_who_wait_and_goes_on_later() -> None:
+    s = scheduler(num_pages=7, page_size=4, max_batch=2, prefill_chunk=100)  # 6 pages: 24 tokens
+    slow, other, large = request("slow", [1] * 8, 9), request("other", [2] * 4, 3), request("large", [3] * 16, 2)
+    s.add(slow)
+    s.add(other)
+    turn(s)
+    slow.paused = True
+    s.add(large)
+    assert turn(s) == [("large", 16), ("other", 1)]
+    assert slow.slot == -1
+    while s.has_work:
+        turn(s)
+    assert turn(s) == []
+    assert slow in s.waiting
+    slow.paused = False
+    s.add(late := request("late", [4], 1))
+    assert turn(s)[0][0] == "slow", "whoever ran before goes on first"
+    while s.has_work:
+        turn(s)
+    assert slow.token_ids[8:] == list(range(8, 17))
+    assert late.finish_reason == "length"
+
+
+def test_a_slot_that_a_paused_one_holds_is_free_for_those_who_wait() -> None:
+    s = scheduler(max_batch=2)
+    for name in "abc":
+        s.add(request(name, [1, 2], max_tokens=9))
+    turn(s)
+    old, young = s.running
+    old.paused = young.paused = True
+    assert turn(s) == [("c", 2)]
+    assert (old.slot, young.slot) == (0, -1), "one is enough"
+
+
 def test_finish_takes_a_waiting_request_out() -> None:
     s = scheduler()
     s.add(r := request("a", [1]))
@@ -112,9 +146,14 @@ def test_finish_takes_a_waiting_request_out() -> None:
     st.integers(7, 14),
     st.integers(1, 9),
     st.lists(st.integers(0, 40), max_size=5),
+    st.lists(st.tuples(st.integers(0, 11), st.integers(0, 40)), max_size=12),
 )
 def test_every_request_ends_whole_under_any_pressure(
-    shapes: list[tuple[int, int, int]], num_pages: int, prefill_chunk: int, cancel_at: list[int]
+    shapes: list[tuple[int, int, int]],
+    num_pages: int,
+    prefill_chunk: int,
+    cancel_at: list[int],
+    pauses: list[tuple[int, int]],
 ) -> None:
     s = scheduler(num_pages=num_pages, page_size=4, max_batch=3, prefill_chunk=prefill_chunk)
     requests = [request(str(i), [shape[0] % 3] * shape[0], shape[1]) for i, shape in enumerate(shapes)]
@@ -127,8 +166,11 @@ def test_every_request_ends_whole_under_any_pressure(
         if step in cancel_at and s.running:
             cancelled.add(s.running[0].id)
             s.finish(s.running[0])
-        turn(s)
-        if step > 5 and not s.has_work:
+        for r in requests:
+            r.paused = r.num_output > 0 and any(r.id == str(who) and 0 <= step - at < 7 for who, at in pauses)
+        ran = {r.id for r in requests if not r.paused}
+        assert {who for who, _ in turn(s)} <= ran
+        if step > 50 and not s.has_work:
             break
     assert not s.has_work
     for r, shape in zip(requests, shapes, strict=True):

@@ -31,15 +31,14 @@ log = logging.getLogger(__name__)
 # With the next step on its way this thread waits for nothing, and would keep Python's lock for up to 5 ms from the
 # threads that it has woken.
 _PAUSE_S = 1e-4
-_BLOCKED_S = 0.05  # the longest sleep while requests wait for the slots or pages of paused ones
 ABANDONED_S = 5.0  # a request that is paused this long without anybody fetching is aborted
 
 
 class Engine:
     """Runs requests on ``runner`` as ``scheduler`` decides, in a thread from :meth:`start` to :meth:`close`. At most
-    ``max_waiting`` requests wait. ``on_finish`` is called with every request that ends, ``on_step`` with every step's
-    plan and its seconds since the step before it, or since the engine slept: what a caller waits for, none of it left
-    out. Both run in the engine's thread, so they must be quick."""
+    ``max_waiting`` requests wait for their first turn. ``on_finish`` is called with every request that ends,
+    ``on_step`` with every step's plan and its seconds since the step before it, or since the engine slept: what a
+    caller waits for, none of it left out. Both run in the engine's thread, so they must be quick."""
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, *, max_waiting: int | None = None, threads: int | None = None
@@ -90,8 +89,9 @@ class Engine:
         with self.changed:
             if self._fatal is not None or self._closing:
                 raise self._stopped()
-            if self.max_waiting is not None and self.num_waiting + len(handles) > self.max_waiting:
-                raise try_later(f"{self.num_waiting} requests are waiting, and at most {self.max_waiting} may")
+            num_new = len(self._inbox) + self.scheduler.waiting.num_new
+            if self.max_waiting is not None and num_new + len(handles) > self.max_waiting:
+                raise try_later(f"{num_new} requests are waiting, and at most {self.max_waiting} may")
             if not self._handles:
                 self._moved = time.monotonic()
             self._handles |= {handle.id: handle for handle in handles}
@@ -137,26 +137,19 @@ class Engine:
         with self.changed:
             busy = self._closing or self._inbox or self.scheduler.has_work
             if not busy and not any(handle.cancelled for handle in self._handles.values()):
-                self._sleep(1.0 if self._handles else None)  # paused requests still have deadlines
+                self.changed.wait(1.0 if self._handles else None)  # paused requests still have deadlines
+                self._began, self._moved = time.perf_counter(), time.monotonic()
             while self._inbox:
                 self.scheduler.add(self._inbox.popleft())
             now = time.monotonic()
             for handle in list(self._handles.values()):
-                if handle.cancelled or now > handle.deadline or handle.paused_since < now - ABANDONED_S:
+                if handle.cancelled or now > handle.deadline:
                     handle.request.finish_reason = "abort"
                     self._try(self._finish, handle.request)
+                elif handle.paused_since < now - ABANDONED_S:
+                    message = f"the request was aborted: nobody fetched its tokens for {ABANDONED_S:g} s"
+                    self._fail(handle.request, RequestError(message, None, "abandoned", 504))
             return not self._closing
-
-    def _wait_for_room(self) -> None:
-        """Sleep while those that run are paused, and those that wait need their slots or pages."""
-        with self.changed:
-            if not self._inbox and all(request.paused for request in self.scheduler.running):
-                self._sleep(_BLOCKED_S)
-
-    def _sleep(self, most_s: float | None) -> None:
-        """Until another thread has news, or for ``most_s`` seconds. With the lock held."""
-        self.changed.wait(most_s)
-        self._began, self._moved = time.perf_counter(), time.monotonic()
 
     def step(self) -> None:
         """One turn: draft, schedule, execute, sample, advance, emit. A failure costs only the requests at fault. The
@@ -171,7 +164,6 @@ class Engine:
                 self.speculation.propose(self.scheduler)
             plan, parts = self._schedule()
             if not parts:
-                self._wait_for_room()
                 return
         outcomes: Sequence[Outcome | Exception] | None = self._outcomes_ahead(plan, parts, begun)
         if outcomes is None and begun is not None:

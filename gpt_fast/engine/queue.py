@@ -17,7 +17,12 @@ class Queue:
         self._groups: dict[str, deque[Request]] = {}  # those that never ran, in order of arrival; no group is empty
 
     def __len__(self) -> int:
-        return len(self._preempted) + sum(map(len, self._groups.values()))
+        return len(self._preempted) + self.num_new
+
+    @property
+    def num_new(self) -> int:
+        """Those that never ran."""
+        return sum(map(len, self._groups.values()))
 
     def __bool__(self) -> bool:
         return bool(self._preempted or self._groups)
@@ -45,11 +50,12 @@ class Queue:
                 del self._groups[request.group]
 
     def next(self, running: Iterable[Request], among: Collection[Request] | None) -> Request | None:
-        """Whose turn it is beside those that are ``running``. ``among``: of these requests alone."""
+        """Whose turn it is beside those that are ``running``; not that of one that is paused. ``among``: of these
+        requests alone."""
         counts = Counter(request.group for request in running)
 
         def asked(requests: Iterable[Request]) -> Iterator[Request]:
-            return (request for request in requests if among is None or request in among)
+            return (r for r in requests if not r.paused and (among is None or r in among))
 
         if again := [*asked(self._preempted)]:
             return min(again, key=lambda request: counts[request.group])

@@ -80,7 +80,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`schedule` could find something to compute."""
-        return bool(self.waiting) or any(not r.paused for r in self.running)
+        return self._somebody_waits or any(not r.paused for r in self.running)
+
+    @property
+    def _somebody_waits(self) -> bool:
+        return any(not r.paused for r in self.waiting)
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -106,7 +110,7 @@ class Scheduler:
                 chosen.append((request, count, drafts))
                 budget -= count if pending > 1 else 0
         preempted = len(self.waiting) > num_waiting  # then pages are short: admit nobody in this step
-        while budget > 0 and len(self.running) < self.max_batch and not preempted:
+        while budget > 0 and not preempted and self._has_slot:
             admitted = self.waiting.next(self.running, among)
             if admitted is None or not self._admit(admitted):
                 break
@@ -121,8 +125,9 @@ class Scheduler:
         that nobody knows yet are 0, and which of ``parts`` its sequences are. Requests that have all their tokens then
         are left out. None where anything else is due: somebody waits for a slot, a prompt goes on, one of ``parts`` is
         paused and throws its token away, or pages are short."""
-        idle = self.waiting and len(self.running) < self.max_batch
-        if idle or sum(not request.paused for request in self.running) > len(parts):
+        if sum(not request.paused for request in self.running) > len(parts):
+            return None
+        if self._has_slot and self._somebody_waits:
             return None
         index: list[int] = []
         for i, (request, own) in enumerate(parts):
@@ -181,17 +186,26 @@ class Scheduler:
         return -(-num_tokens // self.pages.page_size)
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` of ``request``; preempts the youngest. False when that is ``request`` itself."""
+        """Make room for ``num_tokens`` of ``request``; preempts paused ones, then the youngest. False when that is
+        ``request`` itself."""
         missing = self._pages_for(num_tokens) - len(request.pages)
         if missing <= 0:
             return True
         while (pages := self.pages.allocate(missing)) is None:
-            victim = self.running[-1]
+            victim = self._youngest_paused() or self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         request.pages += pages
         return True
+
+    @property
+    def _has_slot(self) -> bool:
+        """Whether one more can run."""
+        return bool(self._free_slots) or self._youngest_paused() is not None
+
+    def _youngest_paused(self) -> Request | None:
+        return next((request for request in reversed(self.running) if request.paused), None)
 
     def _preempt(self, request: Request) -> None:
         """Back to the head of the queue; its tokens are kept and computed again."""
@@ -200,15 +214,18 @@ class Scheduler:
         self.waiting.put_back(request)
 
     def _admit(self, request: Request) -> bool:
-        """Start a waiting request if the pages for all its tokens so far are there."""
+        """Start a waiting request if the pages for all its tokens so far are there. Paused ones give theirs, and their
+        slots: whoever does not fetch tokens keeps nobody waiting."""
         salted = 0 < self._long_from < request.rope_len
         salt = request.rope_len.to_bytes(8, "little") if salted else b""
         whole = request.params.prompt_logprobs is None  # else the logits of every prompt token are wanted
         found = self.pages.match(request.token_ids, salt) if whole else []
-        fresh = self.pages.allocate(self._pages_for(request.num_tokens) - len(found))
-        if fresh is None:
-            self.pages.release(found)
-            return False
+        missing = self._pages_for(request.num_tokens) - len(found)
+        while not self._free_slots or (fresh := self.pages.allocate(missing)) is None:
+            if (paused := self._youngest_paused()) is None:
+                self.pages.release(found)
+                return False
+            self._preempt(paused)
         self.waiting.remove(request)
         self.running.append(request)
         request.slot, request.num_placed = heapq.heappop(self._free_slots), 0
