@@ -70,6 +70,10 @@ def as_given(value: Any, name: str) -> Any:
     return value
 
 
+def left_out(value: Any, name: str) -> None:
+    """Anything, and nothing looks at it."""
+
+
 def flag(value: Any, name: str) -> bool:
     """True or false."""
     return value if isinstance(value, bool) else refuse(name, "true or false", value, "invalid_type")
@@ -137,7 +141,8 @@ class ListOf:
 
 @dataclass(frozen=True)
 class Struct:
-    """An object with the fields ``kinds``. Null counts as not given, except that ``needed`` are always read."""
+    """An object with the fields ``kinds``. Null counts as not given, in a field of any name, and so does what a kind
+    reads as None. ``needed`` are always read."""
 
     kinds: Mapping[str, Kind]
     needed: tuple[str, ...] = ()
@@ -146,12 +151,13 @@ class Struct:
         given = json_object(value, name)
         read = {key: self.kinds[key](given.get(key), f"{name}.{key}") for key in self.needed}
         for key, inner in given.items():
+            if key in read or inner is None:
+                continue
             if key not in self.kinds:
                 message = f"{name}: {unknown(key, self.kinds)}"
                 raise RequestError(message, f"{name}.{key[:100]}", "unknown_parameter")
-            if key not in read and inner is not None:
-                read[key] = self.kinds[key](inner, f"{name}.{key}")
-        return read
+            read[key] = self.kinds[key](inner, f"{name}.{key}")
+        return {key: inner for key, inner in read.items() if inner is not None or key in self.needed}
 
 
 def json_object(value: Any, name: str) -> Mapping[str, Any]:

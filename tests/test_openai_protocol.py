@@ -494,6 +494,22 @@ def test_an_answer_that_was_only_thinking_may_be_sent_back() -> None:
     assert parse_chat(chat(messages=messages), context()).prompts
 
 
+def test_what_openai_s_client_adds_to_an_answer_does_not_hinder_sending_it_back() -> None:
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    # chat.completions.parse and .stream add these; fields without a value are those of the client's next version.
+    parsed_call = {**call, "index": 0, "novel": None, "function": {**function, "parsed_arguments": {"a": 1}}}
+    answers: list[dict[str, Any]] = [{"content": '{"a": 1}'}, {"tool_calls": [call]}]
+    parsed = [{"content": '{"a": 1}', "parsed": {"a": 1}, "novel": None}, {"tool_calls": [parsed_call], "parsed": None}]
+    prompts = []
+    for messages in (answers, parsed):
+        history = [{"role": "user", "content": "Hi"}, *({"role": "assistant"} | message for message in messages)]
+        request = parse_chat(chat(messages=history), context(template=template("{{ messages | tojson }}")))
+        prompts.append(byte_level().decode(request.prompts[0]))
+    assert prompts[0] == prompts[1]
+    assert "parsed" not in prompts[1]
+
+
 def test_a_template_s_tokens_are_those_of_both_files(tmp_path: Path) -> None:
     config = {"chat_template": "{{ bos_token }}{{ eos_token }}{{ pad_token }}", "eos_token": "</b>", "pad_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -103,6 +103,12 @@ def test_items_become_messages() -> None:
     )
 
 
+def test_a_call_as_openai_s_client_parsed_it_may_be_sent_back() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Ulm"}'}
+    parsed = {**call, "parsed_arguments": {"city": "Ulm"}, "novel": None}
+    assert prompt(input=[parsed]) == prompt(input=[call])
+
+
 def test_the_same_chat_is_the_same_request() -> None:
     fields: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "seed": 3, "top_k": 5}
     response = asked(tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, max_output_tokens=9, **fields)

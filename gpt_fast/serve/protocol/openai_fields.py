@@ -13,7 +13,20 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from gpt_fast.errors import RequestError
-from gpt_fast.fields import Kind, OneOf, Struct, Text, Whole, as_given, flag, json_object, kinds_of, refuse, show
+from gpt_fast.fields import (
+    Kind,
+    OneOf,
+    Struct,
+    Text,
+    Whole,
+    as_given,
+    flag,
+    json_object,
+    kinds_of,
+    left_out,
+    refuse,
+    show,
+)
 from gpt_fast.params import MAX_LOGPROBS, SamplingParams
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.request import SAMPLING, Prompt, read_fields, read_prompt, require
@@ -157,8 +170,8 @@ def message_list(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def read_message(value: Any, name: str) -> dict[str, Any]:
-    """One message, without what is null."""
-    message = {key: given for key, given in _MESSAGE(value, name).items() if given is not None}
+    """One message."""
+    message = _MESSAGE(value, name)
     for key in ("tool_calls", "reasoning_content"):
         if message.get(key) and message["role"] != "assistant":
             raise RequestError(f"{name}.{key}: only a message of the assistant has that", f"{name}.{key}")
@@ -214,6 +227,7 @@ _MESSAGE = Struct(
         **{"tool_calls": call_list, "reasoning_content": _TEXT},
         # What OpenAI's own answers contain, so that one can be sent back as it came, as long as nothing is in it.
         **dict.fromkeys(("refusal", "annotations", "audio", "function_call"), must_be_empty),
+        "parsed": left_out,  # what OpenAI's client has made of the content
     },
     needed=("role",),
 )

@@ -142,6 +142,7 @@ _ITEMS: dict[str, Struct] = {
             "call_id": _TEXT,
             "name": _TEXT,
             "arguments": _TEXT,
+            "parsed_arguments": as_given,  # OpenAI's client's own
             **dict.fromkeys(("namespace", "caller"), must_be_empty),
         },
         needed=("call_id", "name", "arguments"),

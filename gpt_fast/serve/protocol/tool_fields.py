@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gpt_fast.errors import RequestError
-from gpt_fast.fields import OneOf, Struct, Text, as_given, check_values, flag, json_object, refuse, show
+from gpt_fast.fields import OneOf, Struct, Text, check_values, flag, json_object, left_out, refuse, show
 from gpt_fast.params import MAX_GRAMMAR_CHARS, MAX_SCHEMA_VALUES
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # OpenAI's rule, and the dots of MCP's names
@@ -125,8 +125,12 @@ _CALL = Struct(
     {
         "id": label,
         "type": _FUNCTION_TYPE,
-        "index": as_given,  # of a stream's delta; some clients keep it
-        "function": Struct({"name": _function_name, "arguments": _arguments}, needed=("name", "arguments")),
+        "index": left_out,  # of a stream's delta; some clients keep it
+        "function": Struct(
+            # OpenAI's client parses the arguments, and sends what it made of them along.
+            {"name": _function_name, "arguments": _arguments, "parsed_arguments": left_out},
+            needed=("name", "arguments"),
+        ),
     },
     needed=("function",),
 )
