@@ -488,6 +488,24 @@ def test_roles_parts_and_switches_reach_the_template() -> None:
     assert byte_level().decode(request.prompts[0]) == "system,assistant,tool,user;a\nb;Bob;False;fine;True"
 
 
+def test_the_effort_reaches_a_template_that_asks_for_it() -> None:
+    # As gpt-oss' template does.
+    source = "{%- if reasoning_effort is not defined %}{%- set reasoning_effort = 'medium' %}{%- endif %}"
+    server = context(template=template(source + "Reasoning: {{ reasoning_effort }}"))
+    for fields, effort in (({}, "medium"), ({"reasoning_effort": "high"}, "high")):
+        request = parse_chat(chat(**fields), server)
+        assert byte_level().decode(request.prompts[0]) == f"Reasoning: {effort}"
+    assert refusal(parse_chat, chat(reasoning_effort="hihg"), server).code == "invalid_value"
+    twice = chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+    assert refusal(parse_chat, twice, server).param == "reasoning_effort"
+
+
+def test_no_effort_is_what_happens_where_nothing_is_thought() -> None:
+    assert parse_chat(chat(reasoning_effort="none"), context()).prompts
+    thinks = context(template=template(CHATML_TEMPLATE + "{# <think> </think> #}"))
+    assert refusal(parse_chat, chat(reasoning_effort="none"), thinks).param == "reasoning_effort"
+
+
 def test_an_answer_that_was_only_thinking_may_be_sent_back() -> None:
     thought = {"role": "assistant", "content": None, "reasoning_content": "hm", "refusal": None}
     messages = [{"role": "user", "content": "Hi"}, thought, {"role": "user", "content": "And?"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -101,6 +102,13 @@ def test_items_become_messages() -> None:
         f"[system: Obey.][system: Be brief.][user: Ulm?][assistant (Hm.): Let me see.{written}]"
         "[tool: warm][assistant: Warm.][assistant: Really.][user: And Bonn?]"
     )
+
+
+def test_the_effort_is_that_of_a_chat() -> None:
+    template = ChatTemplate("Effort: {{ reasoning_effort }}", {}, "the test")
+    body = {"model": "tiny", "input": "Hi", "reasoning": {"effort": "low", "summary": "auto"}}
+    request = parse_responses(body, dataclasses.replace(CONTEXT, template=template))
+    assert Bytes().decode(request.prompts[0]) == "Effort: low"  # type: ignore[arg-type]
 
 
 def test_a_call_as_openai_s_client_parsed_it_may_be_sent_back() -> None:

@@ -125,12 +125,13 @@ THINKING_FORMATS = (
 class Dialect:
     """What a chat template speaks. ``writes_tools``: it puts tools into the prompt itself, in the format ``calls``; if
     not, the tools are described in words (tokenizer/chat_tools.py). ``reads_calls``: earlier calls and their results
-    are messages that it knows."""
+    are messages that it knows. ``reads_effort``: its variable ``reasoning_effort`` says how much to think."""
 
     calls: CallFormat = HERMES
     writes_tools: bool = False
     reads_calls: bool = False
     thinking: ThinkingFormat | None = None
+    reads_effort: bool = False
 
 
 def find_dialect(source: str | None) -> Dialect:
@@ -139,10 +140,12 @@ def find_dialect(source: str | None) -> Dialect:
         return Dialect()
     calls = next((row for row in CALL_FORMATS if _holds(source, row)), None)
     thinking = next((row for row in THINKING_FORMATS if all(mark in source for mark in row.marks)), None)
+    variables = variables_of(source)
+    effort = "reasoning_effort" in variables
     # Old templates of Llama 3 never look at the tools, that of SmolLM3 looks for them elsewhere.
-    if calls is None or "tools" not in variables_of(source):
-        return Dialect(reads_calls="tool" in source, thinking=thinking)
-    return Dialect(calls, writes_tools=True, reads_calls=True, thinking=thinking)
+    if calls is None or "tools" not in variables:
+        return Dialect(reads_calls="tool" in source, thinking=thinking, reads_effort=effort)
+    return Dialect(calls, writes_tools=True, reads_calls=True, thinking=thinking, reads_effort=effort)
 
 
 def _holds(source: str, row: CallFormat) -> bool:

@@ -55,7 +55,8 @@ def _with_thinking(message: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _variables(given: Mapping[str, Any], context: OpenAIContext) -> Mapping[str, Any]:
-    """``chat_template_kwargs``, which may not take the place of what the template gets anyway."""
+    """``chat_template_kwargs``, which may not take the place of what the template gets anyway, and
+    ``reasoning_effort``, which is a variable too."""
     field = "chat_template_kwargs"
     variables: Mapping[str, Any] = given.get(field, {})
     check_values(variables, field)
@@ -68,4 +69,19 @@ def _variables(given: Mapping[str, Any], context: OpenAIContext) -> Mapping[str,
         texts = (text for item in values_in(value) for text in texts_of(item))
         if context.tokenizer is not None and any(len(special_names(context.tokenizer).split(t)) > 1 for t in texts):
             raise RequestError(f"{path} holds the name of a special token", path)
-    return variables
+    return {**variables, **_effort(given, context)}
+
+
+def _effort(given: Mapping[str, Any], context: OpenAIContext) -> Mapping[str, Any]:
+    """How much the model shall think, for a template that asks for it."""
+    field = "reasoning_effort"
+    if field not in given:
+        return {}
+    if field in given.get("chat_template_kwargs", {}):
+        raise RequestError(f"{field} is among chat_template_kwargs too; give one of them", field)
+    if context.dialect.reads_effort:
+        return {field: given[field]}
+    if given[field] == "none" and context.dialect.thinking is None:
+        return {}
+    message = f"{field} is not supported: the checkpoint's chat template has no such variable"
+    raise RequestError(message, field, "unsupported_parameter")

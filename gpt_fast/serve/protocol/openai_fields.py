@@ -260,9 +260,11 @@ MESSAGES: dict[str, Kind] = {
     "chat_template_kwargs": json_object,
     "tools": tool_list,
 }
+EFFORT = OneOf(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
 CHAT: dict[str, Kind] = {
     **_BOTH,
     **MESSAGES,
+    "reasoning_effort": EFFORT,
     "max_completion_tokens": as_given,
     "logprobs": flag,
     "top_logprobs": Whole(0, MAX_LOGPROBS, or_float=True),

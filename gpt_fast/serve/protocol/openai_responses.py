@@ -193,8 +193,10 @@ def parse_responses(body: Mapping[str, Any], context: OpenAIContext) -> Response
     messages = require(given, "input")
     if "instructions" in given:
         messages = [{"role": "system", "content": given["instructions"]}, *messages]
+    effort = given.get("reasoning", {}).get("effort")
+    asked = {**given, "messages": messages} | ({} if effort is None else {"reasoning_effort": effort})
     try:
-        chat = understand({**given, "messages": messages}, context)
+        chat = understand(asked, context)
     except RequestError as error:
         raise as_written(flat(error), given) from None
     return ResponsesRequest(given, body, chat, context)

@@ -12,6 +12,7 @@ from typing import Any
 from gpt_fast.errors import RequestError
 from gpt_fast.fields import Kind, OneOf, Struct, Text, Whole, as_given, flag, json_object, refuse, show
 from gpt_fast.serve.protocol.openai_fields import (
+    EFFORT,
     WITHOUT_EFFECT,
     must_be_empty,
     read_message,
@@ -112,10 +113,16 @@ def _tool_choice(value: Any, name: str) -> ToolChoice:
         raise flat(error) from None
 
 
+_FLAT = (
+    *((".tool_calls.0.id", ".call_id"), (".tool_calls.0", ""), (".function.", ".")),
+    ("reasoning_effort", "reasoning.effort"),
+)
+
+
 def flat(error: RequestError) -> RequestError:
-    """``error`` with its path as it is here, where functions and their calls are flat."""
+    """``error`` with its path as it is here, where functions and their calls are flat, and thinking has an object."""
     texts = [error.message, error.param or ""]
-    for chat, here in ((".tool_calls.0.id", ".call_id"), (".tool_calls.0", ""), (".function.", ".")):
+    for chat, here in _FLAT:
         texts = [text.replace(chat, here) for text in texts]
     return RequestError(texts[0], texts[1] or None, error.code, error.status, error.retry_after_s)
 
@@ -164,6 +171,6 @@ RESPONSE: dict[str, Kind] = {
     **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _refused),
     "background": _only(False),
     "truncation": _only("disabled"),
-    "reasoning": Struct({"effort": _only("none"), "summary": as_given, "generate_summary": as_given}),
+    "reasoning": Struct({"effort": EFFORT, "summary": as_given, "generate_summary": as_given}),
     "max_tool_calls": as_given,
 }
