@@ -597,6 +597,41 @@ def test_a_grammar_that_does_not_compile_is_the_field_tools(monkeypatch: pytest.
     assert (error.param, error.message[:6]) == ("tools", "tools ")
 
 
+# As libraries write them: pydantic for a set, a Decimal and a Path, zod for an e-mail address and a record.
+LIBRARIES_WRITE: list[tuple[dict[str, Any], Any]] = [
+    ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, ["a"]),
+    ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$"}]}, "1.5"),
+    ({"type": "string", "format": "path"}, "a/b"),
+    (
+        {"type": "string", "format": "email", "pattern": "^(?!\\.)(?!.*\\.\\.)([a-z.]*)[a-z]@([a-z]+\\.)+[a-z]{2,}$"},
+        "a@b.de",
+    ),
+    ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}}, {"a": "b"}),
+    ({"type": "string", "not": {"const": "c"}}, "b"),
+]
+
+
+@pytest.mark.parametrize(("schema", "value"), LIBRARIES_WRITE)
+def test_what_a_grammar_cannot_express_of_a_tool_is_left_out_unless_it_is_strict(
+    schema: dict[str, Any], value: Any
+) -> None:
+    other = tool("other", more=schema)
+    walk = Walk("hermes", tools=[*TOOLS, other])
+    call = (GOOD["hermes"] % json.dumps({"more": value})).replace("weather", "other")
+    assert walk.takes(call)
+    assert not walk.takes(call.replace("more", "less"))
+    other["function"]["strict"] = True
+    with pytest.raises(RequestError) as caught:
+        Walk("hermes", tools=[*TOOLS, other])
+    assert caught.value.code == "unusable_grammar"
+
+
+def test_words_that_look_like_a_pattern_stay_what_they_are() -> None:
+    values = [{"pattern": "(?!a)"}]
+    walk = Walk("hermes", tools=[tool(city={"enum": values})])
+    assert walk.takes(GOOD["hermes"] % '{"city": {"pattern": "(?!a)"}}')
+
+
 VOCABULARIES = {"llama3": "llama3/tokenizer.model", "mistral": "mistral/mistral_instruct_tokenizer_240323.model.v3"}
 
 

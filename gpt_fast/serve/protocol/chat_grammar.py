@@ -2,7 +2,8 @@
 
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. Arguments follow their schema. Where a call is
 demanded, the whole answer is held to the format; where the model may choose, the text is free up to the marker of a
-call. Thinking is free up to its end.
+call. Thinking is free up to its end. Tools come from libraries and other servers, so what a grammar cannot express of
+their schemas is left out, unless they are strict.
 """
 
 from __future__ import annotations
@@ -120,9 +121,10 @@ def _calls(lark: _Lark, form: CallFormat, tools: Sequence[Mapping[str, Any]], se
 
 
 def _call(lark: _Lark, form: CallFormat, number: int, function: Mapping[str, Any]) -> str:
-    lark.rules[f"arguments_{number}"] = _json(
-        {"type": "object", **function["parameters"]}, f"tools.{number}.function.parameters"
-    )
+    parameters = {"type": "object", **function["parameters"]}
+    strict = function.get("strict", False)
+    schema = parameters if strict else _without_looks(parameters)
+    lark.rules[f"arguments_{number}"] = _json(schema, f"tools.{number}.function.parameters", lenient=not strict)
     opening = form.opening.replace(NAME, function["name"])
     return f"{lark.literal(opening)} arguments_{number} {lark.literal(form.closing)}"
 
@@ -133,5 +135,24 @@ def _regex(regex: str) -> str:
     return "/" + re.sub(r"\\.|/|\n", lambda found: escaped.get(found[0], found[0]), regex, flags=re.DOTALL) + "/"
 
 
-def _json(schema: Mapping[str, Any], name: str) -> str:
-    return "%json " + json.dumps({**close_objects(schema, name), "x-guidance": ONE_SPELLING})
+def _json(schema: Mapping[str, Any], name: str, lenient: bool = False) -> str:
+    """``lenient``: what llguidance does not know of a schema (uniqueItems, not, a rare format) is no error."""
+    options = ONE_SPELLING | {"lenient": lenient}
+    return "%json " + json.dumps({**close_objects(schema, name), "x-guidance": options})
+
+
+_LOOKS = re.compile(r"\(\?<?[=!]|\\[1-9]")
+
+
+def _without_looks(schema: Any) -> Any:
+    """``schema`` without the patterns that look ahead, behind, or back to a group, which llguidance cannot compile.
+    Libraries write them for decimal numbers (pydantic) and e-mail addresses (zod)."""
+    if isinstance(schema, list):
+        return [_without_looks(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: inner if key in ("enum", "const") else _without_looks(inner)
+        for key, inner in schema.items()
+        if not (key == "pattern" and isinstance(inner, str) and _LOOKS.search(inner))
+    }

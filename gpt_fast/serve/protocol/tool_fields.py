@@ -110,7 +110,7 @@ _TOOL = Struct(
     {
         "type": _FUNCTION_TYPE,
         "function": Struct(
-            # Arguments always follow the schema here, strict or not.
+            # Arguments follow the schema strict or not; strict is refused where a grammar cannot express all of it.
             {"name": _function_name, "description": Text(), "parameters": json_object, "strict": flag},
             needed=("name",),
         ),
