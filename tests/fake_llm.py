@@ -63,6 +63,9 @@ class FakeLLM:
         self.handles.append(FakeHandle(self, prompt, params, eager=max_uncollected is None))
         return self.handles[-1]
 
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        return [ord(char) for char in prompt] if isinstance(prompt, str) else prompt
+
     def submit_all(self, parts: Sequence[tuple[Any, Any]], max_uncollected: int | None = None) -> list[FakeHandle]:
         return [self.submit(prompt, params, max_uncollected) for prompt, params in parts]
 

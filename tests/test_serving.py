@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fake_llm import FakeHandle, FakeLLM, Here
 from test_handler import Batch, handler
+from test_openai_protocol import byte_level
 
 from gpt_fast.errors import RequestError
 from gpt_fast.params import SamplingParams
@@ -210,6 +211,34 @@ def test_more_prompts_than_may_ever_be_queued_are_refused_for_good(tmp_path: Pat
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        ("", {"prompt": "a" * 900, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ("v1/completions", {"prompt": [[1] * 60] * 15, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ("v1/completions", {"prompt": [1] * 300, "n": 16, "echo": True, "logprobs": 20}, "logprobs"),
+        (
+            "v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a" * 900}], "prompt_logprobs": 20},
+            "prompt_logprobs",
+        ),
+    ],
+    ids=["native", "completions", "echo", "chat"],
+)
+def test_log_probabilities_that_cannot_be_sent_are_not_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any], field: str
+) -> None:
+    llm: Any = FakeLLM()
+    llm.tokenizer = byte_level()
+    asked = {"max_tokens": 1, "stream": False} | body | ({"model": "gpt-fast"} if route else {})
+    monkeypatch.setattr(serving, "MAX_PIECE_BYTES", 500_000)
+    answer = whole(Batch(llm, tmp_path), asked, route)
+    assert answer[2] == 400
+    error = json.loads(answer[4])["error"]
+    assert (error["param"], error["code"]) == (field, "answer_too_large")
+    assert not llm.calls
 
 
 @pytest.mark.parametrize(

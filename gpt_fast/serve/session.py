@@ -136,8 +136,12 @@ class Session:
         request, params = self._request, self._request.params
         if not request.stream and params.timeout_s is None:
             params = dataclasses.replace(params, timeout_s=self._one_piece_s)
-        parts = [(prompt, sample) for prompt in request.prompts for sample in params.samples()]
         try:
+            prompts = request.prompts
+            if params.prompt_logprobs is not None:
+                prompts = [self._llm.encode(prompt) for prompt in prompts]
+                _check_prompt_logprobs(sum(map(len, prompts)) * params.n, params.prompt_logprobs, request.least_bytes)
+            parts = [(prompt, sample) for prompt in prompts for sample in params.samples()]
             # An answer in one piece is collected at its end.
             return self._llm.submit_all(parts, MAX_UNCOLLECTED if request.stream else None)
         except RequestError as error:
@@ -216,6 +220,16 @@ def _check_sendable(piece: Piece) -> None:
     if num_bytes > MAX_PIECE_BYTES:
         limit = f"the answer has {num_bytes} bytes, and at most {MAX_PIECE_BYTES} can be sent at once"
         raise RequestError(f"{limit}; ask for less in one request", None, "answer_too_large")
+
+
+def _check_prompt_logprobs(num_tokens: int, num_top: int, least_bytes: int) -> None:
+    """Raise RequestError where log probabilities of ``num_tokens`` tokens of prompts cannot be sent, however they come
+    out: they would be computed for nothing, and take a hundred times their prompts' memory until then."""
+    num_bytes = num_tokens * max(1, num_top) * least_bytes
+    if num_bytes > MAX_PIECE_BYTES:
+        asked = f"prompt_logprobs of {num_top} for each of {num_tokens} tokens have more than {num_bytes} bytes"
+        message = f"{asked}, and at most {MAX_PIECE_BYTES} can be sent at once; ask for less in one request"
+        raise RequestError(message, "prompt_logprobs", "answer_too_large")
 
 
 def timed_out() -> RequestError:

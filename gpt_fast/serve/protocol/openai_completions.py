@@ -30,6 +30,8 @@ class CompletionRequest(OpenAIRequest):
     def __init__(self, *facts: Any, echoes: Sequence[str], scores_only: bool) -> None:
         super().__init__(*facts)
         self._echoes, self._scores_only = echoes, scores_only
+        if "prompt_logprobs" not in self.given:  # they come as logprobs of the echo, by the tokens' names
+            self.least_bytes = 8
         self._offsets: dict[int, _Offsets] = {}  # by sequence
 
     def write_delta(self, index: int, delta: Delta) -> str:

@@ -50,8 +50,10 @@ class WireRequest(ABC):
     """One HTTP request that is understood: the prompts for the engine, and how its answer is written.
 
     ``given``: the fields as the client wrote them. Each prompt has ``params.n`` sequences. They are numbered: those of
-    the first prompt, then those of the second. ``stream``: the answer goes out piece by piece."""
+    the first prompt, then those of the second. ``stream``: the answer goes out piece by piece. ``least_bytes``: that
+    an answer has for each log probability of the prompt."""
 
+    least_bytes = 30
     _stream_type: str  # content type
 
     def __init__(self, given: dict[str, Any], prompts: Sequence[Prompt], params: SamplingParams, stream: bool) -> None:
