@@ -69,6 +69,20 @@ def test_what_does_not_compile_is_refused_by_field(llm: LLM, fields: dict[str, o
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-ahead"),
+        ({"json_schema": {"type": "string", "pattern": "(?!a)b"}}, "look-ahead"),
+    ],
+)
+def test_what_is_wrong_with_a_regular_expression_is_told(llm: LLM, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        llm.prepare("a", SamplingParams(**fields))
+    assert "\n" not in str(caught.value)
+
+
 TOO_LARGE: dict[str, dict[str, Any]] = {
     "choices": {"choice": [f"choice number {i}" for i in range(90_000)]},
     "long choices": {"choice": ["x" * 60_000, "y" * 60_000]},

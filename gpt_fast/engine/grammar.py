@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpt_fast.engine.closed_schema import ONE_SPELLING, close_objects
 from gpt_fast.errors import RequestError
-from gpt_fast.params import SamplingParams, try_later
+from gpt_fast.params import MAX_SHOWN, SamplingParams, try_later
 from gpt_fast.tokenizer import Tokenizer
 
 MAX_LIVE_CHARS = 2**20  # of the grammars of all requests that are queued or running; a compiled one has 200 bytes each
@@ -114,8 +114,7 @@ class CompiledGrammar:
             count = min(self._vocab_size, known.numel())
             allowed[:count] = known[:count]
             if self._matcher.is_error() or not bool(allowed.any()):
-                error = (self._matcher.get_error() or "NoExtension").strip().splitlines()[0][:300]
-                why = "no text matches it" if error.startswith("NoExtension") else error
+                why = _why(self._matcher.get_error() or "NoExtension")
                 raise RequestError(f"{self._field} is not usable: {why}", self._field, "unusable_grammar")
             self._allowed = allowed
         return self._allowed
@@ -154,6 +153,15 @@ class CompiledGrammar:
     def complete(self) -> bool:
         """Whether the completion matches and nothing could follow."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+
+def _why(error: str) -> str:
+    """llguidance's ``error`` in one line: its first, and the one that says what is wrong with a regular expression."""
+    first, *others = error.strip().splitlines()
+    if first.startswith("NoExtension"):
+        return "no text matches it"
+    reasons = [line.removeprefix("error: ")[:MAX_SHOWN] for line in others if line.startswith("error: ")]
+    return " ".join([first[:MAX_SHOWN], *reasons[:1]])
 
 
 def _source(params: SamplingParams, matcher: Any, field: str) -> str:
