@@ -254,6 +254,8 @@ class GPTFastHandler:
         ctx.set_response_content_type(index, JSON_TYPE)
         if error.retry_after_s is not None:
             ctx.set_response_header(index, "Retry-After", str(error.retry_after_s))
+        if error.code == "timeout":  # OpenAI's clients send it twice more, unless they are told that it is no use
+            ctx.set_response_header(index, "X-Should-Retry", "false")
         return Piece(error_body(error), JSON_TYPE)
 
     def end_if_fatal(self, error: BaseException) -> None:

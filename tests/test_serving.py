@@ -165,6 +165,7 @@ def test_an_answer_whose_time_is_up_is_a_504(tmp_path: Path, route: str) -> None
     batch = Batch(FakeLLM(abort_after=2), tmp_path)
     answer = whole(batch, ONE_PIECE[route], route)
     assert (answer[2], json.loads(answer[4])["error"]["code"]) == (504, "timeout")
+    assert answer[3]["X-Should-Retry"] == "false", "it would take as long again"
 
 
 def test_answers_in_one_piece_have_a_time_limit_and_streams_have_none(tmp_path: Path) -> None:
