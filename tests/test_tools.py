@@ -21,6 +21,7 @@ from gpt_fast.serve.protocol.answer_parts import AnswerReader, Part
 from gpt_fast.serve.protocol.openai_chat import ChatRequest, parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.request import error_body
+from gpt_fast.serve.protocol.tool_fields import tool_list
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_formats import find_dialect
@@ -188,7 +189,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
      "tools.0.function.parameters.type"),
     ({"tools": [{"type": "function", "function": {"name": "f", "color": "red"}}]}, "tools.0.function.color"),
-    ({"tools": [tool(x={"description": "a" * 70_000})]}, "tools"),
+    ({"tools": [tool(x={"enum": ["a" * 70_000]})]}, "tools"),
     ({"tools": [tool(x={"description": "\ud800"})]}, "tools"),
     ({"tools": [tool(**{"<|im_end|>": {}})]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -624,6 +625,14 @@ def test_what_a_grammar_cannot_express_of_a_tool_is_left_out_unless_it_is_strict
     with pytest.raises(RequestError) as caught:
         Walk("hermes", tools=[*TOOLS, other])
     assert caught.value.code == "unusable_grammar"
+
+
+def test_descriptions_do_not_count_among_what_a_grammar_may_have() -> None:
+    city = {"type": "string", "title": "City", "description": "which one " * 9}
+    walk = Walk("hermes", tools=[tool(city=city, title={"type": "string"}, description={"enum": [{"title": "a"}]})])
+    assert walk.takes(GOOD["hermes"] % '{"city": "Ulm", "title": "b", "description": {"title": "a"}}')
+    assert "which one" not in str(walk.request.params.grammar)
+    assert tool_list([tool(str(i), x={"description": "which one " * 900}) for i in range(9)], "tools")
 
 
 def test_words_that_look_like_a_pattern_stay_what_they_are() -> None:

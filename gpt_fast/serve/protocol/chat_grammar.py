@@ -15,7 +15,7 @@ from typing import Any
 
 from gpt_fast.engine.closed_schema import ONE_SPELLING, close_objects
 from gpt_fast.params import SamplingParams
-from gpt_fast.serve.protocol.tool_fields import ToolChoice
+from gpt_fast.serve.protocol.tool_fields import ToolChoice, without_descriptions
 from gpt_fast.tokenizer import Tokenizer
 from gpt_fast.tokenizer.chat_formats import NAME, CallFormat, Dialect
 from gpt_fast.tokenizer.chat_prompt import special_names
@@ -121,7 +121,7 @@ def _calls(lark: _Lark, form: CallFormat, tools: Sequence[Mapping[str, Any]], se
 
 
 def _call(lark: _Lark, form: CallFormat, number: int, function: Mapping[str, Any]) -> str:
-    parameters = {"type": "object", **function["parameters"]}
+    parameters = without_descriptions({"type": "object", **function["parameters"]})
     strict = function.get("strict", False)
     schema = parameters if strict else _without_looks(parameters)
     lark.rules[f"arguments_{number}"] = _json(schema, f"tools.{number}.function.parameters", lenient=not strict)

@@ -27,9 +27,11 @@ def tool_list(value: Any, name: str) -> list[dict[str, Any]]:
     """The kind of ``tools``: OpenAI's objects, each with ``parameters`` that describe an object."""
     if not isinstance(value, list):
         refuse(name, "a list of tools", value, "invalid_type")
-    num_values, num_chars = check_values(value, name)
+    check_values(value, name)
+    num_values, num_chars = check_values(without_descriptions(value), name)
     if num_chars > MAX_GRAMMAR_CHARS or num_values > MAX_SCHEMA_VALUES:
         limits = f"{MAX_GRAMMAR_CHARS} characters or {MAX_SCHEMA_VALUES} values (objects, lists, strings, numbers)"
+        limits += ", descriptions not counted"
         raise RequestError(f"{name} has more than {limits}", name, "grammar_too_large")
     tools = [_tool(each, f"{name}.{i}") for i, each in enumerate(value)]
     names = [tool["function"]["name"] for tool in tools]
@@ -37,6 +39,20 @@ def tool_list(value: Any, name: str) -> list[dict[str, Any]]:
         path = f"{name}.{twice}.function.name"
         raise RequestError(f"{path}: there are two functions {show(names[twice])}", path)
     return tools
+
+
+def without_descriptions(value: Any) -> Any:
+    """A tool or a schema without what it says to people and the model; a grammar knows nothing of that, and it is most
+    of what there is. A property may be called title or description: it is no string."""
+    if isinstance(value, list):
+        return [without_descriptions(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: inner if key in ("enum", "const") else without_descriptions(inner)
+        for key, inner in value.items()
+        if not (key in ("description", "title") and isinstance(inner, str))
+    }
 
 
 def tool_choice(value: Any, name: str) -> ToolChoice:
