@@ -20,6 +20,7 @@ MAX_ALLOWED_TOKENS = 65536
 MAX_BAD_WORDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_SAMPLES = 16
+MAX_SEED = 2**64 - 1
 # Of what a completion must match. Within them a grammar compiles in about half a second.
 MAX_CHOICES = 2000
 MAX_SCHEMA_VALUES = 5000  # objects, lists, strings, numbers
@@ -123,7 +124,7 @@ class SamplingParams:
     top_k: Annotated[int | None, Whole(-1, 2**31, or_float=True)] = None
     top_p: Annotated[float | None, Real(0, 1, above=True)] = None
     min_p: Annotated[float | None, Real(0, 1)] = None
-    seed: Annotated[int | None, Whole(-(2**63), 2**64 - 1, or_float=True)] = None
+    seed: Annotated[int | None, Whole(-(2**63), MAX_SEED, or_float=True)] = None
     stop: Annotated[tuple[str, ...], _STOPS] = ()
     stop_token_ids: Annotated[tuple[int, ...], ListOf(_TOKEN, "token ids", most=MAX_STOP_TOKENS)] = ()
     ignore_eos: bool = False
@@ -174,10 +175,10 @@ class SamplingParams:
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     def samples(self) -> tuple[SamplingParams, ...]:
-        """``n`` single requests; the i-th has seed + i."""
+        """``n`` single requests; the i-th has seed + i, and behind the largest seed comes 0."""
         if self.n == 1:
             return (self,)
-        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
+        seeds = [None if self.seed is None else _next_seed(self.seed, i) for i in range(self.n)]
         return tuple(dataclasses.replace(self, n=1, seed=seed) for seed in seeds)
 
     def resolved(self, defaults: SamplingParams | None = None) -> SamplingParams:
@@ -193,6 +194,10 @@ class SamplingParams:
             min_p=_first(self.min_p, d.min_p, 0.0),
             repetition_penalty=_first(self.repetition_penalty, d.repetition_penalty, 1.0),
         )
+
+
+def _next_seed(seed: int, i: int) -> int:
+    return seed + i if seed + i <= MAX_SEED else seed + i - MAX_SEED - 1
 
 
 def _first(*values: Any) -> Any:

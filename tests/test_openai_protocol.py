@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, FinishReason, Origin, TokenLogprobs
-from gpt_fast.params import MAX_STOP_STRINGS, SamplingParams
+from gpt_fast.params import MAX_SEED, MAX_STOP_STRINGS, SamplingParams
 from gpt_fast.serve.protocol.openai_chat import ChatRequest, parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_completions import CompletionRequest, parse_completion
@@ -895,6 +895,8 @@ def test_choices_are_numbered_prompt_by_prompt() -> None:
     request = parse_completion(text(prompt=["a", "bb"], n=2, seed=5), context())
     seeds = [params.seed for _ in request.prompts for params in request.params.samples()]
     assert seeds == [5, 6, 5, 6]
+    last = parse_completion(text(prompt="a", n=3, seed=MAX_SEED - 1), context()).params
+    assert [params.seed for params in last.samples()] == [MAX_SEED - 1, MAX_SEED, 0]
     answer = json.loads(run(request, "A", "B", "C", "D", reason="length"))
     assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "A"), (1, "B"), (2, "C"), (3, "D")]
     # Prompts of 2 and 3 tokens count once each, not once a sample.

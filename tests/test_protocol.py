@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 from typing import Any
 from urllib.parse import unquote_plus
@@ -106,6 +107,7 @@ def test_a_form_field_beside_the_json_is_refused_by_name() -> None:
         (b'{"x": {"seed": 1, "seed": 2}}', "duplicate_field", "'seed'"),
         (b"{%s}" % b",".join(b'"%d":1' % i for i in (*range(100_000), 99_999)), "duplicate_field", "'99999'"),
         (b'\xef\xbb\xbf{"prompt": "a"}', "invalid_encoding", "byte order mark"),
+        (gzip.compress(b'{"prompt": "a"}', mtime=0), "invalid_encoding", "compressed by gzip"),
         ('{"prompt": "a"}'.encode("utf-16"), "invalid_encoding", "UTF-16"),
         ('{"prompt": "a"}'.encode("utf-16-le"), "invalid_encoding", "UTF-16"),
         ('{"prompt": "a"}'.encode("utf-32-be"), "invalid_encoding", "UTF-32"),

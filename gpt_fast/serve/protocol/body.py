@@ -89,6 +89,8 @@ def _check_size(num_bytes: int, max_bytes: int) -> None:
 def _decode(raw: bytes) -> str:
     if raw.startswith(codecs.BOM_UTF8):
         _refuse("the body starts with a byte order mark; send JSON in plain UTF-8 without one", "invalid_encoding")
+    if raw.startswith(b"\x1f\x8b"):
+        _refuse("the body is compressed by gzip, which is not supported; send plain JSON", "invalid_encoding")
     if json.detect_encoding(raw) != "utf-8":
         _refuse("the body looks like UTF-16 or UTF-32; send JSON in UTF-8", "invalid_encoding")
     try:
