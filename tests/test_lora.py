@@ -248,6 +248,15 @@ def test_a_tied_head_becomes_a_matrix_of_its_own(saved: Any, tmp_path: Path) -> 
         opened.with_adapters({str(table_too): 1})
 
 
+def test_a_table_and_its_head_are_saved_apart(saved: Any, tmp_path: Path) -> None:
+    """As PEFT does with ``modules_to_save`` of both, which trains new words of a chat."""
+    base, table = saved("llama-tied"), factor(261, 64, seed=5)
+    tensors = {"model.embed_tokens.weight": table, "lm_head.weight": factor(261, 64, seed=6), **pair(Q, 64, 64, 1)}
+    model = Checkpoint.open(base).with_adapters({str(write(tmp_path / "adapter", tensors)): 1}).build(torch.float32)
+    assert torch.equal(model.embed.tokens.weight, table)
+    assert torch.equal(model.head.output.weight, tensors["lm_head.weight"])
+
+
 Q, V = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"
 GOOD = pair(Q, 64, 64, 1)
 

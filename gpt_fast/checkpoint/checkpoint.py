@@ -137,7 +137,8 @@ class Checkpoint:
         names, wanted = FAMILIES[self.config.family].names, touched(adapters)
         table, head = names["tokens"] + ".weight", names["output"] + ".weight"
         tensors = dict(self.tensors)
-        if self.config.tie_embeddings and table in wanted:
+        given_head = any(head in adapter.saved for adapter in adapters)
+        if self.config.tie_embeddings and table in wanted and not given_head:
             raise CheckpointError(f"lora: {table} has an adapter, and it is the head of {self.path} as well")
         if self.config.tie_embeddings and head in wanted:  # which is from now on another matrix than the table
             out.config, tensors[head] = replace(self.config, tie_embeddings=False), tensors[table]
