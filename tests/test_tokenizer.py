@@ -679,6 +679,12 @@ def test_missing_back_end_leaves_the_others(
         ("tokenizer.json", b'{"model": {"type": "Other", "vocab": {}}}', "refused by the tokenizers library"),
         ("tokenizer_config.json", b"[1]", "a JSON list where an object is expected"),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {}}}', "malformed"),
+        (
+            "tokenizer_config.json",
+            b'{"added_tokens_decoder": {"4000000000": {"content": "x"}}}',
+            "malformed: .*4000000000",
+        ),
+        ("tokenizer.json", b'{"model": {"vocab": {}}, "added_tokens": [{"id": 1e999, "content": "x"}]}', "malformed"),
     ],
 )
 def test_corrupt_files(tmp_path: Path, name: str, data: bytes, message: str) -> None:
@@ -704,6 +710,33 @@ def test_truncated_files(tmp_path: Path, vocabularies: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     with pytest.raises(TokenizerError, match="Merges text file invalid"):
         load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_values_that_make_no_sense(tmp_path: Path, vocabularies: Path) -> None:
+    given, damaged = vocabularies / "mistral-json" / "tokenizer.json", tmp_path / "tokenizer.json"
+    spec = json.loads(given.read_text())
+    start = [{"SpecialToken": {"id": "<lost>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    processor = {"type": "TemplateProcessing", "single": start, "pair": start, "special_tokens": {}}
+    damaged.write_text(json.dumps(spec | {"post_processor": processor}))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is refused by the tokenizers library"):
+        load_tokenizer(damaged)
+    piece = max(spec["model"]["vocab"], key=spec["model"]["vocab"].get)
+    spec["model"]["vocab"][piece] = 2**31  # a table with a row for each would take tens of gigabytes
+    damaged.write_text(json.dumps(spec))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: a token has the id 2147483648"):
+        load_tokenizer(damaged)
+
+
+def test_sentencepiece_with_a_piece_that_is_no_text(tmp_path: Path, vocabularies: Path) -> None:
+    data = (vocabularies / "mistral-sentencepiece" / "tokenizer.model").read_bytes()
+    for piece, broken in (
+        (b"\x0a\x03the\x15", b"\x0a\x03t\xff\xff\x15"),
+        (b"\x0a\x03<s>\x15", b"\x0a\x03\xff\xff>\x15"),
+    ):
+        assert piece in data
+        (tmp_path / "tokenizer.model").write_bytes(data.replace(piece, broken, 1))
+        with pytest.raises(TokenizerError, match=r"tokenizer\.model (holds a piece that is no text|is not a readable)"):
+            load_tokenizer(tmp_path)
 
 
 def test_missing_files(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpt_fast.errors import TokenizerError
 from gpt_fast.tokenizer.base import Tokenizer
-from gpt_fast.tokenizer.settings import AddedToken, Settings, merge_added_tokens, read_added_tokens
+from gpt_fast.tokenizer.settings import MAX_IDS, AddedToken, Settings, merge_added_tokens, read_added_tokens
 from gpt_fast.tokenizer.tiktoken_ranks import QWEN_PATTERN
 
 # GPT-2's alphabet for bytes: printable Latin-1 stands for itself, the other bytes are the characters from U+0100 on.
@@ -49,6 +49,8 @@ class HfJsonTokenizer(Tokenizer):
         self.bytewise = decoder is not None
         piece_to_bytes, dropped = decoder or (str.encode, 0)
         pieces = {id: piece_to_bytes(piece) for piece, id in self._library.get_vocab(with_added_tokens=False).items()}
+        if (largest := max(pieces, default=0)) >= MAX_IDS:
+            raise TokenizerError(f"{source}: a token has the id {largest}; fetch the file again")
         bos, prefix = _bos(self._library, settings)
         eos = self._library.token_to_id(settings.eos_token) if settings.eos_token else None
         super().__init__(
@@ -158,8 +160,12 @@ def _load(spec: dict[str, Any], added: Mapping[int, AddedToken], source: str) ->
     in_order = [added[id] for id in sorted(added)]
     spec["added_tokens"] = [vars(token) | {"normalized": token.normalized and not token.special} for token in in_order]
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(spec))
-    except Exception as error:  # the library raises plain Exception
+        library = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        library.encode("a")  # its post-processor may name tokens that are not there
+        return library
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception, and where it panics not even that
         why = f"is refused by the tokenizers library ({error}); fetch the file again"
         raise TokenizerError(f"{source} {why}") from error
 

@@ -32,7 +32,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._processor = sp = _load(model, source)
         self._bare_processor = _load(model + _NO_DUMMY_PREFIX, source)
         self._prefix_every_segment = prefixes_every_segment(converted) if converted else settings.legacy is not False
-        names: list[str] = sp.id_to_piece(list(range(sp.vocab_size())))
+        names = _names(sp, source)
         vocab = {name: id for id, name in enumerate(names)}
         controls = {id: AddedToken(id, name, True) for id, name in enumerate(names) if _is_control(sp, id)}
         declared = (*read_added_tokens(converted, f"the tokenizer.json beside {source}"), *settings.added)
@@ -80,8 +80,16 @@ def _load(model: bytes, source: str) -> Any:
 
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeDecodeError) as error:  # the latter where a message of the former has a broken piece
         raise TokenizerError(f"{source} is not a readable SentencePiece model; fetch the file again") from error
+
+
+def _names(sp: Any, source: str) -> list[str]:
+    """The pieces by id."""
+    try:
+        return list(sp.id_to_piece(list(range(sp.vocab_size()))))
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{source} holds a piece that is no text ({error}); fetch the file again") from error
 
 
 def _is_control(sp: Any, id: int) -> bool:

@@ -15,6 +15,7 @@ from gpt_fast.errors import TokenizerError
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+MAX_IDS = 2**24  # far above every vocabulary; a table has a row for each id below the largest
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,10 @@ def _added_tokens(entries: Callable[[], list[tuple[Any, Any]]], source: object) 
     found: dict[int, AddedToken] = {}
     try:
         for id, entry in entries():
-            found[int(id)] = AddedToken(int(id), str(entry["content"]), *(bool(entry.get(flag)) for flag in _FLAGS))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if not 0 <= (number := int(id)) < MAX_IDS:
+                raise ValueError(f"id {id!r:.40}")
+            found[number] = AddedToken(number, str(entry["content"]), *(bool(entry.get(flag)) for flag in _FLAGS))
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:  # the last for infinity
         raise TokenizerError(f"{source}: its added tokens are malformed: {error!r}") from error
     return tuple(found[id] for id in sorted(found))
 
