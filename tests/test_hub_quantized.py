@@ -61,7 +61,7 @@ def make(
         group_of = torch.empty(k, dtype=torch.int64)
         group_of[order] = torch.arange(k) // size
         codes = torch.randint(0, 16, (k, n), generator=generator)
-        zeros = torch.randint(1, 16, (k // size, n), generator=generator)
+        zeros = torch.randint(0, 16, (k // size, n), generator=generator)
         zeros = torch.full_like(zeros, 8) if symmetric else zeros
         scales = (torch.rand(k // size, n, generator=generator) * 0.02 + 0.001).half()
         expected[name] = ((codes - zeros[group_of]).float() * scales[group_of].float()).t()
@@ -71,7 +71,7 @@ def make(
             tensors[prefix + "qzeros"] = pack(zeros, (0, 2, 4, 6, 1, 3, 5, 7))
         else:
             tensors[prefix + "qweight"] = pack(codes.t()).t().contiguous()
-            tensors[prefix + "qzeros"] = pack(zeros - offset)
+            tensors[prefix + "qzeros"] = pack(zeros) - offset * 0x11111111  # which borrows from a zero's neighbours
             tensors[prefix + "g_idx"] = group_of.to(torch.int32)
             tensors[prefix + "bias"] = torch.zeros(n, dtype=torch.float16)  # as AutoGPTQ does
         tensors[prefix + "scales"] = scales

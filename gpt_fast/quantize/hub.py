@@ -11,8 +11,9 @@ AWQ      qweight int32 [K, N / 8]: outputs 8i .. 8i + 7  qzeros int32 [groups, N
          in the order 0 2 4 6 1 3 5 7                   in the same order
 =======  =============================================  ===================================================
 
-GPTQ's first format stores ``zero - 1``. With ``desc_act`` the inputs of a group are scattered: columns are then sorted
-by group, and the layer gathers its inputs in that order (``QuantizedLinear.order``). Ranks cannot divide such inputs.
+GPTQ's first format stores ``zero - 1``, taken from the eight of an int32 as from one number: a zero of 0 borrows from
+the next one. With ``desc_act`` the inputs of a group are scattered: columns are then sorted by group, and the layer
+gathers its inputs in that order (``QuantizedLinear.order``). Ranks cannot divide such inputs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Header(NamedTuple):
 
     method: str  # gptq | awq
     group_size: int  # -1: one group
-    zero_offset: int  # to add to stored zeros
+    zero_offset: int  # to add to eight stored zeros, an int32
 
     def inputs_of_group(self, num_inputs: int) -> int:
         return self.group_size if self.group_size > 0 else num_inputs
@@ -69,7 +70,7 @@ def parse_header(raw: Mapping[str, Any], where: str) -> Header:
     layout = raw.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise CheckpointError(f"{where}: quantization_config.checkpoint_format {layout!r} is not supported")
-    return Header("gptq", group_size, 1 if layout == "gptq" else 0)
+    return Header("gptq", group_size, 0x11111111 if layout == "gptq" else 0)
 
 
 class HubFormat(Format):
@@ -149,7 +150,7 @@ class HubFormat(Format):
         g_idx = tensors.get(beside(part, "g_idx"))
         group_of = group_of if g_idx is None else _whole(g_idx).long()
         packed = _outputs(qweight.part(cut.column * k // 8, k // 8), cut)
-        zeros = _outputs(qzeros, cut, range(8)) + self._header.zero_offset
+        zeros = _outputs(qzeros, cut, range(8), self._header.zero_offset)
         return _unpack(packed.t().contiguous(), range(8)), zeros, _outputs(scales, cut), group_of
 
 
@@ -183,14 +184,15 @@ def without_empty_biases(wanted: Sequence[Part], tensors: Tensors) -> dict[str, 
     return {name: t for name, t in tensors.items() if name not in empty or bool(_whole(t).any())}
 
 
-def _outputs(stored: StoredTensor, cut: Cut, order: Sequence[int] = ()) -> Tensor:
-    """The columns of ``stored`` that are outputs of ``cut``; with an ``order`` eight of them stand in each number."""
+def _outputs(stored: StoredTensor, cut: Cut, order: Sequence[int] = (), add: int = 0) -> Tensor:
+    """The columns of ``stored`` that are outputs of ``cut``; with an ``order`` eight of them stand in each number, to
+    which ``add`` is added before."""
     each = len(order) or 1
     found = []
     for start, num in cut.rows or ((0, stored.shape[1] * each),):
         first, end = start // each, -(-(start + num) // each)
         read = _whole(stored.columns(first, end - first))
-        read = _unpack(read, order) if order else read
+        read = _unpack(read + add, order) if order else read
         found.append(read[:, start - first * each :][:, :num])
     return torch.cat(found, dim=1)
 
