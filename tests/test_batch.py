@@ -15,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from gpt_fast_files import meta_state
 
 from gpt_fast import LLM, SamplingParams, cli
 from gpt_fast.batch import answering, journal, setup
@@ -644,6 +646,21 @@ def test_the_fingerprint_sees_what_decides_answers(tmp_path: Path, monkeypatch: 
     assert fingerprint(Checkpoint.open(own)) == first
     (own / "generation_config.json").write_text('{"temperature": 0.5}')
     assert fingerprint(Checkpoint.open(own)) != first
+
+
+def test_the_fingerprint_of_files_without_a_config_json(tmp_path: Path) -> None:
+    state = meta_state(Checkpoint.open(MODEL).build(torch.float32))
+    plain, alone = tmp_path / "meta" / "consolidated.00.pth", tmp_path / "alone" / "ckpt.pt"
+    for file in (plain, alone):
+        file.parent.mkdir()
+    torch.save(state, plain)
+    params = plain.with_name("params.json")
+    params.write_text('{"n_heads": 8, "n_kv_heads": 4}')
+    first = fingerprint(Checkpoint.open(plain))
+    params.write_text('{"n_heads": 8, "n_kv_heads": 4, "rope_theta": 500000.0}')
+    assert fingerprint(Checkpoint.open(plain)) != first
+    torch.save({"model": state, "model_args": {"n_heads": 8, "n_kv_heads": 4}}, alone)
+    assert len(fingerprint(Checkpoint.open(alone))) == len(first)
 
 
 def test_large_files_are_read_once_and_again_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

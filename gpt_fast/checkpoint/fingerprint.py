@@ -1,10 +1,10 @@
 """A digest of a checkpoint: equal for equal files, whatever their folder is called.
 
-It sees every byte of the weights, of ``config.json`` and of the tokenizer, chat template and generation defaults, and
-the names of these files; of adapters every byte, and the weight of each. It does not see licences, readmes and other
-files. The digest of a large file is remembered in the user's cache folder, and taken from there while the file is the
-same one (device and inode) and has the same size and times; the time of its last change (ctime) is set by the system,
-so a file that is written in place is read again.
+It sees every byte of the weights, of ``config.json`` (where there is none, of Meta's ``params.json``) and of the
+tokenizer, chat template and generation defaults, and the names of these files; of adapters every byte, and the weight
+of each. It does not see licences, readmes and other files. The digest of a large file is remembered in the user's cache
+folder, and taken from there while the file is the same one (device and inode) and has the same size and times; the time
+of its last change (ctime) is set by the system, so a file that is written in place is read again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from gpt_fast.user_cache import private_folder, trusted
 
 REMEMBERED_BYTES = 2**26  # files from this size on: smaller ones are read in a fraction of a second
 _PIECE = 2**22  # bytes read at a time
+_CONFIGS = ("config.json", "params.json")  # the first there is counts; llama2.c's files need none
 
 
 def fingerprint(checkpoint: Checkpoint | ForeignCheckpoint, progress: bool = False) -> str:
     """SHA-256 of what decides the answers of ``checkpoint``, in hexadecimal. ``progress`` shows a bar on a terminal."""
     folder = checkpoint.directory
-    others = [] if checkpoint.alone else [folder / "config.json", *companions(folder)]
+    configs = [folder / name for name in _CONFIGS if (folder / name).is_file()][:1]
+    others = [] if checkpoint.alone else [*configs, *companions(folder)]
     files = sorted({*checkpoint.files, *(path for path in others if not is_one(path.name, RIGHTS))})
     with progress_bar(sum(file.stat().st_size for file in files), progress, "digest of the weights") as report:
         digests: list[tuple[str | float, ...]] = [(file.name, _file_digest(file, report)) for file in files]
