@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -311,6 +312,15 @@ def test_info(checkpoint: Path) -> None:
     assert facts["kv_bytes_per_token"] == 2 * 5 * 4 * 8 * 4
     assert facts["eos_token_ids"] == [2]
     assert facts["ceiling_tokens_per_second"] > 0
+
+
+def test_info_without_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(checkpoint / name, tmp_path)
+    result = gpt_fast("info", "--checkpoint", tmp_path, "--json")
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert (facts["tokenizer"], facts["tokenizer_vocab_size"], facts["parameters"]) == (None, None, 260_032)
 
 
 def test_kernels_prints_what_it_built(

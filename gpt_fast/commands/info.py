@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
 from gpt_fast.commands import options
 from gpt_fast.config import EngineConfig
-from gpt_fast.errors import ConfigError
+from gpt_fast.errors import ConfigError, TokenizerMissing
 
 if TYPE_CHECKING:
     from gpt_fast.checkpoint.checkpoint import Checkpoint
@@ -69,7 +70,9 @@ def _checkpoint_facts(directory: str, o: EngineConfig, device: Any, machine: dic
     from gpt_fast.placement import pick_dtype
 
     checkpoint = open_checkpoint(directory)
-    defaults, tokenizer = checkpoint.defaults, checkpoint.tokenizer
+    defaults, tokenizer = checkpoint.defaults, None
+    with contextlib.suppress(TokenizerMissing):  # it is served with prompts of token ids
+        tokenizer = checkpoint.tokenizer
     dtype = pick_dtype(o.dtype, device, checkpoint.num_parameters, checkpoint.stored_dtype)
     model = _model_facts(checkpoint, dtype, o.quantize)
     weights, token_bytes = model["weight_bytes"], model.get("bytes_per_decoded_token", model["weight_bytes"])
@@ -81,9 +84,9 @@ def _checkpoint_facts(directory: str, o: EngineConfig, device: Any, machine: dic
         "kv_bytes_per_token": checkpoint.config.kv_bytes_per_token(dtype.itemsize),
         **_cache_facts(checkpoint.config, dtype, device.type, machine["free_bytes"] - weights),
         "ceiling_tokens_per_second": round(Roofline(token_bytes, 1e9 * machine["read_bandwidth_gb_s"]).ceiling, 1),
-        "tokenizer": type(tokenizer).__name__,
-        "tokenizer_vocab_size": tokenizer.vocab_size,
-        "eos_token_ids": list(defaults.eos_token_ids or tokenizer.eos_token_ids),
+        "tokenizer": type(tokenizer).__name__ if tokenizer else None,
+        "tokenizer_vocab_size": tokenizer.vocab_size if tokenizer else None,
+        "eos_token_ids": list(defaults.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ())),
         "sampling_defaults": {name: getattr(defaults.sampling, name) for name in _SAMPLING},
     }
 
