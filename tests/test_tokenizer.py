@@ -754,6 +754,21 @@ def test_unknown_splitting_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("prefix", [None, True, False])
+def test_sentencepiece_without_the_space_in_front(prefix: bool | None, tmp_path: Path, vocabularies: Path) -> None:
+    shutil.copy(vocabularies / "mistral-sentencepiece" / "tokenizer.model", tmp_path)
+    facts = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": prefix}
+    facts |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts))
+    theirs = pytest.importorskip("transformers").LlamaTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    for text in ("Hello world", "a\nb", "</s>hello", "世界"):
+        ids = ours.encode(text, allow_special=True)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.decode(ours.encode(" Hello")) == " Hello"
+
+
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer"])
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_space_in_front_is_as_in_transformers(name: str, prefix: bool, tmp_path: Path, vocabularies: Path) -> None:

@@ -78,7 +78,7 @@ def gpt2_spec(vocab: Mapping[str, int], merges: str, settings: Settings, source:
     """vocab.json and the text of merges.txt as a tokenizer.json object; ``tokenizer_class`` decides the splitting.
     Raises TokenizerError for a class whose splitting rules are not known."""
     name = (settings.tokenizer_class or "GPT2Tokenizer").removesuffix("Fast")
-    bytes_step = BYTE_LEVEL | {"add_prefix_space": settings.add_prefix_space}
+    bytes_step = BYTE_LEVEL | {"add_prefix_space": bool(settings.add_prefix_space)}
     qwen_steps = {"type": "Sequence", "pretokenizers": [split(QWEN_PATTERN), bytes_step | {"use_regex": False}]}
     splitting: dict[str, tuple[Mapping[str, Any] | None, Mapping[str, Any]]] = {
         "GPT2Tokenizer": (None, bytes_step),

@@ -24,13 +24,16 @@ class SentencePieceTokenizer(Tokenizer):
 
     ``converted``: the object of a tokenizer.json beside it, or empty. It says whether text behind an added token gets
     the dummy-prefix space as the start of a text does. Meta's and Mistral's own code encode every message separately,
-    so without the file it does, unless transformers' ``legacy: false`` says that it does not."""
+    so without the file it does, unless transformers' ``legacy: false`` says that it does not. With ``add_prefix_space:
+    false`` no text gets it, whatever the model says."""
 
     def __init__(self, model: bytes, settings: Settings, converted: Mapping[str, Any], *, source: str) -> None:
         """Raises TokenizerError, naming ``source``, if ``model`` is not a serialized SentencePiece model, or if the
         added tokens contradict it."""
         self._processor = sp = _load(model, source)
         self._bare_processor = _load(model + _NO_DUMMY_PREFIX, source)
+        if settings.add_prefix_space is False:
+            self._processor = self._bare_processor
         self._prefix_every_segment = prefixes_every_segment(converted) if converted else settings.legacy is not False
         names = _names(sp, source)
         vocab = {name: id for id, name in enumerate(names)}
@@ -58,7 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
             bos_token_id=bos if bos >= 0 else None,
             eos_token_ids=tuple(id for id in eos if id >= 0),
             prefix_ids=settings.prefix(bos, (bos,)) if bos >= 0 else (),
-            leading_spaces_dropped=_leading_spaces_dropped(sp),
+            leading_spaces_dropped=_leading_spaces_dropped(self._processor),
         )
 
     def _encode(self, text: str, allow_special: bool) -> list[int]:

@@ -40,7 +40,7 @@ class Settings:
     bos_token: str | None = None
     eos_token: str | None = None
     add_bos_token: bool | None = None
-    add_prefix_space: bool = False  # of byte-level vocabularies: a text is taken to begin behind a space
+    add_prefix_space: bool | None = None  # a text is taken to begin behind a space; byte-level vocabularies: if true
     legacy: bool | None = None
     tokenizer_class: str | None = None
 
@@ -74,7 +74,7 @@ def settings_of(
         bos_token=token_text(names.get("bos_token")),
         eos_token=token_text(names.get("eos_token")),
         add_bos_token=config.get("add_bos_token"),
-        add_prefix_space=bool(config.get("add_prefix_space")),
+        add_prefix_space=config.get("add_prefix_space"),
         legacy=config.get("legacy"),
         tokenizer_class=config.get("tokenizer_class"),
     )
