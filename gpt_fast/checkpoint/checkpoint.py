@@ -43,6 +43,8 @@ from gpt_fast.quantize.apply import SchemeOf, quantized_part, swap_layers
 from gpt_fast.quantize.compressed import METHOD as COMPRESSED
 from gpt_fast.quantize.compressed import read_compressed
 from gpt_fast.quantize.formats import Format, OwnFormat, RoundedFormat, Specs
+from gpt_fast.quantize.fp8 import METHOD as FP8
+from gpt_fast.quantize.fp8 import read_fp8
 from gpt_fast.quantize.gguf import GgufFormat
 from gpt_fast.quantize.hub import HubFormat, parse_header, without_empty_biases
 from gpt_fast.quantize.scheme import METHOD, Scheme, Split, parse_quant_config, quant_config, smaller_modes
@@ -116,6 +118,9 @@ class Checkpoint:
         if found["quant_method"] == COMPRESSED:
             self.tensors, form = read_compressed(found, where, wanted, self.tensors)
             return form
+        if found["quant_method"] == FP8:
+            self.tensors = read_fp8(found, where, wanted, self.tensors)
+            return Format()
         header = parse_header(found, where)
         self.tensors = without_empty_biases(wanted, self.tensors)
         return HubFormat(header, wanted, self.tensors, str(self.directory))

@@ -46,7 +46,7 @@ _SCALING_KEYS: dict[str, tuple[str, ...]] = {
 _SCALING_FIELDS = {_ORIGINAL: "original_max_seq_len", "short_factor": "short", "long_factor": "long"}
 
 # What quantize/ reads, and checkpoint/stacked.py.
-QUANT_METHODS = ("gpt_fast", "gptq", "awq", "compressed-tensors", "mxfp4")
+QUANT_METHODS = ("gpt_fast", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 
 
 def read_json(path: Path) -> dict[str, Any]:
