@@ -84,6 +84,7 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama-biases": functools.partial(make, "Llama", attention_bias=True, mlp_bias=True),
     "mistral": functools.partial(make, "Mistral", sliding_window=8),
     "mistral-full": functools.partial(make, "Mistral", sliding_window=None, head_dim=32),
+    "ministral": functools.partial(make, "Ministral", head_dim=16, sliding_window=8, layer_types=SLIDING_FIRST),
     "mixtral": functools.partial(make, "Mixtral", num_local_experts=5, num_experts_per_tok=2),
     "mixtral-windows": functools.partial(make, "Mixtral", num_local_experts=4, sliding_window=8, num_key_value_heads=1),
     "qwen2": functools.partial(make, "Qwen2"),

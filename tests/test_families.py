@@ -395,6 +395,11 @@ def test_layer_types_are_checked() -> None:
             parse_config(qwen | {"layer_types": wrong})
     with pytest.raises(CheckpointError, match="no sliding_window is in use"):
         parse_config(qwen | {"layer_types": kinds, "use_sliding_window": False})
+    mistral = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2, "sliding_window": 16}
+    for listed in ({}, {"layer_types": None}):
+        assert parse_config(mistral | listed).windows == (16, 16)
+    assert parse_config(mistral | {"layer_types": kinds}).windows == (0, 16)
+    assert parse_config(mistral | {"layer_types": kinds[:1] * 2}).windows == ()
 
 
 def test_dynamic_rope_stretches_the_context() -> None:

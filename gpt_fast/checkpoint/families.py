@@ -283,7 +283,7 @@ def _windows(row: Family, values: _Values, num_layers: int) -> tuple[int, ...]:
         last = values.typed("max_window_layers", int) if "max_window_layers" in row.defaults else num_layers
         sliding = [(i + 1) % every > 0 and i < last for i in range(num_layers)]
     else:
-        first = 0 if row.windows == "all" else values.typed("max_window_layers", int)
+        first = values.typed("max_window_layers", int) if row.windows == "upper" else 0
         sliding = [i >= first for i in range(num_layers)]
     return tuple(window * s for s in sliding) if window and any(sliding) else ()
 
@@ -324,7 +324,7 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         raw["sliding_window"] = max(config.windows, default=0) or None
     if "use_sliding_window" in row.defaults:
         raw["use_sliding_window"] = bool(config.windows)
-    if row.windows in ("upper", "listed"):
+    if row.windows in ("upper", "listed") or (row.windows == "all by default" and not all(config.windows)):
         kinds = ("full_attention", "sliding_attention")
         raw["layer_types"] = [kinds[config.window(i) > 0] for i in range(config.num_layers)]
     raw |= row.written(config)

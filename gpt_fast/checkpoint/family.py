@@ -59,7 +59,8 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     prefix: str = ""
-    windows: Literal["none", "all", "upper", "listed"] = "none"  # layers that sliding_window applies to
+    # Layers that sliding_window applies to. What layer_types lists goes before it, but for "all".
+    windows: Literal["none", "all", "all by default", "upper", "listed"] = "none"
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # keys, and the values that can be served
     finish: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda values, fields: None
     written: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}

@@ -107,10 +107,11 @@ def _qwen_moe_keys(config: ModelConfig) -> dict[str, Any]:
 _ROWS = (
     # Llama 1 to 3.2, CodeLlama, TinyLlama, open_llama and every other model that declares itself one.
     Family("llama", ("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", LLAMA, llama_names(), keys=_BIASES),
+    # Ministral is Mistral with windows in some layers; transformers takes every Mistral with layer_types for one.
     Family(
-        "mistral", ("MistralForCausalLM",), "mistral",
+        "mistral", ("MistralForCausalLM", "MinistralForCausalLM"), "mistral",
         LLAMA | _LONG | {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
-        llama_names(), windows="all",
+        llama_names(), windows="all by default",
     ),
     Family(
         "qwen2", ("Qwen2ForCausalLM",), "qwen2", _QWEN2, llama_names(), fields={"qkv_bias": True}, windows="upper",
