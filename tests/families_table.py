@@ -117,7 +117,10 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "gemma2": functools.partial(
         make, "Gemma2", head_dim=32, sliding_window=8, query_pre_attn_scalar=20, attn_logit_softcapping=2.0
     ),
-    "gemma3": functools.partial(make, "Gemma3Text", head_dim=24, sliding_window=8, layer_types=SLIDING_FIRST),
+    # transformers does not apply this cap
+    "gemma3": functools.partial(
+        make, "Gemma3Text", head_dim=24, sliding_window=8, layer_types=SLIDING_FIRST, attn_logit_softcapping=1.0
+    ),
     "gemma3-linear": functools.partial(
         make,
         "Gemma3Text",

@@ -32,6 +32,11 @@ _GEMMA2 = {key: value for key, value in _GEMMA.items() if key != "hidden_act"} |
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096,
     "sliding_window_pattern": 2,
 }  # fmt: skip
+# There transformers reads attn_logit_softcapping and does not apply it.
+_GEMMA3 = {key: value for key, value in _GEMMA2.items() if key != "attn_logit_softcapping"} | _LONG | {
+    "vocab_size": 262208, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "final_logit_softcapping": None,
+    "sliding_window_pattern": 6, "use_bidirectional_attention": False,
+}  # fmt: skip
 _OLMO = LLAMA | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279}
 _GLM = LLAMA | _LONG | {
     "vocab_size": 151552, "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 2,
@@ -142,12 +147,8 @@ _ROWS = (
         refused=_BOTH_WAYS,
     ),
     Family(
-        "gemma3_text", ("Gemma3ForCausalLM",), "gemma3_text",
-        _GEMMA2 | _LONG | {
-            "vocab_size": 262208, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "attn_logit_softcapping": None,
-            "final_logit_softcapping": None, "sliding_window_pattern": 6, "use_bidirectional_attention": False,
-        },
-        _GEMMA2_NAMES, fields={"norm_offset": 1.0, "norms": "both", "qk_norm": "head"},
+        "gemma3_text", ("Gemma3ForCausalLM",), "gemma3_text", _GEMMA3, _GEMMA2_NAMES,
+        fields={"norm_offset": 1.0, "norms": "both", "qk_norm": "head"},
         keys=_GEMMA2_KEYS | {"local_rope_theta": "rope_local_base_freq"}, powers=_GEMMA2_POWERS, windows="listed",
         refused=_BOTH_WAYS,
     ),
