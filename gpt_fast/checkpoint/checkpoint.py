@@ -32,6 +32,7 @@ from gpt_fast.checkpoint.meta_files import read_meta_file
 from gpt_fast.checkpoint.shard import Cut, Shard
 from gpt_fast.checkpoint.stacked import unstacked
 from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
+from gpt_fast.checkpoint.text_part import text_config, text_tensors
 from gpt_fast.checkpoint.weight_files import open_weights, weight_files
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError, TokenizerError, TokenizerMissing, some
@@ -105,8 +106,13 @@ class Checkpoint:
             return cls(path, [path], *read_meta_file(path, config))
         where = path / "config.json"
         raw = read_json(where)
-        parsed, files = parse_config(raw, str(where)), weight_files(path)
-        return cls(path, files, raw, parsed, whole_names(parsed, open_weights(files)))
+        text = text_config(raw)
+        parsed, files = parse_config(text or raw, str(where)), weight_files(path)
+        tensors = open_weights(files)
+        if text is not None:
+            log.warning("%s: images are not read; this is its text model alone, %s", path, text["architectures"][0])
+            tensors = text_tensors(tensors)
+        return cls(path, files, text or raw, parsed, whole_names(parsed, tensors))
 
     def _stored_format(self) -> Format:
         found, where = self.raw.get("quantization_config"), str(self.directory / "config.json")
