@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from gpt_fast import LLM, SamplingParams, cli
 from gpt_fast.batch.setup import set_up
@@ -117,6 +117,24 @@ def test_a_batch_has_the_tokens_of_transformers(name: str, saved: Any, caplog: p
     said = [r.message for r in caplog.records if r.levelno == logging.WARNING and "no own path" in r.message]
     assert len(said) == 1
     assert type(model).__name__ in said[0]
+
+
+def test_a_model_that_also_reads_images_writes_on_from_text(tmp_path: Path) -> None:
+    """Its text model is of a family without a row; those of a known one are in test_text_part.py."""
+    images = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    images |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = SIZES | {"model_type": "cohere2", "sliding_window": 8, "num_hidden_layers": 4}
+    config = AutoConfig.for_model("aya_vision", text_config=text, vision_config=images)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4.0)
+    model.save_pretrained(tmp_path)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        found = [list(each.token_ids) for each in llm.generate(PROMPTS, GREEDY)]
+    assert found == [by_transformers(model, prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("name", ["helium", "gptj"])

@@ -94,10 +94,8 @@ class ForeignCheckpoint:
     @cached_property
     def _empty(self) -> nn.Module:
         """The model on the meta device."""
-        from transformers import AutoModelForCausalLM
-
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(self._config)
+            model: nn.Module = _class_for(self._config).from_config(self._config)
         return model
 
     def check(self, options: EngineConfig, num_ranks: int) -> None:
@@ -134,12 +132,10 @@ class ForeignCheckpoint:
         **_: Any,
     ) -> Loaded:
         """The model in ``dtype`` on ``device``; ``quantize``: its linear layers in int8. Raises ConfigError."""
-        from transformers import AutoModelForCausalLM
-
         self.format_for(quantize)
         try:
             with _bars(progress and sys.stderr.isatty()):
-                model, loading = AutoModelForCausalLM.from_pretrained(
+                model, loading = _class_for(self._config).from_pretrained(
                     self.directory,
                     config=self._config,
                     dtype=dtype,
@@ -191,18 +187,29 @@ def _bars(wanted: bool) -> Iterator[None]:
 
 
 def _read_config(directory: Path) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as why:  # its validators raise many types
         raise _UnknownThereTooError(str(why).splitlines()[0]) from None
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if _class_for(config) is None:
         raise _UnknownThereTooError(f"it has no causal model of the type {config.model_type}")
     names = [str(name) for name in config.architectures or ()]
     if names and all(_NO_TEXT.fullmatch(name) for name in names):
         raise _UnknownThereTooError(f"a {names[0]} generates no text")
     return config
+
+
+def _class_for(config: Any) -> Any:
+    """The class of transformers that makes the model of ``config``; None for a model that does not write on from a
+    text. One that also reads images gets none."""
+    import transformers as t
+
+    if type(config) in t.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return t.AutoModelForCausalLM
+    seeing = type(config) in t.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return t.AutoModelForImageTextToText if seeing and not config.is_encoder_decoder else None
 
 
 def shape_of(config: Any) -> ModelConfig:
