@@ -363,6 +363,22 @@ def test_closing_ends_what_runs() -> None:
         list(handle)
 
 
+def test_a_signal_handler_may_close_in_the_middle_of_a_wait() -> None:
+    llm = FakeModelLLM()
+    handle = llm.submit([3], SamplingParams(max_tokens=100, ignore_eos=True), max_uncollected=FEW)
+
+    def interrupted() -> None:
+        with llm.engine.changed:  # as Handle.wait holds it when the signal comes
+            llm.close()
+
+    thread = threading.Thread(target=interrupted, daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+    with pytest.raises(EngineError, match="closed"):
+        list(handle)
+
+
 @pytest.mark.parametrize("kind", ["fake", "real"])
 def test_logprobs_of_prompt_and_completion(kind: str, request: pytest.FixtureRequest) -> None:
     prompt = [5, 6, 7, 8, 9] * 9

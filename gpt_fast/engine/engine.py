@@ -101,11 +101,22 @@ class Engine:
         return handles
 
     def close(self) -> None:
+        """End the thread, and wait for it. A signal handler may call it too: where it has interrupted whoever holds the
+        lock, the thread ends as soon as that one lets go."""
+        interrupting = self._holds_lock()
         with self.changed:
             self._closing = True
             self.changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread() and not interrupting:
             self._thread.join()
+
+    def _holds_lock(self) -> bool:
+        """Whether the calling thread does."""
+        try:
+            self.changed.notify_all()
+        except RuntimeError:
+            return False
+        return True
 
     # The engine thread.
 
