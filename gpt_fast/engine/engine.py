@@ -7,6 +7,7 @@ out (handle.py).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -60,6 +61,7 @@ class Engine:
         self._told = False  # whether this step had a first token or an end
         self._begun: ahead.Begun | None = None  # the next step, if it began before the last one's tokens were known
         self._thread: threading.Thread | None = None
+        self._pid = 0  # of the process that it runs in; 0: of none yet
 
     # Any thread.
 
@@ -76,6 +78,7 @@ class Engine:
     def start(self, warm_up: Callable[[], None]) -> None:
         """Start the thread and run ``warm_up`` in it. Raises what ends the engine in there."""
         ready = threading.Event()
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(warm_up, ready), name="gpt-fast-engine", daemon=True)
         self._thread.start()
         ready.wait()
@@ -85,6 +88,8 @@ class Engine:
     def add_all(self, requests: Sequence[Request], max_uncollected: int | None = None) -> list[Handle]:
         """Queue all of ``requests``, or raise and queue none. ``max_uncollected``: see ``Handle``. Raises RequestError
         (503, ``queue_full``) when more than ``max_waiting`` would wait, EngineError when the engine has stopped."""
+        if self._pid not in (0, os.getpid()):  # nobody here computes anything, or gives the lock back
+            raise EngineError(f"the engine runs in process {self._pid}, and this is a fork of it: load the model here")
         handles = [Handle(request, self.changed, max_uncollected) for request in requests]
         with self.changed:
             if self._fatal is not None or self._closing:
@@ -103,6 +108,8 @@ class Engine:
     def close(self) -> None:
         """End the thread, and wait for it. A signal handler may call it too: where it has interrupted whoever holds the
         lock, the thread ends as soon as that one lets go."""
+        if self._thread is not None and not self._thread.is_alive():  # or it is that of another process
+            return
         interrupting = self._holds_lock()
         with self.changed:
             self._closing = True
