@@ -21,15 +21,15 @@ handle = llm.submit([3], SamplingParams(max_tokens=100, ignore_eos=True), max_un
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """``code`` behind BEGIN in a process of its own."""
+    """``code`` in a process of its own."""
     path = os.pathsep.join((str(TESTS), str(TESTS.parent)))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-c", BEGIN + code], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_is_told_that_the_engine_is_not_there() -> None:
-    done = run("""
+    done = run(f"""{BEGIN}
 held, done = threading.Event(), threading.Event()
 def hold():  # the lock, as the engine's thread may when the process forks
     with llm.engine.changed:
@@ -54,3 +54,10 @@ llm.close()
 """)
     told = "the engine runs in process PARENT, and this is a fork of it: load the model here"
     assert done.stdout.splitlines() == [told, "0 5"], done.stderr
+
+
+def test_what_nobody_closes_ends_before_python_does() -> None:
+    """A thread that comes back from C++ while Python ends could abort the process: status 134 in place of its own."""
+    first = "import atexit, sys; atexit.register(lambda: print(llm.engine._thread.is_alive()))"  # so it runs last
+    done = run(first + BEGIN + "sys.exit(3)")
+    assert (done.returncode, done.stdout) == (3, "False\n"), done.stderr

@@ -6,10 +6,12 @@ out (handle.py).
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,6 +35,9 @@ log = logging.getLogger(__name__)
 # threads that it has woken.
 _PAUSE_S = 1e-4
 ABANDONED_S = 5.0  # a request that is paused this long without anybody fetching is aborted
+_EXIT_S = 10.0  # that the end of the process waits for a step that stands still
+
+_started: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
@@ -79,6 +84,7 @@ class Engine:
         """Start the thread and run ``warm_up`` in it. Raises what ends the engine in there."""
         ready = threading.Event()
         self._pid = os.getpid()
+        _started.add(self)
         self._thread = threading.Thread(target=self._run, args=(warm_up, ready), name="gpt-fast-engine", daemon=True)
         self._thread.start()
         ready.wait()
@@ -105,9 +111,9 @@ class Engine:
             self.changed.notify_all()
         return handles
 
-    def close(self) -> None:
-        """End the thread, and wait for it. A signal handler may call it too: where it has interrupted whoever holds the
-        lock, the thread ends as soon as that one lets go."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the thread, and wait for it, at most ``timeout_s``. A signal handler may call it too: where it has
+        interrupted whoever holds the lock, the thread ends as soon as that one lets go."""
         if self._thread is not None and not self._thread.is_alive():  # or it is that of another process
             return
         interrupting = self._holds_lock()
@@ -115,7 +121,7 @@ class Engine:
             self._closing = True
             self.changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread() and not interrupting:
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     def _holds_lock(self) -> bool:
         """Whether the calling thread does."""
@@ -320,6 +326,14 @@ class Engine:
     def _tell(self) -> None:
         self.begun_or_ended.notify_all()
         self._told = True
+
+
+@atexit.register
+def _close_all() -> None:
+    """What nobody has closed ends before Python does: a thread that comes back from C++ while Python ends is unwound,
+    and then C++ may abort the process."""
+    for engine in list(_started):
+        engine.close(_EXIT_S)
 
 
 def _observe(observer: Callable[..., None], *args: object) -> None:
