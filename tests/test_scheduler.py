@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -218,6 +221,44 @@ def test_a_queue_forgets_no_one_and_keeps_the_order_of_each_group() -> None:
         waiting.remove(order[-1])
     assert [r for r in order if r.group == "a"] == [requests[6], requests[9]]
     assert order[:2] == [requests[1], requests[2]]
+
+
+class CountedTime(float):
+    """Counts how often an arrival is compared with another."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedTime.compared += 1
+        return float(self) == other
+
+    def __lt__(self, other: float) -> bool:
+        CountedTime.compared += 1
+        return float(self) < other
+
+    __hash__ = float.__hash__
+
+
+def test_a_queue_of_many_groups_gives_them_turns_without_looking_at_all() -> None:
+    """What it says is the first to arrive of the groups that have the fewest running, found by looking at all."""
+    rng, waiting, running, count = random.Random(0), Queue(), list[Request](), 600
+    for i in range(count):
+        each = request(str(i), [7])
+        each.group, each.arrival = str(i % 500), CountedTime(rng.random())
+        waiting.add(each)
+    turns = 0
+    while waiting:
+        if rng.random() < 0.2:
+            waiting.remove(rng.choice([*waiting]))
+            continue
+        found = waiting.next(running, None)
+        heads = {r.group: r for r in reversed([*waiting])}.values()
+        counts = Counter(r.group for r in running)
+        assert found is min(heads, key=lambda r: (counts[r.group], float(r.arrival)))
+        waiting.remove(found)
+        running, turns = [*running[-7:], found], turns + 1
+    assert turns > 300
+    assert CountedTime.compared < 100 * count
 
 
 def test_a_plan_says_only_what_is_new_in_a_slot_and_after_a_preemption_everything() -> None:
