@@ -22,6 +22,7 @@ from gpt_fast.engine.handle import Handle
 from gpt_fast.engine.scheduler import StepPlan
 from gpt_fast.engine.speculate.drafter import Wish
 from gpt_fast.engine.speculate.lookup import LookupDrafter
+from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.errors import RequestFailedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,6 +127,16 @@ def test_steps_that_fail_now_and_then_are_tried_again_without_a_trace(drafter: s
             return run(plan)
 
         llm.engine.runner.execute = execute  # type: ignore[method-assign]
+        assert [seen(done) for done in ask(llm, mixed_requests())] == plain
+        check_idle(llm)
+
+
+def test_timing_that_fails_costs_no_answer_anything(plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a step of no time")
+
+    monkeypatch.setattr(Speculation, "observe", fail)
+    with FakeModelLLM(drafter=same_model) as llm:
         assert [seen(done) for done in ask(llm, mixed_requests())] == plain
         check_idle(llm)
 

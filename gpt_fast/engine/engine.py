@@ -208,7 +208,7 @@ class Engine:
         self._told = False
         began, self._began, self._moved = self._began, time.perf_counter(), time.monotonic()
         if self.speculation is not None:
-            self.speculation.observe(plan, self._began - began)
+            _observe(self.speculation.observe, plan, self._began - began)
         _observe(self.on_step, plan, self._began - began)
 
     def _outcomes(self, plan: StepPlan, parts: Sequence[Scheduled]) -> Sequence[Outcome | Exception]:
