@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -210,6 +211,7 @@ class LLM:
         if runner.begins and self.group is None and num_cores() > threads:  # Python has a core for itself
             runner.runs_ahead = True
         self.engine = Engine(runner, scheduler, max_waiting=o.max_waiting, threads=threads)
+        weakref.finalize(self, self.engine.close_soon).atexit = False  # its thread would keep the model for ever
         if drafter is not None:
             self.engine.speculation = Speculation(drafter, o.speculate_k)
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
@@ -319,7 +321,7 @@ class LLM:
         for prompt, params in parts:
             requests.append(self.prepare(prompt, params, like=requests[0] if requests else None))
             requests[-1].group = requests[0].id
-        return self.engine.add_all(requests, max_uncollected)
+        return self.engine.add_all(requests, max_uncollected, owner=self)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None, like: Request | None = None) -> Request:
         """Check and encode one request. ``like``: one that has not been queued yet, whose grammar and rules it shares

@@ -6,9 +6,11 @@ All on a fake model, and what a real one could change on a real one as well.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -361,6 +363,23 @@ def test_closing_ends_what_runs() -> None:
     llm.close()
     with pytest.raises(EngineError, match="closed"):
         list(handle)
+
+
+def test_an_llm_that_nobody_holds_ends_its_thread_and_frees_its_model(checkpoint: Path) -> None:
+    llm = load(checkpoint)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    expected = one(llm, [7, 8], params).token_ids
+    thread, model = llm.engine._thread, weakref.ref(llm.model)
+    assert thread is not None
+    handle = llm.submit([7, 8], params)
+    del llm
+    gc.collect()
+    assert tuple(t for delta in handle for t in delta.token_ids) == expected, "its request runs to the end"
+    gc.collect()
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+    gc.collect()
+    assert model() is None
 
 
 def test_a_signal_handler_may_close_in_the_middle_of_a_wait() -> None:

@@ -82,21 +82,24 @@ class Engine:
 
     def start(self, warm_up: Callable[[], None]) -> None:
         """Start the thread and run ``warm_up`` in it. Raises what ends the engine in there."""
-        ready = threading.Event()
+        ready, first = threading.Event(), [warm_up]
         self._pid = os.getpid()
         _started.add(self)
-        self._thread = threading.Thread(target=self._run, args=(warm_up, ready), name="gpt-fast-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(first, ready), name="gpt-fast-engine", daemon=True)
         self._thread.start()
         ready.wait()
         if self._fatal is not None:
             raise self._fatal
 
-    def add_all(self, requests: Sequence[Request], max_uncollected: int | None = None) -> list[Handle]:
-        """Queue all of ``requests``, or raise and queue none. ``max_uncollected``: see ``Handle``. Raises RequestError
-        (503, ``queue_full``) when more than ``max_waiting`` would wait, EngineError when the engine has stopped."""
+    def add_all(
+        self, requests: Sequence[Request], max_uncollected: int | None = None, owner: object = None
+    ) -> list[Handle]:
+        """Queue all of ``requests``, or raise and queue none. ``max_uncollected``, ``owner``: see ``Handle``. Raises
+        RequestError (503, ``queue_full``) when more than ``max_waiting`` would wait, EngineError when the engine has
+        stopped."""
         if self._pid not in (0, os.getpid()):  # nobody here computes anything, or gives the lock back
             raise EngineError(f"the engine runs in process {self._pid}, and this is a fork of it: load the model here")
-        handles = [Handle(request, self.changed, max_uncollected) for request in requests]
+        handles = [Handle(request, self.changed, max_uncollected, owner) for request in requests]
         with self.changed:
             if self._fatal is not None or self._closing:
                 raise self._stopped()
@@ -123,6 +126,14 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread() and not interrupting:
             self._thread.join(timeout_s)
 
+    def close_soon(self) -> None:
+        """Like :meth:`close`, but waits for nothing and nobody: the garbage collector may call it, in a thread that
+        holds any lock."""
+        self._closing = True
+        if self.changed.acquire(blocking=False):  # else the thread sees it when it wakes
+            self.changed.notify_all()
+            self.changed.release()
+
     def _holds_lock(self) -> bool:
         """Whether the calling thread does."""
         try:
@@ -133,12 +144,13 @@ class Engine:
 
     # The engine thread.
 
-    def _run(self, warm_up: Callable[[], None], ready: threading.Event) -> None:
+    def _run(self, first: list[Callable[[], None]], ready: threading.Event) -> None:
+        """``first``: what is done once. It is taken out, since a thread holds its arguments, and it holds the model."""
         try:
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
             with torch.inference_mode():
-                warm_up()
+                first.pop()()
                 ready.set()
                 while self._wait_for_work():
                     self.step()
@@ -148,7 +160,7 @@ class Engine:
         finally:
             with self.changed:
                 for handle in self._handles.values():
-                    handle.error = self._stopped()
+                    handle.end(None, self._stopped())
                 self._handles.clear()
                 self._notify()
             ready.set()
@@ -161,7 +173,7 @@ class Engine:
         with self.changed:
             busy = self._closing or self._inbox or self.scheduler.has_work
             if not busy and not any(handle.cancelled for handle in self._handles.values()):
-                self.changed.wait(1.0 if self._handles else None)  # paused requests still have deadlines
+                self.changed.wait(1.0)  # paused requests still have deadlines, and close_soon() may not have notified
                 self._began, self._moved = time.perf_counter(), time.monotonic()
             while self._inbox:
                 self.scheduler.add(self._inbox.popleft())
@@ -314,8 +326,7 @@ class Engine:
         if self.speculation is not None:
             _observe(self.speculation.end, request)
         with self.changed:
-            handle = self._handles.pop(request.id)
-            handle.completion, handle.error = completion, error
+            self._handles.pop(request.id).end(completion, error)
             self._notify()
         _observe(self.on_finish, request)
 

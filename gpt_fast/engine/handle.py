@@ -13,10 +13,17 @@ from gpt_fast.outputs import Completion, Delta
 
 class Handle:
     """``completion`` is there once the request has ended, ``error`` once it has failed. The request pauses while
-    ``max_uncollected`` tokens wait to be fetched, and is aborted if nobody fetches them."""
+    ``max_uncollected`` tokens wait to be fetched, and is aborted if nobody fetches them. ``owner`` is what must live as
+    long as the request runs."""
 
-    def __init__(self, request: Request, changed: threading.Condition, max_uncollected: int | None = None) -> None:
-        self.id, self.request = request.id, request
+    def __init__(
+        self,
+        request: Request,
+        changed: threading.Condition,
+        max_uncollected: int | None = None,
+        owner: object = None,
+    ) -> None:
+        self.id, self.request, self.owner = request.id, request, owner
         self.deadline = request.arrival + (request.params.timeout_s or float("inf"))  # monotonic seconds
         self.completion: Completion | None = None
         self.error: Exception | None = None
@@ -82,6 +89,10 @@ class Handle:
         return Delta(text, tokens, reason, done, logprobs, origins, self.request.num_cached)
 
     # The engine's side, called with the lock held.
+
+    def end(self, completion: Completion | None, error: Exception | None) -> None:
+        """The request has ended, or failed."""
+        self.completion, self.error, self.owner = completion, error, None
 
     def put(self, text: str, tokens: Sequence[int]) -> None:
         """More tokens, and the text that became certain with them."""

@@ -93,7 +93,7 @@ struct Bytes {
             total = add(total, x);
             for (int i = 0; i < 8; ++i) to[d + i] = static_cast<int8_t>(rounded[i]);
         }
-        const int32_t begin = -128 * lane_sum(total);
+        const uint32_t begin = -128u * static_cast<uint32_t>(lane_sum(total));  // anything where q is not finite
         std::memcpy(to + dim, &begin, sizeof begin);
     }
 
