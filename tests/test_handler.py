@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # handler.py is
 handler: Any = importlib.import_module("handler")
 handler.LAST_WORDS_S = 0.0  # there is no TorchServe here that must hear them
 handler.Metrics = type("Metrics", (handler.Metrics,), {"start": lambda self, emit: None})  # nor read its metrics
+CONTINUOUS = {"continuousBatching": True, "minWorkers": 1, "maxWorkers": 1, "batchSize": 8}
 
 
 class Wire:
@@ -330,7 +331,7 @@ class Batch(Worker):
     """A worker in continuous batching: a call brings the ids that are active and takes what each has to say."""
 
     def __init__(self, llm: FakeLLM, tmp_path: Path, **keys: Any) -> None:
-        super().__init__(llm, tmp_path, {"continuousBatching": True, "batchSize": 8}, **keys)
+        super().__init__(llm, tmp_path, CONTINUOUS, **keys)
 
     def turn(self, **bodies: object) -> dict[str, tuple[int, bytes, str]]:
         """One call: status, text and ts_stream_next of each id that is answered."""
@@ -478,7 +479,7 @@ def test_errors_are_counted_in_sync_mode_too(worker: Worker) -> None:
 
 def test_several_workers_are_refused_in_this_mode(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="maxWorkers: 1"):
-        Worker(FakeLLM(), tmp_path, {"continuousBatching": True, "maxWorkers": 2})
+        Worker(FakeLLM(), tmp_path, {**CONTINUOUS, "maxWorkers": 2})
 
 
 def test_a_lost_connection_to_torchserve_ends_the_worker(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +508,7 @@ def context(tmp_path: Path, config: dict[str, Any] | None, gpu_id: int | None = 
         ({"handler": {}, "sequenceBatching": True}, "sequenceBatching"),
         ({"handler": {}, "asyncCommunication": True}, "asyncCommunication"),
         ({"handler": {}, "batchSize": 4}, "batchSize"),
-        ({"continuousBatching": True, "batchSize": -5}, "batchSize .* from 1 to 65536, not -5"),
+        ({**CONTINUOUS, "batchSize": -5}, "batchSize .* from 1 to 65536, not -5"),
         ({"continuousBatching": "true", "batchSize": 4}, "continuousBatching .* must be true or false, not 'true'"),
         ({"responseTimeout": "abc"}, "responseTimeout .* must be a whole number from 1 to 86400, not 'abc'"),
         ({"responseTimeOut": 5}, "unknown key 'responseTimeOut' .*did you mean 'responseTimeout'"),

@@ -122,8 +122,13 @@ def test_what_speculation_cannot_be_is_named_with_its_line(tmp_path: Path, line:
 
 
 def test_keys_that_are_wrong_only_together_are_refused(tmp_path: Path) -> None:
-    assert "maxWorkers: 1" in refusal(tmp_path, "continuousBatching: true\nmaxWorkers: 2\n")
     assert "minWorkers" in refusal(tmp_path, "minWorkers: 3\nmaxWorkers: 2\n")
+
+
+@pytest.mark.parametrize("workers", ["minWorkers: 2\nmaxWorkers: 2", "minWorkers: 1", "maxWorkers: 1", ""])
+def test_one_worker_is_asked_for_by_name_where_it_batches(tmp_path: Path, workers: str) -> None:
+    # TorchServe starts one for each core where minWorkers or maxWorkers is missing, and they stall each other.
+    assert "minWorkers: 1 and maxWorkers: 1" in refusal(tmp_path, f"continuousBatching: true\n{workers}\n")
 
 
 # ---- TorchServe's keys ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 from fake_llm import FakeLLM
-from test_handler import Worker
+from test_handler import CONTINUOUS, Worker
 
 from gpt_fast.fields import Real, Whole
 from gpt_fast.params import MAX_LOGPROBS, SamplingParams
@@ -52,7 +52,7 @@ def read() -> Reader:
 
 @pytest.mark.parametrize("continuous", [False, True])
 def test_the_route_answers_with_the_page_and_its_policy(tmp_path: Path, continuous: bool) -> None:
-    worker = Worker(FakeLLM(), tmp_path, {"continuousBatching": continuous, "batchSize": 8 if continuous else 1})
+    worker = Worker(FakeLLM(), tmp_path, CONTINUOUS if continuous else {})
     [(_, [answer])] = worker.predict(b"", headers={"url_path": "page"})
     _, content_type, status, headers, body = answer
     assert (status, content_type, body.decode()) == (200, "text/html; charset=utf-8", SOURCE)

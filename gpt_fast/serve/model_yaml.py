@@ -71,9 +71,10 @@ def serves_continuously(config: Mapping[str, Any]) -> bool:
         if config.get(mode):
             raise ConfigError(f"{mode} in {NAME} is not supported; leave it out")
     continuous = bool(config.get("continuousBatching"))
-    if continuous and config.get("maxWorkers", 1) != 1:
+    # Where one of the two keys is missing, TorchServe starts a worker for each core or GPU.
+    if continuous and (config.get("minWorkers"), config.get("maxWorkers")) != (1, 1):
         why = "an idle second worker stalls the busy one. Leave continuousBatching out to run several workers"
-        raise ConfigError(f"continuousBatching needs maxWorkers: 1 in {NAME}: {why}")
+        raise ConfigError(f"continuousBatching needs minWorkers: 1 and maxWorkers: 1 in {NAME}: {why}")
     if not continuous and config.get("batchSize", 1) != 1:
         why = "since requests of one batch would wait for each other"
         raise ConfigError(f"batchSize in {NAME} must be 1 without continuousBatching: true, {why}")
