@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -55,8 +56,9 @@ from gpt_fast.gguf import name_of_gguf  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
 from gpt_fast.params import try_later  # noqa: E402
 from gpt_fast.serve.lanes import Lanes  # noqa: E402
-from gpt_fast.serve.metrics import Metrics, worker_id, write_torchserve  # noqa: E402
+from gpt_fast.serve.metrics import NO_WORKER, Metrics, worker_id, write_torchserve  # noqa: E402
 from gpt_fast.serve.model_yaml import serves_continuously  # noqa: E402
+from gpt_fast.serve.only_worker import claim  # noqa: E402
 from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, error_body  # noqa: E402
 from gpt_fast.serve.routes import Routes  # noqa: E402
 from gpt_fast.serve.session import TOO_MANY_LARGE, Session, as_request_error, wait_for_news  # noqa: E402
@@ -83,6 +85,7 @@ class GPTFastHandler:
         self.routes: Routes
         self.trace: FirstRequest  # with ``profile: true``
         self.continuous = False
+        self.place: socket.socket | None = None  # of the only worker; continuous batching alone
         self.lanes = Lanes.start()
         self.sessions: dict[str, Session] = {}  # by TorchServe's request id; continuous batching alone
         self.last_exchange = 0.0  # monotonic seconds
@@ -114,6 +117,9 @@ class GPTFastHandler:
         self.continuous = serves_continuously(config)
         for warning in self.settings.warnings:
             log.warning("warning: %s", warning)  # TorchServe's log shows every line of a worker as INFO
+        worker = worker_id(sys.argv)
+        if self.continuous and worker != NO_WORKER and os.environ.get("LOCAL_RANK", "0") == "0":
+            self.place = claim(f"{ctx.model_name} {model_dir}")
         options = dict(self.settings.engine)
         asked = options.get("device", "auto")
         if options.get("device_map") is None:
@@ -125,7 +131,7 @@ class GPTFastHandler:
         if self.llm.follows:
             threading.Thread(target=self.follow, name="gpt-fast-follower", daemon=True).start()
             return
-        self.metrics = Metrics(self.llm.engine, ctx.model_name, worker_id(sys.argv))
+        self.metrics = Metrics(self.llm.engine, ctx.model_name, worker)
         if os.environ.get("LOCAL_RANK", "0") == "0":  # TorchServe would add up the lines of every rank
             self.metrics.start(write_torchserve)
         if self.settings.profile:

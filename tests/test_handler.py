@@ -17,7 +17,7 @@ import torch
 from fake_llm import FakeLLM, Here
 
 from gpt_fast.errors import ConfigError, EngineError, RequestError
-from gpt_fast.serve import closing
+from gpt_fast.serve import closing, only_worker
 from gpt_fast.serve.lanes import Lanes
 from gpt_fast.serve.protocol.native import NativeRequest
 from gpt_fast.serve.session import MAX_PIECE_BYTES
@@ -480,6 +480,21 @@ def test_errors_are_counted_in_sync_mode_too(worker: Worker) -> None:
 def test_several_workers_are_refused_in_this_mode(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="maxWorkers: 1"):
         Worker(FakeLLM(), tmp_path, {**CONTINUOUS, "maxWorkers": 2})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a second worker is not seen")
+def test_a_second_worker_does_not_start_in_this_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As after PUT /models/gpt-fast?min_worker=2: TorchServe would let it stall the first one for ever.
+    monkeypatch.setattr(only_worker, "WAIT_S", 0.0)
+    monkeypatch.setattr(sys, "argv", ["worker", "--sock-name", "/tmp/.ts.sock.9000"])
+    first = Batch(FakeLLM(), tmp_path)
+    monkeypatch.setattr(sys, "argv", ["worker", "--sock-name", "/tmp/.ts.sock.9001"])
+    with pytest.raises(RuntimeError, match="continuousBatching needs one worker, and there is one already"):
+        Batch(FakeLLM(), tmp_path)
+    Worker(FakeLLM(), tmp_path)  # without continuousBatching there may be several
+    assert first.turn(a={"prompt": "a", "max_new_tokens": 1})["a"][0] == 200
+    first.handler.place.close()  # as the system does when it ends
+    Batch(FakeLLM(), tmp_path).handler.place.close()
 
 
 def test_a_lost_connection_to_torchserve_ends_the_worker(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

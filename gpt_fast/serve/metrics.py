@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NO_WORKER = "0"  # the number outside of TorchServe
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of exposition()
 
 # vLLM's bounds, so that its recording rules and alerts find every `le` they name, and finer ones below where a small
@@ -349,12 +350,12 @@ def _exposed(sample: Sample) -> str:
 
 
 def worker_id(argv: Sequence[str]) -> str:
-    """TorchServe's number of the worker that was started with ``argv``, "9000" for instance; "0" elsewhere. It stays
-    the same when the worker dies and is replaced, so a replaced worker goes on with the same series."""
+    """TorchServe's number of the worker that was started with ``argv``, "9000" for instance; NO_WORKER elsewhere. It
+    stays the same when the worker dies and is replaced, so a replaced worker goes on with the same series."""
     for flag, value in pairwise(argv):
         if flag in ("--sock-name", "--port") and (number := re.search(r"\d+$", value)):
             return number[0]
-    return "0"
+    return NO_WORKER
 
 
 def torchserve_line(sample: Sample, hostname: str, timestamp: int) -> str:
