@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import math
 import os
 import socket
 import sys
@@ -57,7 +58,7 @@ from gpt_fast.llm import LLM  # noqa: E402
 from gpt_fast.params import try_later  # noqa: E402
 from gpt_fast.serve.lanes import Lanes  # noqa: E402
 from gpt_fast.serve.metrics import NO_WORKER, Metrics, worker_id, write_torchserve  # noqa: E402
-from gpt_fast.serve.model_yaml import serves_continuously  # noqa: E402
+from gpt_fast.serve.model_yaml import RESPONSE_S, serves_continuously  # noqa: E402
 from gpt_fast.serve.only_worker import claim  # noqa: E402
 from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, error_body  # noqa: E402
 from gpt_fast.serve.routes import Routes  # noqa: E402
@@ -73,6 +74,7 @@ SWITCH_S = 0.001  # how long another Python thread may keep the engine's and the
 # Bodies of requests that have not been answered yet: TorchServe sends them again with every call.
 MAX_UNANSWERED_BYTES = 8 * 1024 * 1024
 MAX_DIGITS = 20  # of a number in a header
+SILENCE = 0.9  # of responseTimeout: TorchServe kills a worker that says nothing for all of it
 
 
 class GPTFastHandler:
@@ -85,6 +87,7 @@ class GPTFastHandler:
         self.routes: Routes
         self.trace: FirstRequest  # with ``profile: true``
         self.continuous = False
+        self.silence_s = math.inf  # the most that a request may take between two messages to TorchServe
         self.place: socket.socket | None = None  # of the only worker; continuous batching alone
         self.lanes = Lanes.start()
         self.sessions: dict[str, Session] = {}  # by TorchServe's request id; continuous batching alone
@@ -115,6 +118,8 @@ class GPTFastHandler:
         sys.setswitchinterval(SWITCH_S)
         self.settings = read_settings(config, model_dir)
         self.continuous = serves_continuously(config)
+        if not self.continuous:  # else a call returns at once
+            self.silence_s = SILENCE * config.get("responseTimeout", RESPONSE_S)
         for warning in self.settings.warnings:
             log.warning("warning: %s", warning)  # TorchServe's log shows every line of a worker as INFO
         worker = worker_id(sys.argv)
@@ -234,7 +239,15 @@ class GPTFastHandler:
         route = ctx.get_request_header(index, "url_path") or ""
         one_piece_s = self.settings.one_piece_timeout_s
         read = functools.partial(self.routes.open, route, entry, length)
-        return Session(self.llm, read, self.lanes, num_bytes, announce=self.continuous, one_piece_s=one_piece_s)
+        return Session(
+            self.llm,
+            read,
+            self.lanes,
+            num_bytes,
+            announce=self.continuous,
+            one_piece_s=one_piece_s,
+            silence_s=self.silence_s,
+        )
 
     def take(self, ctx: Any, index: int, session: Session) -> Piece | None:
         """The session's next piece, its status and content type set."""

@@ -8,6 +8,7 @@ import json
 import os
 import struct
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -322,6 +323,26 @@ def test_a_request_whose_time_is_up_is_no_success(stream: bool, tmp_path: Path, 
     assert status == 504
     assert json.loads(body)["error"]["code"] == "timeout"
     assert exits == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_ends_before_torchserve_kills_the_worker(stream: bool, tmp_path: Path) -> None:
+    # It kills a worker that says nothing for responseTimeout, and with it the request; loading takes minutes then.
+    llm = FakeLLM()
+    llm.silent = True
+    worker = Worker(llm, tmp_path, {"responseTimeout": 1})
+    # So that this test does not hang where it fails.
+    too_late = threading.Timer(30, lambda: [setattr(handle, "silent", False) for handle in llm.handles])
+    too_late.start()
+    status, _, body, _ = worker.one({"prompt": "a", "stream": stream})
+    too_late.cancel()
+    assert status == 504
+    error = json.loads(body)["error"]
+    assert error["code"] == "timeout"
+    assert "within 0.9 s" in error["message"]
+    assert llm.handles[0].cancelled
+    llm.silent = False
+    assert worker.one({"prompt": "a"})[0] == 200
 
 
 # ---- continuous batching --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future
@@ -43,9 +44,19 @@ class Session:
     ``announce``: give out an empty first piece of a stream as soon as the first token is there, even if that token has
     no whole character yet. TorchServe notices a client that has gone only when it sends something: it notices early.
     ``one_piece_s``: the time limit of requests for one whole answer that give no ``timeout_s``. While such an answer is
-    made, the server cannot notice that its client has gone; the limit bounds what is computed for nobody."""
+    made, the server cannot notice that its client has gone; the limit bounds what is computed for nobody.
+    ``silence_s``: a session that has given out nothing for so long fails."""
 
-    def __init__(self, llm: LLM, read: Read, lanes: Lanes, num_bytes: int, announce: bool, one_piece_s: float) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        read: Read,
+        lanes: Lanes,
+        num_bytes: int,
+        announce: bool,
+        one_piece_s: float,
+        silence_s: float = math.inf,
+    ) -> None:
         self.num_bytes = num_bytes
         self.started = False  # a piece has been given out
         self.failure: Exception | None = None  # what went wrong after that
@@ -54,7 +65,8 @@ class Session:
         self._request: WireRequest
         self._sequences: list[Handle] = []
         self._completions: list[Completion | None] = []
-        self._since = time.monotonic()
+        self._silence_s = silence_s
+        self._since = self._spoke = time.monotonic()
         self._work: Future[Any] | None = None  # what a lane does for this session at present
         self._begin(lanes.light if num_bytes <= LIGHT_BYTES else lanes.heavy, self._parse, read)
 
@@ -87,9 +99,10 @@ class Session:
             if piece is None and self._work is None:
                 piece = self._news()
             if piece is None:
+                self._check_silence()
                 return None
             _check_sendable(piece)
-            self.started = True
+            self.started, self._spoke = True, time.monotonic()
             return piece
         except Exception as error:
             self.cancel()
@@ -179,6 +192,12 @@ class Session:
             message = f"the request takes longer than {PARSE_S:g} s to prepare: make its grammar or prompt smaller"
             raise RequestError(message, None, "too_complex")
         raise try_later(TOO_MANY_LARGE)
+
+    def _check_silence(self) -> None:
+        """Raise RequestError if nothing was given out for too long."""
+        if time.monotonic() >= self._spoke + self._silence_s:
+            limit = f"nothing of the answer could be sent within {self._silence_s:g} s, and the server waits no longer"
+            raise RequestError(f"{limit}; ask for a stream, or for less", None, "timeout", 504)
 
     def _news(self) -> Piece | None:
         text = self._collect()
