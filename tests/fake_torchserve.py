@@ -2,8 +2,9 @@
 
 The front end starts a worker again when one ends, also for a while after it was asked to end, and then leaves it alone:
 what the real one does on a bad day. Each process notes its pid in $FAKE_PIDS. $FAKE_STATE: "ready" answers on the
-management port, with "busy" in it a request runs until the file $FAKE_PIDS.done is there, "broken" says in the log that
-the model cannot be loaded, "loading" says nothing; with "stubborn" in it the front end ignores the request to end.
+management port, with "late" in it once the file $FAKE_PIDS.loaded is there, with "busy" in it a request runs until the
+file $FAKE_PIDS.done is there, "broken" says in the log that the model cannot be loaded, "loading" says nothing; with
+"stubborn" in it the front end ignores the request to end.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def front_end(port: int) -> None:
     note()
     worker = again("worker")
     while len(Path(os.environ["FAKE_PIDS"]).read_text().split()) < 2:
+        time.sleep(0.01)
+    while "late" in state and not Path(os.environ["FAKE_PIDS"] + ".loaded").exists():
         time.sleep(0.01)
     if "ready" in state:
         for one in (port, port - 1)[: 1 + ("busy" in state)]:

@@ -290,6 +290,36 @@ def test_a_second_start_finds_the_first_or_says_what_it_serves(fake: Fake) -> No
     assert not Path(tmp_dir).exists()
 
 
+def test_two_starts_at_once_are_one_server(fake: Fake) -> None:
+    both = [fake.started("--background", state="ready late") for _ in range(2)]
+    wait_for(lambda: fake.noted.exists() and len(fake.noted.read_text().split()) == 2)
+    time.sleep(0.5)
+    assert [process.poll() for process in both] == [None, None], "nothing is ready yet"
+    Path(f"{fake.noted}.loaded").touch()
+    told = [process.communicate(timeout=HANG_S) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert sum("Starting (log" in out for out, _ in told) == 1
+    assert sum("waiting for it\nThe server already runs" in out for out, _ in told) == 1
+    assert len(fake.noted.read_text().split()) == 2, "one front end, one worker"
+
+
+def test_a_second_start_waits_until_the_model_is_ready(fake: Fake) -> None:
+    killed = fake.started("--background", state="ready late")
+    wait_for(lambda: fake.noted.exists() and len(fake.noted.read_text().split()) == 2)
+    wait_for(lambda: (fake.run_dir / "server.json").exists())
+    killed.kill()
+    killed.communicate(timeout=HANG_S)
+    second = fake.started("--background")
+    until_it_says(second, "already runs")
+    time.sleep(0.5)
+    assert second.poll() is None, "it says ready, and nobody can be asked"
+    Path(f"{fake.noted}.loaded").touch()
+    told, err = second.communicate(timeout=HANG_S)
+    assert (second.returncode, err) == (0, "")
+    assert "\nReady." in told
+    assert len(fake.running()) == 2
+
+
 def test_a_process_that_survives_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

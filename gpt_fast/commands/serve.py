@@ -141,27 +141,33 @@ def find_or_start(arguments: argparse.Namespace, run_dir: Path) -> Server:
     from gpt_fast.serve.launch.java import find_java
     from gpt_fast.serve.launch.record import MODEL, load_server
     from gpt_fast.serve.launch.server import STORE, start, stop
+    from gpt_fast.serve.launch.turns import turn
+    from gpt_fast.serve.launch.watching import is_ready, wait_until_ready
 
     if arguments.request and not arguments.request.is_file():
         raise ServerError(f"{arguments.request} does not exist")
     keys = options.engine_options(arguments)
     choice = choose(arguments.checkpoint, arguments.speculative, arguments.config, keys)
-    running = load_server(run_dir)
-    if running is None:
-        java = find_java()
-        stop(run_dir)  # what a server that died has left
-        ports.refuse_busy(arguments.port, arguments.host)
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        print(f"Starting (log: {run_dir / 'server.log'})", flush=True)
-        pack(choice, MODEL, run_dir / STORE)
-        return start(run_dir, java, arguments.host, arguments.port, str(choice), arguments.timeout)
-    wanted = (str(choice), arguments.port, arguments.host)
-    if not arguments.background or (running.serves, running.port, running.host) != wanted:
-        where = f"port {running.port}" + (f" of {running.host}" if running.host != arguments.host else "")
-        told = f"a server already runs on {where} and serves {running.serves}"
-        raise ServerError(f"{told}. Stop it first:  {_stop_command(*_place(arguments))}")
-    print(f"The server already runs on port {running.port}.")
-    return running
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with turn(run_dir):
+        running = load_server(run_dir)
+        if running is None:
+            java = find_java()
+            stop(run_dir)  # what a server that died has left
+            ports.refuse_busy(arguments.port, arguments.host)
+            print(f"Starting (log: {run_dir / 'server.log'})", flush=True)
+            pack(choice, MODEL, run_dir / STORE)
+            return start(run_dir, java, arguments.host, arguments.port, str(choice), arguments.timeout)
+        wanted = (str(choice), arguments.port, arguments.host)
+        if not arguments.background or (running.serves, running.port, running.host) != wanted:
+            where = f"port {running.port}" + (f" of {running.host}" if running.host != arguments.host else "")
+            told = f"a server already runs on {where} and serves {running.serves}"
+            raise ServerError(f"{told}. Stop it first:  {_stop_command(*_place(arguments))}")
+        print(f"The server already runs on port {running.port}.", flush=True)
+        if not is_ready(running):  # whoever started it was killed, or its worker was
+            log = run_dir / "server.log"
+            wait_until_ready(running, log, arguments.timeout, after=len(log.read_text(errors="replace")))
+        return running
 
 
 def announce(server: Server, run_dir: Path, request: Path | None) -> None:

@@ -20,8 +20,9 @@ REFUSED = re.compile(r"MODEL_LOG - .*\bcannot serve \S+: (.+)")  # the words of 
 GREETING = re.compile(r"^(Connection accepted|Torch worker started|\[PID\]|Listening on|Python runtime|s_name_part)")
 
 
-def wait_until_ready(server: Server, log: Path, timeout_s: float) -> None:
-    """Until a worker is READY, saying what is waited for; a worker's death ends it at once."""
+def wait_until_ready(server: Server, log: Path, timeout_s: float, after: int = 0) -> None:
+    """Until a worker is READY, saying what is waited for; a worker's death ends it at once, if the log tells of it
+    behind its first ``after`` characters. Raises ServerError."""
     started = time.monotonic()
     progress = Progress()
     while True:
@@ -33,7 +34,7 @@ def wait_until_ready(server: Server, log: Path, timeout_s: float) -> None:
         failure = ""
         if not server.is_alive():
             failure = "TorchServe ended"
-        elif DIED.search(text):
+        elif DIED.search(text, after):
             time.sleep(1.0)  # the rest of the traceback is on its way
             failure = "the worker died while it loaded the model"
         elif elapsed > timeout_s:
