@@ -518,6 +518,42 @@ def test_the_handlers_own_words_are_enough(tmp_path: Path) -> None:
     assert told == f"it died: config.json: no such key\nAll of its log: {log}"
 
 
+def test_a_model_that_took_too_long_to_load_is_told_from_a_worker_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "is_ready", lambda _: False)
+    monkeypatch.setattr(record.Server, "is_alive", lambda _: True)
+    log, late = (
+        tmp_path / "server.log",
+        "x.WorkerInitializationException: Backend worker did not respond in given time\n",
+    )
+    for text, says in ((LOG, "the worker died"), (LOG + late, "longer to load than startupTimeout .* --timeout can")):
+        log.write_text(text)
+        with pytest.raises(ServerError, match=says):
+            watching.wait_until_ready(record.Server(1, 0.0, "127.0.0.1", 1, "", ""), log, 60)
+
+
+@pytest.mark.parametrize(
+    ("line", "timeout", "becomes"),
+    [
+        ("startupTimeout: 50", 1000.5, 1001),
+        ("startupTimeout: 5000", 1000, 5000),
+        ("# none", 1000, 1000),
+        ("", None, None),
+    ],
+)
+def test_the_time_to_load_reaches_torchserve(fake: Fake, line: str, timeout: float | None, becomes: int | None) -> None:
+    """It kills a worker at its own startupTimeout, however long this command would wait."""
+    config = fake.folder / "config.yaml"
+    config.write_text(f"---\nminWorkers: 1\n{line}\nhandler:\n    stream: true\n")
+    given = [] if timeout is None else ["--timeout", str(timeout)]
+    started = fake.run("--background", "--config", str(config), *given)
+    assert started.returncode == 0, started.stderr
+    packed = yaml.safe_load((fake.run_dir / "model_store" / "gpt-fast" / "model_config.yaml").read_text())
+    assert packed.get("startupTimeout") == becomes
+    assert (packed["minWorkers"], packed["handler"]["stream"]) == (1, True)
+
+
 def test_the_phase_comes_from_the_log() -> None:
     lines = LOG.splitlines()
     assert watching.phase("") == "starting TorchServe"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import shlex
 import shutil
 import signal
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # it needs psutil, of the extra serve
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)  # with SIGINT, of Ctrl-C: they ask for the end
 _LOOK_S = 0.5  # between two looks at whether the server still lives
+LOADING_S = 900  # without --timeout
 NEEDED = ("ts", "model_archiver", "psutil")  # modules of the extra serve
 _LENGTHS: options.Table = {
     "--max-seq-len": {"type": int, "metavar": "N", "help": "context, prompt and answer together, in tokens"},
@@ -49,8 +51,8 @@ def add_parser(subparsers: Any) -> None:
     base = values.whole(ports.LOWEST, ports.HIGHEST)
     add("--port", type=base, default=8080, metavar="BASE", help=f"{others} (default: %(default)s)")
     add("--run-dir", type=Path, metavar="DIR", help="for archive and logs (default: one for each port, in the cache)")
-    loading = "seconds that loading may take (default: %(default)s)"
-    add("--timeout", type=values.above_zero, default=900, metavar="S", help=loading)
+    loading = f"seconds that loading may take (default: {LOADING_S}, or less by startupTimeout of --config)"
+    add("--timeout", type=values.above_zero, metavar="S", help=loading)
     drain = "seconds that running requests have to finish after SIGTERM and with --stop; 0: none (default: %(default)s)"
     add("--drain-seconds", type=values.whole(0, 86_400), default=30, metavar="N", help=drain)
     add("--request", type=Path, metavar="FILE", help="send this JSON once the model is ready, and print the answer")
@@ -143,10 +145,11 @@ def find_or_start(arguments: argparse.Namespace, run_dir: Path) -> Server:
     from gpt_fast.serve.launch.server import STORE, start, stop
     from gpt_fast.serve.launch.turns import turn
     from gpt_fast.serve.launch.watching import is_ready, wait_until_ready
+    from gpt_fast.serve.model_yaml import DAY_S
 
     if arguments.request and not arguments.request.is_file():
         raise ServerError(f"{arguments.request} does not exist")
-    keys = options.engine_options(arguments)
+    keys, loading_s = options.engine_options(arguments), arguments.timeout or LOADING_S
     choice = choose(arguments.checkpoint, arguments.speculative, arguments.config, keys)
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with turn(run_dir):
@@ -156,8 +159,8 @@ def find_or_start(arguments: argparse.Namespace, run_dir: Path) -> Server:
             stop(run_dir)  # what a server that died has left
             ports.refuse_busy(arguments.port, arguments.host)
             print(f"Starting (log: {run_dir / 'server.log'})", flush=True)
-            pack(choice, MODEL, run_dir / STORE)
-            return start(run_dir, java, arguments.host, arguments.port, str(choice), arguments.timeout)
+            pack(choice, MODEL, run_dir / STORE, min(math.ceil(arguments.timeout or 0), DAY_S))
+            return start(run_dir, java, arguments.host, arguments.port, str(choice), loading_s)
         wanted = (str(choice), arguments.port, arguments.host)
         if not arguments.background or (running.serves, running.port, running.host) != wanted:
             where = f"port {running.port}" + (f" of {running.host}" if running.host != arguments.host else "")
@@ -166,7 +169,7 @@ def find_or_start(arguments: argparse.Namespace, run_dir: Path) -> Server:
         print(f"The server already runs on port {running.port}.", flush=True)
         if not is_ready(running):  # whoever started it was killed, or its worker was
             log = run_dir / "server.log"
-            wait_until_ready(running, log, arguments.timeout, after=len(log.read_text(errors="replace")))
+            wait_until_ready(running, log, loading_s, after=len(log.read_text(errors="replace")))
         return running
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from gpt_fast.checkpoint.files import choose_adapter_files, choose_files, copy_files, narrow, the_checkpoint
 from gpt_fast.config import DRAFTS
 from gpt_fast.errors import ConfigError
-from gpt_fast.serve.model_yaml import NAME, parse_model_yaml
+from gpt_fast.serve.model_yaml import NAME, STARTUP_S, parse_model_yaml
 from gpt_fast.serve.repository import PACKAGE, ROOT, SHIPPED
 from gpt_fast.serve.settings import ALIASES, check, check_file, find_named
 
@@ -65,6 +65,7 @@ def build_archive(
     output: str | Path = "model_store",
     by_reference: bool = False,
     follow_links: bool = False,
+    startup_s: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write the archive and return its path; an earlier archive of the same name is replaced.
@@ -76,7 +77,8 @@ def build_archive(
     ``archive_format``: "no-archive" (a folder, the fastest), "default" (.mar), "zip-store" (.mar, not compressed,
     the better one for weights) or "tgz". ``config`` and ``handler``: None means the repository's. ``keys``: of the
     handler block, in the place of those that ``config`` has. ``follow_links``: copy files of the checkpoint that are
-    links out of its folder, too. ``say`` is told what was left out.
+    links out of its folder, too. ``startup_s``: the seconds that the model must have to load, at least. ``say`` is told
+    what was left out.
 
     Raises ConfigError for what cannot be packed, for a wrong configuration (with file and line) and for a full disk."""
     _check_options(name, archive_format)
@@ -90,7 +92,9 @@ def build_archive(
     models = [_model(key, Path(path), taking) for key, path in sources.items() if path is not None]
     adapters = _adapters(lora, config, block, taking)
     named = {model.folder: model.value for model in models} | {"lora": {a.value: w for a, w in adapters.items()}}
-    text = _config_with(config, before, {**keys, **{key: value for key, value in named.items() if value}})
+    too_short = startup_s > before.get("startupTimeout", STARTUP_S)
+    own = {"startupTimeout": startup_s} if too_short else {}
+    text = _config_with(config, before, {**keys, **{key: value for key, value in named.items() if value}}, own)
     target = Path(output).resolve() / (name + SUFFIXES[archive_format])
     if target.is_dir() and any(target.iterdir()) and not (target / "MAR-INF" / "MANIFEST.json").is_file():
         raise ConfigError(f"{target} exists and is not an archive; it is left alone")
@@ -138,6 +142,15 @@ def set_key(yaml_text: str, key: str, value: Any) -> str:
                 place = slice(i, i + 1 + sum(1 for _ in takewhile(inside.match, lines[i + 1 :])))
                 break
     lines[place] = [f"{indent or '    '}{key}: {_as_yaml(value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def set_own_key(yaml_text: str, key: str, value: int) -> str:
+    """``yaml_text`` with ``key: value`` outside of its handler block, every other line and comment as it was."""
+    lines, found = yaml_text.splitlines(), re.compile(rf"{key}\s*:")
+    place = next((slice(i, i + 1) for i, line in enumerate(lines) if found.match(line)), None)
+    first = next((i for i, line in enumerate(lines) if re.match(r"\w", line)), len(lines))
+    lines[place or slice(first, first)] = [f"{key}: {value}"]
     return "\n".join(lines) + "\n"
 
 
@@ -224,17 +237,21 @@ def _adapter(place: str, path: Path, taking: _Taking) -> _Model:
     return _Model(place, place, files)
 
 
-def _config_with(config: Path, before: Mapping[str, Any], keys: Mapping[str, Any]) -> str:
-    """The text of the file ``config``, which holds ``before``, with ``keys`` in its handler block; ConfigError."""
+def _config_with(config: Path, before: Mapping[str, Any], keys: Mapping[str, Any], own: Mapping[str, int]) -> str:
+    """The text of the file ``config``, which holds ``before``, with ``keys`` in its handler block and TorchServe's
+    ``own``; ConfigError."""
     text, block = config.read_text(encoding="utf-8"), before.get("handler") or {}
     for key, value in keys.items():
         text = set_key(text, key, value)
         block = {k: v for k, v in block.items() if k not in _names(key)} | {key: value}
-    check({**before, "handler": block})
+    for key, value in own.items():
+        text = set_own_key(text, key, value)
+    wanted = {**before, **own, "handler": block}
+    check(wanted)
     with contextlib.suppress(ConfigError):
-        if parse_model_yaml(text, str(config)).config == {**before, "handler": block}:
+        if parse_model_yaml(text, str(config)).config == wanted:
             return text
-    named = " and ".join(keys)
+    named = " and ".join([*own, *keys])
     raise ConfigError(f"{config}: write the handler block with one key a line, indented, so that {named} can be set")
 
 

@@ -20,7 +20,7 @@ from gpt_fast.fields import Kind, ListOf, OneOf, Text, Whole, flag, refuse
 
 NAME = "model_config.yaml"
 DAY_S = 86_400
-RESPONSE_S = 120  # TorchServe's responseTimeout, where nobody sets it
+RESPONSE_S = STARTUP_S = 120  # TorchServe's responseTimeout and startupTimeout, where nobody sets them
 MAX_FILE_BYTES = 1024 * 1024
 
 

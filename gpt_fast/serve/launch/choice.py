@@ -61,9 +61,10 @@ def _folder(adapter: str) -> Path:
     return folder
 
 
-def pack(choice: Choice, name: str, store: Path) -> None:
+def pack(choice: Choice, name: str, store: Path, startup_s: int) -> None:
     """The archive ``name`` in the folder ``store``: handler, package and configuration. The models stay where they are;
-    those of the Hub are fetched first. Raises ConfigError and DownloadError."""
+    those of the Hub are fetched first. ``startup_s``: the seconds to load that the configuration must give, at least.
+    Raises ConfigError and DownloadError."""
     build_archive(
         find(choice.checkpoint),
         draft=choice.draft and find(choice.draft),
@@ -72,4 +73,5 @@ def pack(choice: Choice, name: str, store: Path) -> None:
         keys=choice.keys,
         output=store,
         by_reference=True,
+        startup_s=startup_s,
     )

@@ -16,6 +16,7 @@ from gpt_fast.serve.launch.record import MODEL, Server
 # TorchServe's log lines, as its console writes them.
 MODEL_LOG = re.compile(r"-(?:stdout|stderr) MODEL_LOG - (.*)")
 DIED = re.compile(r"-> WORKER_(?:STOPPED|ERROR)\b|worker process died|Load model failed|Worker disconnected")
+LATE = "Backend worker did not respond in given time"
 REFUSED = re.compile(r"MODEL_LOG - .*\bcannot serve \S+: (.+)")  # the words of handler.py
 GREETING = re.compile(r"^(Connection accepted|Torch worker started|\[PID\]|Listening on|Python runtime|s_name_part)")
 
@@ -37,6 +38,10 @@ def wait_until_ready(server: Server, log: Path, timeout_s: float, after: int = 0
         elif DIED.search(text, after):
             time.sleep(1.0)  # the rest of the traceback is on its way
             failure = "the worker died while it loaded the model"
+            if LATE in log.read_text(errors="replace")[after:]:
+                failure = (
+                    "the model took longer to load than startupTimeout in its configuration; --timeout can raise it"
+                )
         elif elapsed > timeout_s:
             failure = f"the model was not ready after {timeout_s:.0f} s"
         if failure:
