@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -578,6 +579,21 @@ def test_what_became_of_drafts_is_told(page: str, says: str, monkeypatch: pytest
 
 def test_a_pid_that_is_someone_elses_is_not_our_server() -> None:
     assert not record.Server(os.getpid(), 0.0, "127.0.0.1", 8080, "", "").is_alive()
+
+
+def test_workers_can_make_their_sockets_wherever_temporary_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / ("x" * 100)
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    folder = server.new_tmp_dir()
+    try:
+        with socket.socket(socket.AF_UNIX) as worker:
+            worker.bind(f"{folder}/.ts.sock.65535")
+        assert not list(place.iterdir()), "a folder that is not used is left"
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_marked_processes_are_ended_and_no_others() -> None:

@@ -34,6 +34,7 @@ from gpt_fast.serve.launch.watching import last_lines, wait_until_ready
 from gpt_fast.serve.repository import ROOT
 
 STORE = "model_store"
+LONGEST = 103 - len("/.ts.sock.65535")  # bytes of a socket's path on macOS; Linux takes four more
 # In the environment of every process of a server: its own temp folder, and the run folder it was started for.
 MARK = "GPT_FAST_SERVER"
 RUN_MARK = "GPT_FAST_SERVER_RUN_DIR"
@@ -44,8 +45,7 @@ def start(run_dir: Path, java: Java, host: str, port: int, serves: str, timeout_
 
     When that fails, ends what it started and raises ServerError, which says so."""
     log = run_dir / "server.log"
-    # A short path: Unix sockets are made here and may have no more than about a hundred characters.
-    tmp_dir = tempfile.mkdtemp(prefix="gpt-fast-")
+    tmp_dir = new_tmp_dir()
     try:
         process = launch(run_dir, java, derive_config((ROOT / "config.properties").read_text(), port, host), tmp_dir)
         server = Server(process.pid, process.create_time(), host, port, serves, tmp_dir)
@@ -61,6 +61,16 @@ def start(run_dir: Path, java: Java, host: str, port: int, serves: str, timeout_
         print(f"\n{outcome}", file=sys.stderr)
         raise
     return server
+
+
+def new_tmp_dir() -> str:
+    """A new folder for a server's temporary files, with a short path: TorchServe makes its Unix sockets there, and a
+    worker whose socket's path is too long ends without a word."""
+    folder = tempfile.mkdtemp(prefix="gpt-fast-")
+    if len(os.fsencode(folder)) > LONGEST:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="gpt-fast-", dir="/tmp")
+    return folder
 
 
 def launch(run_dir: Path, java: Java, properties: str, tmp_dir: str) -> psutil.Process:
