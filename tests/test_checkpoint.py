@@ -464,6 +464,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     Checkpoint.open(tmp_path).build(torch.float32)
     for weight_map, words in (
         (names | {"model.norm.weight": "b.safetensors"}, r"b.safetensors is missing"),
+        (names | {"model.norm.weight": "b" * 1000}, r"b{100} is missing"),
         (names | {"model.norm.weight": "../b.safetensors"}, "outside its own directory"),
         (["a.safetensors"], "no weight_map"),
     ):

@@ -272,6 +272,7 @@ GOOD = pair(Q, 64, 64, 1)
         (GOOD, {"something_new": 3}, "something_new 3 is not supported"),
         (GOOD, {"r": 0}, "r must be a number, not 0"),
         (GOOD, {"lora_alpha": "16"}, "lora_alpha must be a number, not '16'"),
+        (GOOD, {"lora_alpha": 10**400}, "lora_alpha must be a number, not 1000"),
         (GOOD, {"rank_pattern": {"q_proj": 2.5}}, "rank_pattern of 'q_proj' must be a number, not 2.5"),
         (GOOD, {"alpha_pattern": [3]}, "alpha_pattern must give a number for each pattern"),
         (GOOD, {"alpha_pattern": {"(": 1}}, r"alpha_pattern '\(' is no regular expression"),

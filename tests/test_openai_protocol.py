@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gpt_fast.errors import RequestError
+from gpt_fast.errors import RequestError, TokenizerError
 from gpt_fast.outputs import Completion, Delta, FinishReason, Origin, TokenLogprobs
 from gpt_fast.params import MAX_SEED, MAX_STOP_STRINGS, SamplingParams
 from gpt_fast.serve.protocol.openai_chat import ChatRequest, parse_chat
@@ -549,6 +549,17 @@ def test_the_files_of_a_template_have_an_order(tmp_path: Path) -> None:
         found = load_template(tmp_path)
         assert found is not None
         assert found.source == wanted
+
+
+def test_a_template_s_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    odd: list[Any] = ["x", {"name": "default", "template": "a"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": odd}))
+    found = load_template(tmp_path)
+    assert found is not None
+    assert found.source == "a"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja cannot be read"):
+        load_template(tmp_path)
 
 
 @pytest.mark.parametrize(

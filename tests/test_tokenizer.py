@@ -678,6 +678,11 @@ def test_missing_back_end_leaves_the_others(
         ("tokenizer.json", b'{"model": {"type": "BPE"}}', "not a tokenizer.json"),
         ("tokenizer.json", b'{"model": {"type": "Other", "vocab": {}}}', "refused by the tokenizers library"),
         ("tokenizer_config.json", b"[1]", "a JSON list where an object is expected"),
+        (
+            "tokenizer_config.json",
+            b'{"additional_special_tokens": 5}',
+            "additional_special_tokens must be a list, not 5",
+        ),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {}}}', "malformed"),
         (
             "tokenizer_config.json",

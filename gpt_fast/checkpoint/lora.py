@@ -174,8 +174,8 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
     for what, number in numbers.items():
         whole = not what.startswith(("lora_alpha", "alpha"))
         good = isinstance(number, int if whole else (int, float)) and not isinstance(number, bool)
-        if not good or not math.isfinite(number) or (whole and number < 1):
-            raise CheckpointError(f"{where}: {what} must be a number, not {number!r}")
+        if not good or not abs(number) < 1e30 or (whole and number < 1):
+            raise CheckpointError(f"{where}: {what} must be a number, not {number!r:.40}")
 
 
 def _of_pattern(config: Mapping[str, Any], key: str, module: str, usual: Any) -> Any:

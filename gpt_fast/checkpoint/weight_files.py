@@ -52,8 +52,8 @@ def weight_files(directory: Path) -> list[Path]:
             for file in files:
                 if file.parent != directory:
                     raise CheckpointError(f"{index} names {file.name!r} outside its own directory")
-                if not file.is_file():
-                    raise CheckpointError(f"{file} is missing; {index.name} needs it")
+                if not os.path.isfile(file):  # unlike Path.is_file() also where the name is too long for the system
+                    raise CheckpointError(f"{file!s:.300} is missing; {index.name} needs it")
             return files
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")

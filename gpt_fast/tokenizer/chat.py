@@ -15,7 +15,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gpt_fast.errors import RequestError
+from gpt_fast.errors import RequestError, TokenizerError
 from gpt_fast.gguf import is_gguf
 from gpt_fast.params import MAX_SHOWN
 from gpt_fast.tokenizer.gguf_vocabulary import tokenizer_config
@@ -77,20 +77,28 @@ def variables_of(source: str) -> set[str]:
 
 def load_template(checkpoint: str | Path) -> ChatTemplate | None:
     """The template in chat_template.jinja, tokenizer_config.json or chat_template.json of a directory, or in a GGUF
-    file; None where there is none. Of several named ones, ``default``. Raises ValueError for a file that cannot be
+    file; None where there is none. Of several named ones, ``default``. Raises TokenizerError for a file that cannot be
     read."""
     where, alone = Path(checkpoint), Path(checkpoint, "chat_template.jinja")
     said = [tokenizer_config(where)] if is_gguf(where) else [read_json_object(where / name) for name in _FILES]
     config = {key: value for each in said for key, value in each.items() if value is not None}
     source = config.get("chat_template")
     if isinstance(source, list):
-        source = next((t.get("template") for t in source if t.get("name") == "default"), None)
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, Mapping)}
+        source = named.get("default")
     if alone.is_file():
-        source, where = alone.read_text(encoding="utf-8"), alone
+        source, where = _text_of(alone), alone
     if not isinstance(source, str):
         return None
     special = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     return ChatTemplate(source, {k: v for k, v in special.items() if v is not None}, str(where))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read ({error}); fetch the file again") from error
 
 
 def _to_json(

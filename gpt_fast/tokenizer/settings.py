@@ -67,7 +67,10 @@ def settings_of(
     # added_tokens.json has no flags. What is added beyond a vocabulary is nearly always markup of chats.
     bare = [(id, {"content": content, "special": True}) for content, id in extra.items()]
     strings = [token_text(names.get(name)) for name in _NAMED_TOKENS]
-    strings += [token_text(entry) for entry in names.get("additional_special_tokens") or ()]
+    further = names.get("additional_special_tokens") or []
+    if not isinstance(further, list):
+        raise TokenizerError(f"{source}: additional_special_tokens must be a list, not {further!r:.40}")
+    strings += map(token_text, further)
     return Settings(
         added=_added_tokens(lambda: [*bare, *config.get("added_tokens_decoder", {}).items()], source),
         special_names=frozenset(name for name in strings if name),
