@@ -551,6 +551,22 @@ def test_the_files_of_a_template_have_an_order(tmp_path: Path) -> None:
         assert found.source == wanted
 
 
+IN_PARTS = """{% for message in messages %}{{ message.role }}:
+{%- for part in message.content if part.type == 'text' %} {{ part.text }}{% endfor %};
+{%- endfor %}"""
+
+
+def test_a_template_that_goes_through_parts_gets_them() -> None:
+    """Those of LLaVA, Idefics and SmolVLM do, and write nothing of a content that is a text."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]
+    assert template(IN_PARTS).render(messages) == "user: Hi;assistant: ;"
+    calls = {"role": "assistant", "content": None}
+    assert template("{{ messages | tojson }}").render([*messages, calls]) == json.dumps([*messages, calls])
+    parsed = parse_chat(chat(messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]),
+                        context(template=template(IN_PARTS)))  # fmt: skip
+    assert byte_level().decode(parsed.prompts[0]) == "user: Hi;"
+
+
 def test_a_template_s_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     odd: list[Any] = ["x", {"name": "default", "template": "a"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": odd}))

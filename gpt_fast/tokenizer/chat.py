@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,32 @@ class ChatTemplate:
         ids. Raises RequestError when the template refuses the messages (a role out of turn, say), or does not parse."""
         if self._wrong:
             raise RequestError(f"this checkpoint takes no chats: its chat template {self._wrong}", "messages")
-        variables = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        said = [_in_parts(message) for message in messages] if self._wants_parts else list(messages)
+        variables = {"messages": said, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(**variables, **self._special, **extra)
         except Exception as error:  # a template is a program: what these messages make it raise may be anything
             message = f"the chat template refuses these messages: {str(error)[:MAX_SHOWN]}"
             raise RequestError(message, "messages") from None
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether it writes contents that are lists of parts and no others: templates of models that also read images
+        go through that list, and of a text they may write nothing, without an error."""
+        message = {"role": "user", "content": "a text"}
+        return not self._writes(message) and self._writes(_in_parts(message))
+
+    def _writes(self, message: Mapping[str, Any]) -> bool:
+        try:
+            return "a text" in self._template.render(messages=[message], add_generation_prompt=True, **self._special)
+        except Exception:  # as in render()
+            return False
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``message`` with its content as a list of one part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def variables_of(source: str) -> set[str]:
