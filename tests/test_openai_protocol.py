@@ -23,7 +23,7 @@ from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_completions import CompletionRequest, parse_completion
 from gpt_fast.serve.protocol.request import as_written, error_body
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
-from gpt_fast.tokenizer.chat import ChatTemplate, load_template
+from gpt_fast.tokenizer.chat import TOOL_USE, ChatTemplate, load_template
 from gpt_fast.tokenizer.chat_formats import find_dialect
 from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
 from gpt_fast.tokenizer.hf_json import BYTE_OF_CHAR, HfJsonTokenizer
@@ -549,6 +549,22 @@ def test_the_files_of_a_template_have_an_order(tmp_path: Path) -> None:
         found = load_template(tmp_path)
         assert found is not None
         assert found.source == wanted
+
+
+def test_requests_with_tools_get_the_template_for_tools(tmp_path: Path) -> None:
+    """As in transformers: Hermes 2 Pro and Command R have one. It says how calls are written, too."""
+    sources = {"default": "plain: {{ messages[0].content }}",
+               "tool_use": "<tool_call> {{ tools[0].function.name }}: {{ messages[0].content }}"}  # fmt: skip
+    named = [{"name": name, "template": source} for name, source in sources.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    plain, tools = load_template(tmp_path), load_template(tmp_path, TOOL_USE)
+    both = context(template=plain, tool_template=tools)
+    offered = {"tools": [{"type": "function", "function": {"name": "weather", "parameters": {}}}]}
+    for fields, prompt in (({}, "plain: Hi"), (offered, "<tool_call> weather: Hi"),
+                           (offered | {"tool_choice": "none"}, "plain: Hi")):  # fmt: skip
+        assert byte_level().decode(parse_chat(chat(**fields), both).prompts[0]) == prompt
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": sources["default"]}))
+    assert load_template(tmp_path, TOOL_USE) is None
 
 
 IN_PARTS = """{% for message in messages %}{{ message.role }}:

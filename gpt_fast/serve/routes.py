@@ -26,7 +26,7 @@ from gpt_fast.serve.protocol.predict import parse_predict
 from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, WireRequest
 from gpt_fast.serve.protocol.token_routes import detokenize, tokenize, tokenizer_info
 from gpt_fast.serve.settings import HandlerSettings
-from gpt_fast.tokenizer.chat import load_template
+from gpt_fast.tokenizer.chat import TOOL_USE, load_template
 
 if TYPE_CHECKING:
     from gpt_fast.llm import LLM
@@ -87,6 +87,7 @@ def openai_context(llm: LLM, names: tuple[str, ...]) -> OpenAIContext:
         max_model_len=llm.max_seq_len,
         tokenizer=llm.tokenizer,
         template=load_template(checkpoint) if checkpoint is not None else None,
+        tool_template=load_template(checkpoint, TOOL_USE) if checkpoint is not None else None,
         default_temperature=1.0 if temperature is None else temperature,
         # Half of the queue, so that one request never fills it for the others.
         max_sequences=OpenAIContext.max_sequences if max_waiting is None else max(1, max_waiting // 2),

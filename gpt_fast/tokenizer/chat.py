@@ -36,6 +36,7 @@ class _Generation(Extension):
 
 
 _EXTENSIONS = (LoopControlExtension, _Generation)
+TOOL_USE = "tool_use"  # transformers' name of the template for requests with tools, where it is another one
 # What they say of templates and their tokens counts in this order, the last most.
 _FILES = ("chat_template.json", "special_tokens_map.json", "tokenizer_config.json")
 
@@ -96,18 +97,20 @@ def variables_of(source: str) -> set[str]:
         return set()
 
 
-def load_template(checkpoint: str | Path) -> ChatTemplate | None:
+def load_template(checkpoint: str | Path, name: str = "default") -> ChatTemplate | None:
     """The template in chat_template.jinja, tokenizer_config.json or chat_template.json of a directory, or in a GGUF
-    file; None where there is none. Of several named ones, ``default``. Raises TokenizerError for a file that cannot be
-    read."""
+    file; None where there is none. Of several named ones that of this ``name``: some checkpoints have one more for
+    requests with tools, TOOL_USE. Raises TokenizerError for a file that cannot be read."""
     where, alone = Path(checkpoint), Path(checkpoint, "chat_template.jinja")
     said = [tokenizer_config(where)] if is_gguf(where) else [read_json_object(where / name) for name in _FILES]
     config = {key: value for each in said for key, value in each.items() if value is not None}
     source = config.get("chat_template")
     if isinstance(source, list):
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, Mapping)}
-        source = named.get("default")
-    if alone.is_file():
+        source = named.get(name)
+    elif name != "default":
+        return None
+    if alone.is_file() and name == "default":
         source, where = _text_of(alone), alone
     if not isinstance(source, str):
         return None

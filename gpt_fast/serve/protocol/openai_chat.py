@@ -161,6 +161,7 @@ def _understand(given: dict[str, Any], context: OpenAIContext) -> Chat:
     tools, choice = chosen(given)
     params = read_sampling(given, None, logprobs=num_top if wanted else None)
     offered = tools if choice.mode != "none" else []
+    context = context.with_tools(offered)
     tokenizer, prompt = chat_prompt(given, context, offered)
     form = AnswerForm(context.dialect, tokenizer, offered, choice)
     form = form.behind(prompt) if begins_answer(given) else form

@@ -11,7 +11,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,6 +46,7 @@ class OpenAIContext:
     max_model_len: int  # tokens of prompt and answer together
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
+    tool_template: ChatTemplate | None = None  # for requests with tools, if the checkpoint has another one for them
     default_temperature: float = 1.0  # as OpenAI documents it; a checkpoint's generation_config.json knows better
     max_sequences: int = 256  # prompts times n of one request; the default: where any number may wait
     created: int = field(default_factory=lambda: int(time.time()))  # the models' date, unix seconds
@@ -62,6 +63,14 @@ class OpenAIContext:
     def dialect(self) -> Dialect:
         """How the checkpoint writes tool calls and thinking."""
         return find_dialect(None if self.template is None else self.template.source)
+
+    def with_tools(self, tools: Sequence[object]) -> OpenAIContext:
+        """As it is for a request with ``tools``, which may be none."""
+        return self._of_tools if tools and self.tool_template is not None else self
+
+    @cached_property
+    def _of_tools(self) -> OpenAIContext:
+        return replace(self, template=self.tool_template, tool_template=None)
 
     def check_model(self, model: str) -> None:
         """Refuse a model that is not served: 404."""

@@ -35,7 +35,8 @@ def tokenize(body: Mapping[str, Any], context: OpenAIContext) -> dict[str, Any]:
         bos = given.get("add_special_tokens", True)
         tokens = tokenizer.encode(given["prompt"], bos=bos, allow_special=True)
     else:
-        tokens = chat_prompt(given, context, given.get("tools", []))[1]
+        tools = given.get("tools", [])
+        tokens = chat_prompt(given, context.with_tools(tools), tools)[1]
     names = None
     if given.get("return_token_strs"):
         names = [tokenizer.token_bytes(token, skip_special=False).decode(errors="replace") for token in tokens]
