@@ -54,13 +54,18 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     said = {key: raw[key] for key in _OF_ALL if raw.get(key) is not None}
     text = {**usual, **said, **{key: value for key, value in inner.items() if value is not None or key not in said}}
     for key in ("rope_scaling", "rope_parameters"):
-        if (
-            isinstance(text.get(key), dict) and "mrope_section" in text[key]
-        ):  # places in an image, which text has none of
-            kept = {name: value for name, value in text[key].items() if not name.startswith(("mrope", "type"))}
-            text[key] = kept | {"rope_type": "default"}
+        if isinstance(text.get(key), dict):
+            text[key] = _without_places_in_images(text[key])
     row = FAMILIES[family]
     return text | {"architectures": [row.architectures[0]], "model_type": row.model_type}
+
+
+def _without_places_in_images(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters of text, where all of the places that ``mrope_section`` tells apart are one."""
+    if "mrope_section" not in rope:
+        return dict(rope)
+    kept = {name: value for name, value in rope.items() if not name.startswith(("mrope", "type"))}
+    return kept | {"rope_type": "default"}
 
 
 def text_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
