@@ -109,3 +109,13 @@ def test_what_only_the_whole_says_is_the_text_models() -> None:
     }  # fmt: skip
     for unknown in ({"text_config": {"model_type": "gemma4_text"}}, {"architectures": ["LlamaForCausalLM"]}):
         assert text_config(raw | unknown) is None
+
+
+@pytest.mark.parametrize("said", ["type", "rope_type"])
+def test_a_stretched_context_stays_one(said: str) -> None:
+    """Qwen's card of Qwen2.5-VL proposes it for long texts."""
+    raw = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 32768}
+    found = text_config(raw | {"rope_scaling": {said: "yarn", "mrope_section": [16, 24, 24], **yarn}})
+    assert found is not None
+    assert found["rope_scaling"] == yarn | {"rope_type": "yarn"}

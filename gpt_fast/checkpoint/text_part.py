@@ -64,8 +64,9 @@ def _without_places_in_images(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary parameters of text, where all of the places that ``mrope_section`` tells apart are one."""
     if "mrope_section" not in rope:
         return dict(rope)
+    kind = rope.get("rope_type", rope.get("type", "mrope"))
     kept = {name: value for name, value in rope.items() if not name.startswith(("mrope", "type"))}
-    return kept | {"rope_type": "default"}
+    return kept | {"rope_type": "default" if kind == "mrope" else kind}
 
 
 def text_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
