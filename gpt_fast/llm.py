@@ -71,7 +71,8 @@ def _tokenizer_of(opened: Opened) -> Tokenizer | None:
     try:
         return opened.tokenizer
     except TokenizerMissing as error:
-        log.warning("%s; until then prompts must be token ids, and completions have no text", error)
+        # As a text: whoever keeps the record would keep the error's frames, and the whole model with them.
+        log.warning("%s; until then prompts must be token ids, and completions have no text", str(error))
         return None
 
 

@@ -20,7 +20,7 @@ mkdir -p "$folder"
 printf '#!/bin/sh\nLD_PRELOAD= exec g++ "$@" -O1 -g -fsanitize=%s\n' "$kind" > "$folder/g++"
 chmod +x "$folder/g++"
 export CXX=$folder/g++ GPT_FAST_CACHE=$folder OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-python -c 'import sys; from gpt_fast.kernels.cpu import library; sys.exit(not library.available())'
+python -c 'from gpt_fast.kernels.cpu import library; library.build(library.variants())'  # and not loaded yet
 
 library() { g++ -print-file-name="lib$1.so"; }
 if [[ $kind == thread ]]; then

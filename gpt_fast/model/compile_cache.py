@@ -60,14 +60,14 @@ def kept(file: Path, compiled: Callable[[], bool]) -> Iterator[None]:
         try:
             _save(file)
         except OSError as error:
-            log.warning("what was compiled could not be kept: %s", error)
+            log.warning("what was compiled could not be kept: %s", str(error))
 
 
 def _load(file: Path) -> bool:
     try:
         return trusted(file) and torch.compiler.load_cache_artifacts(file.read_bytes()) is not None
     except Exception as error:  # a cut or foreign file raises many types
-        log.warning("%s is not used: %s", file, error)
+        log.warning("%s is not used: %s", file, str(error))
         return False
 
 
