@@ -153,7 +153,8 @@ public:
             widen(ahead);
         } else {
             for (int64_t i = 0; i < kKeys / 16; ++i) keys_[i] = block_.keys[i];
-            for (int64_t i = first_; i < last_; ++i) values_[i] = block_.values[i];
+            for (int64_t i = 0; i < kKeys / kEach; ++i)  // those that nobody sees have the weight 0
+                values_[i] = block_.values[std::clamp(i, first_, last_ - 1)];
         }
     }
 
@@ -177,7 +178,7 @@ public:
         alignas(64) Weight rounded[R][kKeys];
         alignas(32) float factors[kParts][8];
         round_weights<R>(weights, rounded, factors);
-        constexpr int some = R < 4 ? R : 4, W = kRegisters >= 32 ? 4 : R < 3 ? 2 : 1;
+        constexpr int some = R < 4 ? R : 4, W = kParts > 1 ? 2 : kRegisters >= 32 ? 4 : R < 3 ? 2 : 1;
         for (int r = 0; r < R; r += some) {
             int64_t d = 0;
             for (; d + 16 * W <= columns_; d += 16 * W) {
@@ -278,7 +279,10 @@ private:
             }
         };
         // Unrolled by hand: at the end of a loop that it unrolls gcc copies all sums.
-        for (int64_t d = 0; d < p_.head_dim; d += 2 * kEach) step(d), step(d + kEach);
+        int64_t d = 0;
+        for (; d + 4 * kEach <= p_.head_dim; d += 4 * kEach)
+            step(d), step(d + kEach), step(d + 2 * kEach), step(d + 3 * kEach);
+        for (; d < p_.head_dim; d += 2 * kEach) step(d), step(d + kEach);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -286,40 +290,45 @@ private:
                 store16(scores[r] + first + 16 * v, to_floats(sum[r][v]) * load16(block_.k_scale + first + 16 * v));
     }
 
-    // Of R queries and 16 W columns; `factors` of a part stand eight behind those of the one before. `brings`: the next
-    // head's keys.
+    // Of R queries and 16 W columns; `factors` of a part stand eight behind those of the one before. All parts together,
+    // since the registers have no room for what one part has made while the next is summed. `brings`: the next head's
+    // keys.
     template <int R, int W, bool brings>
     void some_values(float* into, int64_t stride, const float* kept, const Weight (*weights)[kKeys],
                      const float* factors, int64_t d) const {
-        F16 total[R][W];
-#pragma GCC unroll 2
-        for (int64_t part = 0; part < kParts; ++part) {
-            I16 sum[R][W];
-            clear_sums(sum);
-            const int64_t size = kPart / kEach, end = std::min(last_, (part + 1) * size);
-#pragma GCC unroll 4
-            for (int64_t i = std::max(first_, part * size); i < end; ++i) {
+        I16 sum[kParts][R][W];
+        for (auto& part : sum) clear_sums(part);
+        const int64_t size = kPart / kEach, end = kParts == 1 ? last_ : size;
 #pragma GCC unroll 8
-                for (int s = 0; brings && s < kKeys / 16; ++s)
-                    prefetch(block_.keys[s] + 16 * (p_.head_dim + d) + 64 * i);
+        for (int64_t i = kParts == 1 ? first_ : 0; i < end; ++i) {
+#pragma GCC unroll 8
+            for (int s = 0; brings && s < kKeys / 16; ++s)
+                prefetch(block_.keys[s] + 16 * (p_.head_dim + d) + 64 * i);
+#pragma GCC unroll 2
+            for (int64_t part = 0; part < kParts; ++part) {
                 I16 v[W];
 #pragma GCC unroll 8
-                for (int w = 0; w < W; ++w) v[w] = load64(values_[i] + (d + 16 * w) * kLane);
+                for (int w = 0; w < W; ++w) v[w] = load64(values_[part * size + i] + (d + 16 * w) * kLane);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
-                    const I16 weight = Numbers::splat(weights[r] + kEach * i);
+                    const I16 weight = Numbers::splat(weights[r] + part * kPart + kEach * i);
 #pragma GCC unroll 8
-                    for (int w = 0; w < W; ++w) sum[r][w] = Numbers::add_value(sum[r][w], v[w], weight);
+                    for (int w = 0; w < W; ++w) sum[part][r][w] = Numbers::add_value(sum[part][r][w], v[w], weight);
                 }
             }
-            if (part == 0) load_values<R, W>(total, into, stride, kept);  // now: the sums have had its registers
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-                for (int w = 0; w < W; ++w)
-                    total[r][w] = plus_product(total[r][w], to_floats(sum[r][w]), splat16(factors[8 * part + r]));
         }
-        store_values<R, W>(total, into, stride);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r, into += stride) {
+            asm("" : "+r"(into));  // as in store_values()
+#pragma GCC unroll 8
+            for (int w = 0; w < W; ++w) {
+                F16 total = load16(into + 16 * w) * splat16(kept[r]);
+#pragma GCC unroll 2
+                for (int64_t part = 0; part < kParts; ++part)
+                    total = plus_product(total, to_floats(sum[part][r][w]), splat16(factors[8 * part + r]));
+                store16(into + 16 * w, total);
+            }
+        }
     }
 
     const Paged<int8_t>& p_;
