@@ -26,7 +26,7 @@ from gpt_fast.serve.protocol.predict import parse_predict
 from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, WireRequest
 from gpt_fast.serve.protocol.token_routes import detokenize, tokenize, tokenizer_info
 from gpt_fast.serve.settings import HandlerSettings
-from gpt_fast.tokenizer.chat import TOOL_USE, load_template
+from gpt_fast.tokenizer.chat import DEFAULT, TOOL_USE, load_templates
 
 if TYPE_CHECKING:
     from gpt_fast.llm import LLM
@@ -80,14 +80,15 @@ class Routes:
 def openai_context(llm: LLM, names: tuple[str, ...]) -> OpenAIContext:
     """What OpenAI's routes need to know about ``llm``, which requests may call ``names``."""
     checkpoint = getattr(llm, "checkpoint", None)
+    templates = load_templates(checkpoint) if checkpoint is not None else {}
     max_waiting = llm.engine.max_waiting
     temperature = llm.defaults.sampling.temperature
     return OpenAIContext(
         models=names,
         max_model_len=llm.max_seq_len,
         tokenizer=llm.tokenizer,
-        template=load_template(checkpoint) if checkpoint is not None else None,
-        tool_template=load_template(checkpoint, TOOL_USE) if checkpoint is not None else None,
+        template=templates.get(DEFAULT),
+        tool_template=templates.get(TOOL_USE),
         default_temperature=1.0 if temperature is None else temperature,
         # Half of the queue, so that one request never fills it for the others.
         max_sequences=OpenAIContext.max_sequences if max_waiting is None else max(1, max_waiting // 2),

@@ -36,7 +36,8 @@ class _Generation(Extension):
 
 
 _EXTENSIONS = (LoopControlExtension, _Generation)
-TOOL_USE = "tool_use"  # transformers' name of the template for requests with tools, where it is another one
+# transformers' names of templates. The second is for requests with tools, where it is another one.
+DEFAULT, TOOL_USE = "default", "tool_use"
 # What they say of templates and their tokens counts in this order, the last most.
 _FILES = ("chat_template.json", "special_tokens_map.json", "tokenizer_config.json")
 
@@ -97,25 +98,27 @@ def variables_of(source: str) -> set[str]:
         return set()
 
 
-def load_template(checkpoint: str | Path, name: str = "default") -> ChatTemplate | None:
-    """The template in chat_template.jinja, tokenizer_config.json or chat_template.json of a directory, or in a GGUF
-    file; None where there is none. Of several named ones that of this ``name``: some checkpoints have one more for
-    requests with tools, TOOL_USE. Raises TokenizerError for a file that cannot be read."""
+def load_template(checkpoint: str | Path, name: str = DEFAULT) -> ChatTemplate | None:
+    """The one of :func:`load_templates` with this ``name``, if there is one."""
+    return load_templates(checkpoint).get(name)
+
+
+def load_templates(checkpoint: str | Path) -> dict[str, ChatTemplate]:
+    """The templates in chat_template.jinja, tokenizer_config.json or chat_template.json of a directory, or in a GGUF
+    file: DEFAULT, and TOOL_USE where the checkpoint has several named ones. Empty where there is none. Raises
+    TokenizerError for a file that cannot be read."""
     where, alone = Path(checkpoint), Path(checkpoint, "chat_template.jinja")
     said = [tokenizer_config(where)] if is_gguf(where) else [read_json_object(where / name) for name in _FILES]
     config = {key: value for each in said for key, value in each.items() if value is not None}
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, Mapping)}
-        source = named.get(name)
-    elif name != "default":
-        return None
-    if alone.is_file() and name == "default":
-        source, where = _text_of(alone), alone
-    if not isinstance(source, str):
-        return None
-    special = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    return ChatTemplate(source, {k: v for k, v in special.items() if v is not None}, str(where))
+    given = config.get("chat_template")
+    listed = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]
+    sources = {each.get("name"): (each.get("template"), where) for each in listed if isinstance(each, Mapping)}
+    if alone.is_file():
+        sources[DEFAULT] = _text_of(alone), alone
+    tokens = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    special = {name: token for name, token in tokens.items() if token is not None}
+    found = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
+    return {name: ChatTemplate(text, special, str(at)) for name, (text, at) in found.items() if isinstance(text, str)}
 
 
 def _text_of(path: Path) -> str:
