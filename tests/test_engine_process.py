@@ -21,7 +21,7 @@ handle = llm.submit([3], SamplingParams(max_tokens=100, ignore_eos=True), max_un
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """``code`` in a process of its own."""
+    """Run ``code`` in another process."""
     path = os.pathsep.join((str(TESTS), str(TESTS.parent)))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
@@ -57,7 +57,7 @@ llm.close()
 
 
 def test_what_nobody_closes_ends_before_python_does() -> None:
-    """A thread that comes back from C++ while Python ends could abort the process: status 134 in place of its own."""
+    """A thread that comes back from C++ while Python ends could abort the process. The status was 134 then."""
     first = "import atexit, sys; atexit.register(lambda: print(llm.engine._thread.is_alive()))"  # so it runs last
     done = run(first + BEGIN + "sys.exit(3)")
     assert (done.returncode, done.stdout) == (3, "False\n"), done.stderr

@@ -53,7 +53,7 @@ class ChatTemplate:
         self.source, self._special, self._wrong = source, dict(special), ""
         try:
             self._template = environment.from_string(source)
-        except Exception as error:  # Jinja turns it into Python, whose compiler has limits of its own
+        except Exception as error:  # Jinja turns it into Python, whose compiler has other limits
             self._wrong = f"does not parse: {str(error)[:MAX_SHOWN]}"
             log.warning("the chat template in %s %s; chats are refused", where, self._wrong)
 
