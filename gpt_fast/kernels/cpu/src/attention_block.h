@@ -101,7 +101,7 @@ template <class Cached, class Step>
     for (; begin < end; ++begin) step(begin);
 }
 
-constexpr int kMostQueries = kTiles ? 16 : 8;  // whose products are made together
+constexpr int kMostQueries = 8;  // whose products vectors make together
 
 // Says when few queries bring what they need next from the second level of the cache into the first. The first queries
 // bring the values of the block while they make their last scores. The last queries bring the keys of the next head,
@@ -168,6 +168,7 @@ inline void store_values(const F16 (&sum)[R][W], float* to, int64_t stride) {
 //   add_values<R>(into, stride, kept, weights, ahead): what stands from into + r * stride on, times kept[r], and the
 //   sum
 //     of weights[r][i] * values[i], in ascending order of i; the weights may be changed
+//   kTiled: whether it may have tiled(), attend() and multiply_scores() (attention_pairs.h)
 // They tell `ahead` of their work: of products, rows times columns. What a row gets is the same for every R. Keys that
 // a token may not see have the weight 0, so a value that is not finite makes earlier tokens of the same step not finite
 // too.
@@ -199,19 +200,17 @@ public:
     // All rows: tokens with what each sees, heads of kv_head; states of [tokens, heads of kv_head].
     void attend(const Views& views, int64_t kv_head, const States& states, Ahead<Cached>& ahead) {
         const bool all_seen = views.of(0).end >= kKeys && views.of(rows_ / p_.group() - 1).begin <= 0;
-        for (int64_t row = 0; row < rows_;) {
-            const int64_t left = rows_ - row;
-            if (kMostQueries > 8 && left >= kMostQueries)
-                attend_rows<kMostQueries>(row, views, all_seen, kv_head, states, ahead), row += kMostQueries;
-            else if (left >= 8)
-                attend_rows<8>(row, views, all_seen, kv_head, states, ahead), row += 8;
-            else if (left >= 4)
-                attend_rows<4>(row, views, all_seen, kv_head, states, ahead), row += 4;
-            else if (left >= 2)
-                attend_rows<2>(row, views, all_seen, kv_head, states, ahead), row += 2;
-            else
-                attend_rows<1>(row, views, all_seen, kv_head, states, ahead), row += 1;
-        }
+        int64_t row = 0;
+        auto attend = [&](auto size) {  // as many as there are, so many at a time
+            const int64_t count = (rows_ - row) / size * size, end = row + count;
+            if constexpr (Keys::kTiled)
+                if (count > 0 && keys_.tiled())
+                    attend_tiles<size>(row, count, views, all_seen, kv_head, states, ahead), row = end;
+            for (; row < end; row += size) attend_rows<size>(row, views, all_seen, kv_head, states, ahead);
+        };
+        if constexpr (Keys::kTiled)
+            if (keys_.tiled()) attend(Size<32>()), attend(Size<16>());
+        attend(Size<8>()), attend(Size<4>()), attend(Size<2>()), attend(Size<1>());
     }
 
     // Of one head, as Ahead is told of it.
@@ -220,6 +219,11 @@ public:
 private:
     static constexpr float kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, kLowest = -3e38f;
 
+    template <int R>
+    using Size = std::integral_constant<int, R>;
+
+    int64_t query_of(int64_t row, int64_t kv_head) const { return (kv_head - kv_begin_) * rows_ + row; }
+
     // `all_seen`: every token sees the whole block.
     template <int R>
     [[gnu::noinline]] void attend_rows(int64_t row, const Views& views, bool all_seen, int64_t kv_head,
@@ -227,26 +231,54 @@ private:
         constexpr int some = R < 8 ? R : 8;
         alignas(64) float weights[R][kKeys];
         alignas(32) float kept[R / some][8];
-        const Adjust adjust = p_.adjust(kv_head);
-        const int64_t query = (kv_head - kv_begin_) * rows_ + row;
+        const int64_t query = query_of(row, kv_head);
         const float* factors = factors_ + query;
         keys_.template scores<R>(q_ + query * each_, weights, ahead);
-        if (adjust || !(p_.scale > 0.0f)) {  // else the largest is the same before and after it
-            for (int r = 0; r < R; ++r)
-                for (int64_t i = 0; i < kKeys; i += 16)
-                    store16(weights[r] + i, load16(weights[r] + i) * splat16(factors[r]));
-            factors = kOnes;
-        }
-        for (int r = 0; (adjust || !all_seen) && r < R; ++r) {
-            const View view = views.of((row + r) / p_.group());
-            if (adjust) adjust_scores(weights[r], kKeys, adjust, (row + r) % p_.group(), view.distance);
-            const float hidden = std::max(kHidden / factors[r], kLowest);
-            for (int64_t i = 0; i < view.begin && i < kKeys; ++i) weights[r][i] = hidden;
-            for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) weights[r][i] = hidden;
-        }
+        if (scales_scores(kv_head)) scale_scores<R>(factors, weights), factors = kOnes;
+        hide<R>(row, views, all_seen, kv_head, factors, weights);
         for (int r = 0; r < R; r += some)
             softmax_block<some, Keys::kDegree>(weights + r, factors + r, states.from(row + r), kept[r / some]);
         keys_.template add_values<R>(states.from(row).values, states.dim, kept[0], weights, ahead);
+    }
+
+    // `count` rows, R at a time.
+    template <int R>
+    void attend_tiles(int64_t first, int64_t count, const Views& views, bool all_seen, int64_t kv_head,
+                      const States& states, Ahead<Cached>& ahead) {
+        const int64_t query = query_of(first, kv_head);
+        const bool scales = scales_scores(kv_head);
+        const float factor = scales ? 1.0f : p_.scale;
+        keys_.template attend<R>(q_ + query * each_, count, factor, states.from(first), [&](int64_t row, auto scores) {
+            ahead.fetch(R * (p_.head_dim + p_.state_dim()));
+            if (!scales && all_seen) return false;
+            keys_.template multiply_scores<R>(scores);
+            if (scales) scale_scores<R>(factors_ + query + row, scores);
+            hide<R>(first + row, views, all_seen, kv_head, scales ? kOnes : factors_ + query + row, scores);
+            return true;
+        });
+    }
+
+    // Whether scores are multiplied by their factors at once: else the largest is the same before and after it.
+    bool scales_scores(int64_t kv_head) const { return p_.adjust(kv_head) || !(p_.scale > 0.0f); }
+
+    template <int R>
+    static void scale_scores(const float* factors, float (*scores)[kKeys]) {
+        for (int r = 0; r < R; ++r)
+            for (int64_t i = 0; i < kKeys; i += 16) store16(scores[r] + i, load16(scores[r] + i) * splat16(factors[r]));
+    }
+
+    // Adjusts scores, and hides those of keys that a token does not see. `factors`: what they are still multiplied by.
+    template <int R>
+    void hide(int64_t row, const Views& views, bool all_seen, int64_t kv_head, const float* factors,
+              float (*scores)[kKeys]) {
+        const Adjust adjust = p_.adjust(kv_head);
+        for (int r = 0; (adjust || !all_seen) && r < R; ++r) {
+            const View view = views.of((row + r) / p_.group());
+            if (adjust) adjust_scores(scores[r], kKeys, adjust, (row + r) % p_.group(), view.distance);
+            const float hidden = std::max(kHidden / factors[r], kLowest);
+            for (int64_t i = 0; i < view.begin && i < kKeys; ++i) scores[r][i] = hidden;
+            for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) scores[r][i] = hidden;
+        }
     }
 
     const Paged<Cached>& p_;

@@ -15,6 +15,7 @@ class FloatKeys {
 public:
     using Number = float;
     static constexpr int64_t kKeys = gpt_fast::kKeys;
+    static constexpr bool kTiled = false;
     static constexpr int kDegree = std::is_same_v<Cached, float> ? 0 : 3;
 
     FloatKeys(const Paged<Cached>& p, int64_t queries)

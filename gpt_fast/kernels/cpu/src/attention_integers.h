@@ -114,6 +114,7 @@ class IntegerKeys {
 public:
     using Number = typename Numbers::Query;
     static constexpr int64_t kKeys = Numbers::kKeys;
+    static constexpr bool kTiled = false;
     static constexpr int kDegree = Numbers::kMostWeight < 256.0f ? 2 : 4;  // as exact as rounded weights
 
     IntegerKeys(const Paged<int8_t>& p, int64_t queries)

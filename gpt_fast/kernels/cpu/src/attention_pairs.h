@@ -17,7 +17,8 @@ template <class Cached>
 class PairKeys {
 public:
     using Number = uint16_t;
-    static constexpr int64_t kKeys = kRegisters >= 32 && !kTiles ? 64 : gpt_fast::kKeys;
+    static constexpr bool kTiled = kTiles;
+    static constexpr int64_t kKeys = kTiles ? kTileKeys : kRegisters >= 32 ? 64 : gpt_fast::kKeys;
     static constexpr int kDegree = 3;
 
     PairKeys(const Paged<Cached>& p, int64_t queries)
@@ -33,7 +34,9 @@ public:
     static int64_t query_numbers(int64_t dim) { return dim; }
 
     float store_query(const float* q, uint16_t* to) const {
-        for (int64_t d = 0; d < dim_; ++d) store_as(q[d], to + d);
+        int64_t d = 0;
+        for (; d + 16 <= dim_; d += 16) store16_bfloat16(to + d, load16(q + d));
+        for (; d < dim_; ++d) store_as(q[d], to + d);
         return 1.0f;
     }
 
@@ -54,8 +57,14 @@ public:
 
     template <int R>
     void scores(const uint16_t* q, float (*scores)[kKeys], Ahead<Cached>& ahead) {
-        products_of_keys<R>(q, scores, ahead);
-        if constexpr (kScaled) multiply<R>(scores, block_.k_scale);
+        constexpr int some = R < 4 ? R : 4;
+        for (int r = 0; r < R; r += some) {
+            if (brings_.values(r + some == R))
+                some_scores<some, true>(q + r * dim_, scores + r, ahead);
+            else
+                some_scores<some, false>(q + r * dim_, scores + r, ahead);
+        }
+        multiply_scores<R>(scores);
     }
 
     template <int R>
@@ -64,11 +73,6 @@ public:
         if constexpr (kScaled) multiply<R>(weights, block_.v_scale);
         for (int r = 0; r < R; ++r)
             for (int64_t i = 0; i < kKeys; i += 16) store16_bfloat16(rounded[r] + i, load16(weights[r] + i));
-        if constexpr (kTiles)
-            if (tiled_) {
-                ahead.fetch(R * columns_);
-                return tiles_.template add_values<R>(into, stride, kept, rounded, joined_, columns_);
-            }
         brings_.attend(R);
         constexpr int some = R < 4 ? R : 4;
         for (int r = 0; r < R; r += some) {
@@ -83,25 +87,34 @@ public:
         }
     }
 
-private:
-    static constexpr bool kScaled = std::is_same_v<Cached, int8_t>;
-    static constexpr int64_t kLoadRows = kScaled ? 4 : 1;  // whose products take as long as to widen or to join
+    // Whether attend() makes all of this, by tiles: prepare(row, scores) of R rows returns whether scores have been
+    // multiplied by the scales of keys.
+    bool tiled() const { return tiled_; }
+
+    template <int R, class Prepare>
+    void attend(const uint16_t* q, int64_t rows, float factor, const States& states, Prepare prepare) {
+        TileBlock block{keys_, joined_, dim_, columns_, factor, nullptr, nullptr};
+        if constexpr (kScaled) block.k_scale = block_.k_scale, block.v_scale = block_.v_scale;
+        tiles_.template attend<R>(block, q, rows, states, [&](int64_t row, auto scores) {
+            return prepare(row, scores) ? kOnes.all : block.k_scale;
+        });
+    }
 
     template <int R>
-    void products_of_keys(const uint16_t* q, float (*scores)[kKeys], Ahead<Cached>& ahead) {
-        if constexpr (kTiles)
-            if (tiled_) {
-                ahead.fetch(R * dim_);
-                return tiles_.template scores<R>(q, keys_, dim_, scores);
-            }
-        constexpr int some = R < 4 ? R : 4;
-        for (int r = 0; r < R; r += some) {
-            if (brings_.values(r + some == R))
-                some_scores<some, true>(q + r * dim_, scores + r, ahead);
-            else
-                some_scores<some, false>(q + r * dim_, scores + r, ahead);
-        }
+    void multiply_scores(float (*scores)[kKeys]) const {
+        if constexpr (kScaled) multiply<R>(scores, block_.k_scale);
     }
+
+private:
+    struct Ones {
+        alignas(64) float all[kKeys] = {};
+        constexpr Ones() {
+            for (float& x : all) x = 1.0f;
+        }
+    };
+    static constexpr Ones kOnes{};
+    static constexpr bool kScaled = std::is_same_v<Cached, int8_t>;
+    static constexpr int64_t kLoadRows = kScaled ? 4 : 1;  // whose products take as long as to widen or to join
 
     // Tiles take the values of a whole block, one pair of keys behind the other; the cache has 16 keys together.
     void join(Ahead<Cached>& ahead) {
@@ -146,7 +159,7 @@ private:
         clear_sums(sum);
         fetching_steps(ahead, R * 2, 0, dim_ / 2, [&](int64_t pair) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-            for (int v = 0; brings && v < V; ++v) prefetch(block_.values[8 * v] + 32 * pair);
+            for (int v = 0; brings && !kScaled && v < V; ++v) prefetch(block_.values[8 * v] + 32 * pair);
             I16 key[V];
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) key[v] = load64(reinterpret_cast<const uint8_t*>(keys_[v] + 32 * pair));
@@ -189,7 +202,7 @@ private:
 
     const int64_t dim_, columns_;
     const bool tiled_ = kTiles && dim_ % 32 == 0;
-    AttentionTiles<> tiles_;
+    AttentionTiles<kScaled> tiles_;
     CachedBlock<Cached, kKeys> block_;
     Brings brings_;
     int64_t first_ = 0, last_ = 0;       // pairs of values

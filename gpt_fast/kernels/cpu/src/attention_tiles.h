@@ -1,5 +1,10 @@
-// Attention's products of pairs of bfloat16 (attention_pairs.h has their layouts) by tiles of AMX. A row has the same
-// bits for any number of rows.
+// Attention's products of pairs of bfloat16 (attention_pairs.h has their layouts) by tiles of AMX, and the softmax
+// between them. A row has the same bits for any number of rows.
+//
+// Tiles multiply while vectors make exponentials, if the order of instructions lets them. Sixteen queries go a quarter at
+// a time: before the exponentials of a quarter, products begin of the next sixteen queries with keys, and of the last
+// sixteen queries' weights with values. Behind them their sums are there and leave the registers: a core does not read
+// what has the same place in its page as something that is still to be stored.
 #pragma once
 
 #include "attention_block.h"
@@ -7,60 +12,98 @@
 
 namespace gpt_fast {
 
-template <class Registers = Tiles>
+constexpr int64_t kTileKeys = 64;  // of a block
+
+// What the weights of a block may add up to before its scores are taken relative to a larger one: e^8 costs no precision,
+// and what was summed up needs no other scale then.
+constexpr float kMostWeights = 2981.0f;
+
+// Scores of one query to weights as bfloat16, rounded to nearest: 2^(score * by + shift). scaled: scores are multiplied by
+// k_scale before, weights by v_scale afterwards; returns the sum of the weights before that, in eight lanes.
+template <bool scaled>
+[[gnu::always_inline]] inline F8 weigh_keys(const float* scores, F16 by, F16 shift, const float* k_scale,
+                                            const float* v_scale, uint16_t* weights) {
+    constexpr int V = kTileKeys / 16;
+    // The polynomial with the least relative error for 2^rest, 0 <= rest < 1: 7.5e-5. From 1 to 2 half a unit of bfloat16
+    // is 2^-8, and with it cutting rounds.
+    constexpr float half_unit = scaled ? 0.0f : 1.0f / 256;
+    constexpr float polynomial[] = {0.0780245215f, 0.226067156f, 0.695833504f, 0.999925196f + half_unit};
+    F16 x[V], whole[V], e[V], total = splat16(0.0f);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+        x[v] = load16(scores + 16 * v);
+        if (scaled) x[v] = x[v] * load16(k_scale + 16 * v);
+        x[v] = plus_product(shift, x[v], by);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) whole[v] = take_floor(x[v]), e[v] = splat16(polynomial[0]);
+#pragma GCC unroll 4
+    for (int i = 1; i < 4; ++i)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) e[v] = plus_product(splat16(polynomial[i]), e[v], x[v]);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+        e[v] = times_power(e[v], whole[v]);
+        if (!scaled) continue;
+        total = total + e[v];
+        e[v] = as_floats(plus(as_ints(e[v] * load16(v_scale + 16 * v)), splat16(0x8000)));
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v += 2)
+        store64(reinterpret_cast<uint8_t*>(weights + 16 * v), upper_halves(e[v], e[v + 1]));
+    return lower(total) + upper(total);
+}
+
+// One head's keys and values of a block; all scales null but for int8. `factor`: of scores.
+struct TileBlock {
+    const uint16_t* const* keys;  // of each 16 [dim / 2, 16, 2]
+    const uint16_t* values;       // [kTileKeys / 2, columns, 2]
+    int64_t dim, columns;         // multiples of 32 and of 16
+    float factor;
+    const float *k_scale, *v_scale;
+};
+
+template <bool scaled, class Registers = Tiles>
 class AttentionTiles {
 public:
-    // scores[r][i] = q[r] . keys[i] of a whole block. q [R, D], keys [D / 2, 16, 2] for each 16; D is a multiple of 32.
-    template <int R>
-    void scores(const uint16_t* q, const uint16_t* const* keys, int64_t dim, float (*scores)[kKeys]) {
-        static_assert(kKeys == 2 * kTileRows, "two registers of scores");
-        shape(R);
-        registers_.template zero<0>();
-        registers_.template zero<1>();
-        for (int64_t d = 0; d < dim; d += kBlockOfHead) {
-            registers_.template load<4>(bytes(q + d), 2 * dim);
-            registers_.template load<6>(bytes(keys[0] + d * kTileRows), kTileBytes);
-            registers_.template add_bfloat16<0, 4, 6>();
-            registers_.template load<7>(bytes(keys[1] + d * kTileRows), kTileBytes);
-            registers_.template add_bfloat16<1, 4, 7>();
-        }
-        registers_.template store<0>(reinterpret_cast<uint8_t*>(scores[0]), sizeof scores[0]);
-        registers_.template store<1>(reinterpret_cast<uint8_t*>(scores[0] + kTileRows), sizeof scores[0]);
-    }
-
-    // value[r] = value[r] * kept[r] + sum of weights[r][i] * values[i]. value: R rows of `columns`, `stride` floats
-    // apart, weights [R, kKeys], values [kKeys / 2, columns, 2].
-    template <int R>
-    void add_values(float* value, int64_t stride, const float* kept, const uint16_t (*weights)[kKeys],
-                    const uint16_t* values, int64_t columns) {
-        static_assert(sizeof weights[0] == kTileBytes, "a register of weights");
-        bool all = true;
-        for (int r = 0; r < R; ++r) all &= kept[r] == 1.0f;
-        for (int r = 0; !all && r < R; ++r)
-            for (int64_t d = 0; d < columns; d += kTile) {
-                float* at = value + r * stride + d;
-                store16(at, load16(at) * splat16(kept[r]));
+    // `rows` rows, R at a time, of q [rows, dim], to states of as many. prepare(row, scores) is called before the scores
+    // [R, kTileKeys] of R rows are weighed, and returns which scales of keys they still need.
+    template <int R, class Prepare>
+    void attend(const TileBlock& b, const uint16_t* q, int64_t rows, const States& states, Prepare prepare) {
+        constexpr int P = ceil_div(R, kTileRows), eight = R < 8 ? R : 8;
+        alignas(64) float scores[R][kTileKeys];
+        alignas(64) uint16_t weights[R][kTileKeys];
+        alignas(64) float sums[(P + 1) * kTileRows] = {};
+        shape(P == 1 ? R : kTileRows);
+        for (int64_t row = 0; row < rows; row += R) {
+            make_scores<P>(b, q + row * b.dim, scores);
+            const float* k_scale = prepare(row, scores);
+            for (int r = 0; r < R; r += 8) {
+                raise_first<eight>(b, k_scale, scores + r, states.from(row + r));
+                weigh<eight>(b, k_scale, scores + r, states.from(row + r), weights + r, sums + r);
             }
-        shape(R);
-        registers_.template load<4>(bytes(weights[0]), kTileBytes);
-        for (int64_t d = 0; d < columns; d += 2 * kTile) {
-            product<0, 6>(values + 2 * d, columns, value + d, 4 * stride);
-            if (d + kTile < columns) product<1, 7>(values + 2 * (d + kTile), columns, value + d + kTile, 4 * stride);
+            add_ones<P>(weights, sums);
+            bool again = false;
+            for (int r = 0; r < R; r += 8) {
+                if (!raise_too_small<eight>(b, k_scale, scores + r, sums + r, states.from(row + r))) continue;
+                weigh<eight>(b, k_scale, scores + r, states.from(row + r), weights + r, sums + r);
+                again = true;
+            }
+            if (again) add_ones<P>(weights, sums);
+            for (int r = 0; r < R; r += 8) {
+                float* all = states.from(row + r).sums;
+                store8(all, load8(all) + first_of<eight>(load8(sums + r)));
+            }
+            add_values<P>(b, states.from(row).values, states.dim);
         }
     }
 
 private:
-    static constexpr int64_t kBlockOfHead = kTileBytes / 2, kTile = kTileRows;
+    static constexpr int64_t kBlockOfHead = kTileBytes / 2;
 
     static const uint8_t* bytes(const uint16_t* at) { return reinterpret_cast<const uint8_t*>(at); }
-
-    template <int sum, int w>
-    void product(const uint16_t* values, int64_t columns, float* to, int64_t stride) {
-        registers_.template load<sum>(reinterpret_cast<uint8_t*>(to), stride);
-        registers_.template load<w>(bytes(values), 4 * columns);
-        registers_.template add_bfloat16<sum, 4, w>();
-        registers_.template store<sum>(reinterpret_cast<uint8_t*>(to), stride);
-    }
+    static const uint8_t* bytes(const float* at) { return reinterpret_cast<const uint8_t*>(at); }
+    static uint8_t* bytes(float* at) { return reinterpret_cast<uint8_t*>(at); }
 
     void shape(int64_t rows) {
         if (rows == rows_) return;
@@ -68,6 +111,154 @@ private:
         for (int i = 0; i < 8; ++i) registers_.shape(i, i < 6 ? rows : kTileRows, kTileBytes);
         registers_.begin();
     }
+
+    // Registers 0 and 1 are the sums of two panels, 2 to 5 two steps of the panels' x, 6 what it is multiplied by. Each
+    // register of sums is stored before the next one begins: then a core stores while it multiplies.
+    //
+    // Loads step `half` (0 or 1) of P panels of x, `panel` numbers apart.
+    template <int P, int half>
+    void load_x(const uint16_t* x, int64_t panel, int64_t stride) {
+        registers_.template load<2 + half>(bytes(x), stride);
+        if constexpr (P > 1) registers_.template load<4 + half>(bytes(x + panel), stride);
+    }
+    template <int P, int half, int w>
+    void add() {
+        registers_.template add_bfloat16<0, 2 + half, w>();
+        if constexpr (P > 1) registers_.template add_bfloat16<1, 4 + half, w>();
+    }
+    template <int P, int half>
+    void add(const uint16_t* w, int64_t stride) {
+        registers_.template load<6>(bytes(w), stride);
+        add<P, half, 6>();
+    }
+    template <int P>
+    void zero() {
+        registers_.template zero<0>();
+        if constexpr (P > 1) registers_.template zero<1>();
+    }
+    template <int P>
+    void store(float* to, int64_t stride) {
+        registers_.template store<0>(bytes(to), 4 * stride);
+        if constexpr (P > 1) registers_.template store<1>(bytes(to + kTileRows * stride), 4 * stride);
+    }
+
+    template <int P>
+    void make_scores(const TileBlock& b, const uint16_t* q, float (*scores)[kTileKeys]) {
+        const int64_t panel = kTileRows * b.dim, stride = 2 * b.dim;
+        for (int64_t i = 0; i < kTileKeys / kTileRows; ++i) {
+            const bool loads = i == 0 || b.dim > 2 * kBlockOfHead;  // else they are there
+            zero<P>();
+            for (int64_t d = 0; d < b.dim; d += 2 * kBlockOfHead) {
+                const int64_t next = d + kBlockOfHead;
+                if (loads) load_x<P, 0>(q + d, panel, stride);
+                add<P, 0>(b.keys[i] + d * kTileRows, kTileBytes);
+                if (next == b.dim) break;
+                if (loads) load_x<P, 1>(q + next, panel, stride);
+                add<P, 1>(b.keys[i] + next * kTileRows, kTileBytes);
+            }
+            store<P>(scores[0] + i * kTileRows, kTileKeys);
+        }
+    }
+
+    // Loads the weights; unless they are scaled makes their sums: a column of ones more. All sixteen lanes of a row have
+    // its sum. Rows are stored one lane apart, the last one at last, which leaves one lane of each.
+    template <int P>
+    void add_ones(const uint16_t (*weights)[kTileKeys], float* sums) {
+        load_x<P, 0>(weights[0], kTileRows * kTileKeys, sizeof weights[0]);
+        load_x<P, 1>(weights[0] + kBlockOfHead, kTileRows * kTileKeys, sizeof weights[0]);
+        if (scaled) return;
+        registers_.template load<7>(bytes(kOnes.all), kTileBytes);
+        zero<P>();
+        add<P, 0, 7>();
+        add<P, 1, 7>();
+        store<P>(sums, 1);
+    }
+
+    // sums += weights, which add_ones() has loaded, * values.
+    template <int P>
+    void add_values(const TileBlock& b, float* sums, int64_t stride) {
+        for (int64_t column = 0; column < b.columns; column += kTileRows) {
+            const uint16_t* values = b.values + 2 * column;
+            registers_.template load<0>(bytes(sums + column), 4 * stride);
+            if constexpr (P > 1) registers_.template load<1>(bytes(sums + column + kTileRows * stride), 4 * stride);
+            add<P, 0>(values, 4 * b.columns);
+            add<P, 1>(values + kBlockOfHead * b.columns, 4 * b.columns);
+            store<P>(sums + column, stride);
+        }
+    }
+
+    template <int R>
+    static F8 first_of(F8 lanes) {
+        if constexpr (R < 8) return choose(first_lanes<R>(), lanes, splat(0.0f));
+        return lanes;
+    }
+
+    // Scores of R rows, at most eight, are taken relative to their largest one from now on where `rows` says so.
+    template <int R>
+    [[gnu::noinline]] static void raise_maxes(const TileBlock& b, const float* k_scale,
+                                              const float (*scores)[kTileKeys], F8 rows, const States& states) {
+        F8 each[8];
+        for (int r = 0; r < 8; ++r) {
+            F16 top = splat16(kHidden);
+            for (int64_t i = 0; r < R && i < kTileKeys; i += 16) {
+                const F16 score = load16(scores[r] + i);
+                top = larger(top, scaled ? score * load16(k_scale + i) : score);
+            }
+            each[r] = larger(lower(top), upper(top));
+        }
+        const F8 before = load8(states.maxes), top = lane_maxes(each) * splat(b.factor);
+        const F8 max = choose(rows, choose(less(before, top), top, before), before);
+        const F8 kept = choose(less(before, splat(kNothingSeen / 2)), splat(1.0f), exp8(before - max));  // of zeros all
+        store8(states.maxes, max);
+        store8(states.sums, load8(states.sums) * kept);
+        alignas(32) float by[8];
+        store8(by, kept);
+        for (int r = 0; r < R; ++r)
+            for (float *at = states.from(r).values, *end = at + states.dim; by[r] != 1.0f && at < end; at += 16)
+                store16(at, load16(at) * splat16(by[r]));
+    }
+
+    // Where no score has been seen yet.
+    template <int R>
+    static void raise_first(const TileBlock& b, const float* k_scale, const float (*scores)[kTileKeys],
+                            const States& states) {
+        const F8 first = first_of<R>(less(load8(states.maxes), splat(kNothingSeen / 2)));
+        if (any(as_ints(first))) raise_maxes<R>(b, k_scale, scores, first, states);
+    }
+
+    // Where weights add up to too much, or to no number; returns whether some do, which is seldom.
+    template <int R>
+    static bool raise_too_small(const TileBlock& b, const float* k_scale, const float (*scores)[kTileKeys],
+                                const float* sums, const States& states) {
+        const F8 none = splat(0.0f), one = splat(1.0f);
+        const F8 too_large = first_of<R>(choose(less(load8(sums), splat(kMostWeights)), none, one));
+        if (!any(as_ints(too_large))) return false;
+        raise_maxes<R>(b, k_scale, scores, less(none, too_large), states);
+        return true;
+    }
+
+    // Scores of R rows, at most eight, to weights, and if `scaled` their sums.
+    template <int R>
+    [[gnu::noinline]] static void weigh(const TileBlock& b, const float* k_scale, const float (*scores)[kTileKeys],
+                                        const States& states, uint16_t (*weights)[kTileKeys], float* sums) {
+        const F16 by = splat16(b.factor * kLog2E);
+        F8 each[8];
+#pragma GCC unroll 8
+        for (int r = R; r < 8; ++r) each[r] = splat(0.0f);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            each[r] = weigh_keys<scaled>(scores[r], by, splat16(states.maxes[r] * -kLog2E), k_scale, b.v_scale,
+                                         weights[r]);
+        if (scaled) store8(sums, lane_sums(each));
+    }
+
+    struct alignas(64) Ones {
+        uint16_t all[2 * kTileRows * kTileRows] = {};
+        constexpr Ones() {
+            for (uint16_t& x : all) x = 0x3f80;
+        }
+    };
+    static constexpr Ones kOnes{};
 
     int64_t rows_ = 0;
     Registers registers_;

@@ -42,7 +42,7 @@ private:
     size_t size_ = 0;
 };
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline F8 load8(const uint16_t* bfloat16) { return load8_bfloat16(bfloat16); }
 

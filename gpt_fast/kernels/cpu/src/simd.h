@@ -82,6 +82,12 @@ constexpr bool kRaisedDots = false;
 
 #ifndef __AVX512VNNI__
 // What only CPUs with tiles use, as formulas.
+inline I16 upper_halves(F16 x, F16 y) {
+    uint16_t both[64], upper[32];
+    std::memcpy(both, &x, sizeof x), std::memcpy(both + 32, &y, sizeof y);
+    for (int i = 0; i < 32; ++i) upper[i] = both[2 * i + 1];
+    return load64(reinterpret_cast<const uint8_t*>(upper));
+}
 template <class Body>
 inline I16 by_ints(I16 x, I16 y, Body body) {
     int32_t a[16], b[16];
@@ -161,6 +167,17 @@ inline F16 take_whole(F16& x) {
     const F16 whole = (bounded + to_whole) - to_whole;
     x = bounded - whole;
     return whole;
+}
+// The same with the next lower whole number, at most 127. The rest is rounded down, as AVX-512 does it.
+inline F8 take_floor(F8& x) {
+    const F8 near = (x + splat(kToWhole)) - splat(kToWhole), whole = choose(less(x, near), near - splat(1.0f), near);
+    const F8 rest = x - whole;
+    x = choose(less(x, rest + whole), rest - splat(0x1p-24f), rest);
+    return whole;
+}
+inline F16 take_floor(F16& x) {
+    x = larger(splat16(-127.0f), smaller(splat16(127.5f), x));
+    return {take_floor(x.a), take_floor(x.b)};
 }
 inline F16 times_power(F16 x, F16 n) { return x * power_of_low_bits(n + splat16(kToWhole + 127.0f)); }
 #endif

@@ -41,6 +41,17 @@ inline F16 take_whole(F16& x) {
     x = x - whole;
     return whole;
 }
+// The same with the next lower whole number. times_power() cuts n to it. The rest is rounded down.
+inline F16 take_floor(F16& x) {
+    const F16 all = x;
+#ifdef __AVX512DQ__
+    x = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+    const F16 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    x = _mm512_sub_round_ps(x, whole, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#endif
+    return all;
+}
 // Of -infinity the rest is NaN; the instruction makes 0 of such an x and n.
 inline F16 times_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
 
@@ -64,6 +75,13 @@ inline I16 raise(I16 w) { return w ^ _mm512_set1_epi8(-128); }
 // bfloat16 is the upper half of a float32; two stand side by side.
 inline F16 low_bfloat16(I16 pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 inline F16 high_bfloat16(I16 pairs) { return _mm512_castsi512_ps(pairs & _mm512_set1_epi32(-65536)); }
+
+// Of each lane the upper half, in the order of the lanes: what is cut to bfloat16.
+inline I16 upper_halves(F16 x, F16 y) {
+    alignas(64) static constexpr uint16_t order[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                     33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    return _mm512_permutex2var_epi16(as_ints(x), _mm512_load_si512(order), as_ints(y));
+}
 
 #ifdef __AVX512BF16__
 #define GPT_FAST_BFLOAT16_DOTS

@@ -17,6 +17,7 @@ inline F16 operator*(F16 x, F16 y) { return {x.a * y.a, x.b * y.b}; }
 inline F16 operator+(F16 x, F16 y) { return {x.a + y.a, x.b + y.b}; }
 inline F16 operator-(F16 x, F16 y) { return {x.a - y.a, x.b - y.b}; }
 inline F16 larger(F16 x, F16 y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
+inline F16 smaller(F16 x, F16 y) { return {smaller(x.a, y.a), smaller(x.b, y.b)}; }
 inline float lane_sum(F16 v) { return lane_sum(v.a + v.b); }
 inline F16 splat16(float x) { return {splat(x), splat(x)}; }
 inline F16 load16(const float* p) { return {load8(p), load8(p + 8)}; }
