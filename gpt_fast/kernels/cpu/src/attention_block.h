@@ -248,14 +248,14 @@ private:
         const int64_t query = query_of(first, kv_head);
         const bool scales = scales_scores(kv_head);
         const float factor = scales ? 1.0f : p_.scale;
-        keys_.template attend<R>(q_ + query * each_, count, factor, states.from(first), [&](int64_t row, auto scores) {
-            ahead.fetch(R * (p_.head_dim + p_.state_dim()));
+        auto prepare = [&](int64_t row, float(*scores)[kKeys]) {
             if (!scales && all_seen) return false;
             keys_.template multiply_scores<R>(scores);
             if (scales) scale_scores<R>(factors_ + query + row, scores);
             hide<R>(first + row, views, all_seen, kv_head, scales ? kOnes : factors_ + query + row, scores);
             return true;
-        });
+        };
+        keys_.template attend<R>(q_ + query * each_, count, factor, states.from(first), ahead, prepare);
     }
 
     // Whether scores are multiplied by their factors at once: else the largest is the same before and after it.

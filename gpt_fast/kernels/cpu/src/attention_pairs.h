@@ -92,10 +92,11 @@ public:
     bool tiled() const { return tiled_; }
 
     template <int R, class Prepare>
-    void attend(const uint16_t* q, int64_t rows, float factor, const States& states, Prepare prepare) {
+    void attend(const uint16_t* q, int64_t rows, float factor, const States& states, Ahead<Cached>& ahead,
+                Prepare prepare) {
         TileBlock block{keys_, joined_, dim_, columns_, factor, nullptr, nullptr};
         if constexpr (kScaled) block.k_scale = block_.k_scale, block.v_scale = block_.v_scale;
-        tiles_.template attend<R>(block, q, rows, states, [&](int64_t row, auto scores) {
+        tiles_.template attend<R>(block, q, rows, states, ahead, [&](int64_t row, float(*scores)[kKeys]) {
             return prepare(row, scores) ? kOnes.all : block.k_scale;
         });
     }
@@ -114,7 +115,7 @@ private:
     };
     static constexpr Ones kOnes{};
     static constexpr bool kScaled = std::is_same_v<Cached, int8_t>;
-    static constexpr int64_t kLoadRows = kScaled ? 4 : 1;  // whose products take as long as to widen or to join
+    static constexpr int64_t kLoadRows = kTiles || kScaled ? 4 : 1;  // whose products take as long as to widen or to join
 
     // Tiles take the values of a whole block, one pair of keys behind the other; the cache has 16 keys together.
     void join(Ahead<Cached>& ahead) {

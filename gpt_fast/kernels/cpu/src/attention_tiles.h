@@ -67,16 +67,17 @@ template <bool scaled, class Registers = Tiles>
 class AttentionTiles {
 public:
     // `rows` rows, R at a time, of q [rows, dim], to states of as many. prepare(row, scores) is called before the scores
-    // [R, kTileKeys] of R rows are weighed, and returns which scales of keys they still need.
-    template <int R, class Prepare>
-    void attend(const TileBlock& b, const uint16_t* q, int64_t rows, const States& states, Prepare prepare) {
+    // [R, kTileKeys] of R rows are weighed, and returns which scales of keys they still need. `ahead` is told of the work.
+    template <int R, class Cached, class Prepare>
+    void attend(const TileBlock& b, const uint16_t* q, int64_t rows, const States& states, Ahead<Cached>& ahead,
+                Prepare prepare) {
         constexpr int P = ceil_div(R, kTileRows), eight = R < 8 ? R : 8;
         alignas(64) float scores[R][kTileKeys];
         alignas(64) uint16_t weights[R][kTileKeys];
         alignas(64) float sums[(P + 1) * kTileRows] = {};
         shape(P == 1 ? R : kTileRows);
         for (int64_t row = 0; row < rows; row += R) {
-            make_scores<P>(b, q + row * b.dim, scores);
+            make_scores<P>(b, q + row * b.dim, scores, R, ahead);
             const float* k_scale = prepare(row, scores);
             for (int r = 0; r < R; r += 8) {
                 raise_first<eight>(b, k_scale, scores + r, states.from(row + r));
@@ -94,7 +95,7 @@ public:
                 float* all = states.from(row + r).sums;
                 store8(all, load8(all) + first_of<eight>(load8(sums + r)));
             }
-            add_values<P>(b, states.from(row).values, states.dim);
+            add_values<P>(b, states.from(row).values, states.dim, R, ahead);
         }
     }
 
@@ -142,11 +143,13 @@ private:
         if constexpr (P > 1) registers_.template store<1>(bytes(to + kTileRows * stride), 4 * stride);
     }
 
-    template <int P>
-    void make_scores(const TileBlock& b, const uint16_t* q, float (*scores)[kTileKeys]) {
+    template <int P, class Cached>
+    void make_scores(const TileBlock& b, const uint16_t* q, float (*scores)[kTileKeys], int64_t rows,
+                     Ahead<Cached>& ahead) {
         const int64_t panel = kTileRows * b.dim, stride = 2 * b.dim;
         for (int64_t i = 0; i < kTileKeys / kTileRows; ++i) {
             const bool loads = i == 0 || b.dim > 2 * kBlockOfHead;  // else they are there
+            ahead.fetch(rows * b.dim * kTileRows / kTileKeys);
             zero<P>();
             for (int64_t d = 0; d < b.dim; d += 2 * kBlockOfHead) {
                 const int64_t next = d + kBlockOfHead;
@@ -175,10 +178,11 @@ private:
     }
 
     // sums += weights, which add_ones() has loaded, * values.
-    template <int P>
-    void add_values(const TileBlock& b, float* sums, int64_t stride) {
+    template <int P, class Cached>
+    void add_values(const TileBlock& b, float* sums, int64_t stride, int64_t rows, Ahead<Cached>& ahead) {
         for (int64_t column = 0; column < b.columns; column += kTileRows) {
             const uint16_t* values = b.values + 2 * column;
+            ahead.fetch(rows * kTileRows);
             registers_.template load<0>(bytes(sums + column), 4 * stride);
             if constexpr (P > 1) registers_.template load<1>(bytes(sums + column + kTileRows * stride), 4 * stride);
             add<P, 0>(values, 4 * b.columns);
