@@ -209,7 +209,7 @@ public:
             for (; row < end; row += size) attend_rows<size>(row, views, all_seen, kv_head, states, ahead);
         };
         if constexpr (Keys::kTiled)
-            if (keys_.tiled()) attend(Size<32>()), attend(Size<16>());
+            if (keys_.tiled()) attend(Size<16>());
         attend(Size<8>()), attend(Size<4>()), attend(Size<2>()), attend(Size<1>());
     }
 

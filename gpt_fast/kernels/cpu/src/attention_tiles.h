@@ -71,31 +71,32 @@ public:
     template <int R, class Cached, class Prepare>
     void attend(const TileBlock& b, const uint16_t* q, int64_t rows, const States& states, Ahead<Cached>& ahead,
                 Prepare prepare) {
-        constexpr int P = ceil_div(R, kTileRows), eight = R < 8 ? R : 8;
+        constexpr int eight = R < 8 ? R : 8;
         alignas(64) float scores[R][kTileKeys];
         alignas(64) uint16_t weights[R][kTileKeys];
-        alignas(64) float sums[(P + 1) * kTileRows] = {};
-        shape(P == 1 ? R : kTileRows);
+        alignas(64) float sums[2 * kTileRows] = {};
+        shape(R);
+        registers_.template load<4>(bytes(kOnes.all), kTileBytes);
         for (int64_t row = 0; row < rows; row += R) {
-            make_scores<P>(b, q + row * b.dim, scores, R, ahead);
+            make_scores(b, q + row * b.dim, scores, ahead);
             const float* k_scale = prepare(row, scores);
             for (int r = 0; r < R; r += 8) {
                 raise_first<eight>(b, k_scale, scores + r, states.from(row + r));
                 weigh<eight>(b, k_scale, scores + r, states.from(row + r), weights + r, sums + r);
             }
-            add_ones<P>(weights, sums);
+            add_ones(weights, sums);
             bool again = false;
             for (int r = 0; r < R; r += 8) {
                 if (!raise_too_small<eight>(b, k_scale, scores + r, sums + r, states.from(row + r))) continue;
                 weigh<eight>(b, k_scale, scores + r, states.from(row + r), weights + r, sums + r);
                 again = true;
             }
-            if (again) add_ones<P>(weights, sums);
+            if (again) add_ones(weights, sums);
             for (int r = 0; r < R; r += 8) {
                 float* all = states.from(row + r).sums;
                 store8(all, load8(all) + first_of<eight>(load8(sums + r)));
             }
-            add_values<P>(b, states.from(row).values, states.dim, R, ahead);
+            add_values(b, states.from(row).values, states.dim, ahead);
         }
     }
 
@@ -106,89 +107,63 @@ private:
     static const uint8_t* bytes(const float* at) { return reinterpret_cast<const uint8_t*>(at); }
     static uint8_t* bytes(float* at) { return reinterpret_cast<uint8_t*>(at); }
 
+    // Of `rows` rows. Registers: 0 sums, 1 and 2 two steps of x, 3 what it is multiplied by, 4 ones.
     void shape(int64_t rows) {
         if (rows == rows_) return;
         rows_ = rows;
-        for (int i = 0; i < 8; ++i) registers_.shape(i, i < 6 ? rows : kTileRows, kTileBytes);
+        for (int i = 0; i < 5; ++i) registers_.shape(i, i < 3 ? rows : kTileRows, kTileBytes);
         registers_.begin();
     }
 
-    // Registers 0 and 1 are the sums of two panels, 2 to 5 two steps of the panels' x, 6 what it is multiplied by. Each
-    // register of sums is stored before the next one begins: then a core stores while it multiplies.
-    //
-    // Loads step `half` (0 or 1) of P panels of x, `panel` numbers apart.
-    template <int P, int half>
-    void load_x(const uint16_t* x, int64_t panel, int64_t stride) {
-        registers_.template load<2 + half>(bytes(x), stride);
-        if constexpr (P > 1) registers_.template load<4 + half>(bytes(x + panel), stride);
-    }
-    template <int P, int half, int w>
-    void add() {
-        registers_.template add_bfloat16<0, 2 + half, w>();
-        if constexpr (P > 1) registers_.template add_bfloat16<1, 4 + half, w>();
-    }
-    template <int P, int half>
-    void add(const uint16_t* w, int64_t stride) {
-        registers_.template load<6>(bytes(w), stride);
-        add<P, half, 6>();
-    }
-    template <int P>
-    void zero() {
-        registers_.template zero<0>();
-        if constexpr (P > 1) registers_.template zero<1>();
-    }
-    template <int P>
-    void store(float* to, int64_t stride) {
-        registers_.template store<0>(bytes(to), 4 * stride);
-        if constexpr (P > 1) registers_.template store<1>(bytes(to + kTileRows * stride), 4 * stride);
-    }
-
-    template <int P, class Cached>
-    void make_scores(const TileBlock& b, const uint16_t* q, float (*scores)[kTileKeys], int64_t rows,
-                     Ahead<Cached>& ahead) {
-        const int64_t panel = kTileRows * b.dim, stride = 2 * b.dim;
+    // Sums of sixteen keys are stored before those of the next ones begin: then a core stores while it multiplies.
+    template <class Cached>
+    void make_scores(const TileBlock& b, const uint16_t* q, float (*scores)[kTileKeys], Ahead<Cached>& ahead) {
         for (int64_t i = 0; i < kTileKeys / kTileRows; ++i) {
-            const bool loads = i == 0 || b.dim > 2 * kBlockOfHead;  // else they are there
-            ahead.fetch(rows * b.dim * kTileRows / kTileKeys);
-            zero<P>();
+            ahead.fetch(rows_ * b.dim * kTileRows / kTileKeys);
+            const bool there = i > 0 && b.dim <= 2 * kBlockOfHead;  // x, in its registers
+            const uint16_t* keys = b.keys[i];
+            registers_.template zero<0>();
             for (int64_t d = 0; d < b.dim; d += 2 * kBlockOfHead) {
+                if (!there) registers_.template load<1>(bytes(q + d), 2 * b.dim);
+                add<1>(keys + d * kTileRows, kTileBytes);
                 const int64_t next = d + kBlockOfHead;
-                if (loads) load_x<P, 0>(q + d, panel, stride);
-                add<P, 0>(b.keys[i] + d * kTileRows, kTileBytes);
                 if (next == b.dim) break;
-                if (loads) load_x<P, 1>(q + next, panel, stride);
-                add<P, 1>(b.keys[i] + next * kTileRows, kTileBytes);
+                if (!there) registers_.template load<2>(bytes(q + next), 2 * b.dim);
+                add<2>(keys + next * kTileRows, kTileBytes);
             }
-            store<P>(scores[0] + i * kTileRows, kTileKeys);
+            registers_.template store<0>(bytes(scores[0] + i * kTileRows), sizeof scores[0]);
         }
     }
 
     // Loads the weights; unless they are scaled makes their sums: a column of ones more. All sixteen lanes of a row have
     // its sum. Rows are stored one lane apart, the last one at last, which leaves one lane of each.
-    template <int P>
     void add_ones(const uint16_t (*weights)[kTileKeys], float* sums) {
-        load_x<P, 0>(weights[0], kTileRows * kTileKeys, sizeof weights[0]);
-        load_x<P, 1>(weights[0] + kBlockOfHead, kTileRows * kTileKeys, sizeof weights[0]);
+        registers_.template load<1>(bytes(weights[0]), sizeof weights[0]);
+        registers_.template load<2>(bytes(weights[0] + kBlockOfHead), sizeof weights[0]);
         if (scaled) return;
-        registers_.template load<7>(bytes(kOnes.all), kTileBytes);
-        zero<P>();
-        add<P, 0, 7>();
-        add<P, 1, 7>();
-        store<P>(sums, 1);
+        registers_.template zero<0>();
+        registers_.template add_bfloat16<0, 1, 4>();
+        registers_.template add_bfloat16<0, 2, 4>();
+        registers_.template store<0>(bytes(sums), sizeof *sums);
     }
 
     // sums += weights, which add_ones() has loaded, * values.
-    template <int P, class Cached>
-    void add_values(const TileBlock& b, float* sums, int64_t stride, int64_t rows, Ahead<Cached>& ahead) {
+    template <class Cached>
+    void add_values(const TileBlock& b, float* sums, int64_t stride, Ahead<Cached>& ahead) {
         for (int64_t column = 0; column < b.columns; column += kTileRows) {
+            ahead.fetch(rows_ * kTileRows);
             const uint16_t* values = b.values + 2 * column;
-            ahead.fetch(rows * kTileRows);
             registers_.template load<0>(bytes(sums + column), 4 * stride);
-            if constexpr (P > 1) registers_.template load<1>(bytes(sums + column + kTileRows * stride), 4 * stride);
-            add<P, 0>(values, 4 * b.columns);
-            add<P, 1>(values + kBlockOfHead * b.columns, 4 * b.columns);
-            store<P>(sums + column, stride);
+            add<1>(values, 4 * b.columns);
+            add<2>(values + kBlockOfHead * b.columns, 4 * b.columns);
+            registers_.template store<0>(bytes(sums + column), 4 * stride);
         }
+    }
+
+    template <int x>
+    void add(const uint16_t* w, int64_t stride) {
+        registers_.template load<3>(bytes(w), stride);
+        registers_.template add_bfloat16<0, x, 3>();
     }
 
     template <int R>
