@@ -17,6 +17,7 @@ constexpr int64_t kPanel = kTiles ? kTileRows : 1;   // rows
 constexpr int64_t kRounded = kTiles ? 128 : kBlock;  // values with one scale; more of them cost tiles less
 constexpr int64_t kParts = kRounded / kBlock;        // blocks of weights for one of x
 constexpr int64_t kChunk = kTiles ? 16 : 1;          // blocks of x: a row's scales fill a line, which one thread writes
+constexpr int64_t kSums = kTiles ? 2 * kParts : 1;   // if kTiles, behind all sums -8 times each: of codes less 8
 
 // Sums that are added in 16 bits and then in 32 gain nothing by it.
 constexpr bool kCounted = !kTiles && !kPairedDots;
@@ -29,7 +30,7 @@ using PartSum = std::conditional_t<kTiles, int32_t, float>;
 struct QuantizedBlocks {
     int8_t values[kChunk][kPanel][kRounded];
     float scale[kPanel][kChunk];  // the base if kCounted
-    PartSum sum[kPanel][kChunk][kParts];
+    PartSum sum[kPanel][kChunk][kSums];
     int32_t begin[kPanel][kChunk];  // what sums of products begin with, of weights as dot() takes them
 };
 
@@ -43,6 +44,7 @@ struct QuantizedRow {
     const int8_t* values(int64_t b) const { return chunk(b).values[b % kChunk][lane]; }
     float scale(int64_t b) const { return chunk(b).scale[lane][b % kChunk]; }
     PartSum sum(int64_t b, int64_t part) const { return chunk(b).sum[lane][b % kChunk][part]; }
+    I16 begin_less8(int64_t b, int64_t part) const { return splat16(int32_t{chunk(b).sum[lane][b % kChunk][kParts + part]}); }
 
     // What sums of products begin with: with weights as dot() and dot_raised() take them, and with unsigned ones.
     I16 begin_raised(int64_t b) const { return splat16(chunk(b).begin[lane][b % kChunk]); }
@@ -95,7 +97,7 @@ struct TiledPiece {
     int64_t blocks;
     const uint8_t* values;  // [blocks, kPanel, kRounded]
     const float* scales;    // [rows, kChunk]
-    const PartSum* sums;    // [rows, kChunk, kParts]
+    const PartSum* sums;    // [rows, kChunk, kSums]
 
     // k and k_end are in one chunk.
     TiledPiece(const QuantizedRow& x, int64_t k, int64_t k_end) : blocks(ceil_div(k_end - k, kRounded)) {
@@ -167,7 +169,7 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
         const int32_t sum = lane_sum(add(add(q[0], q[1]), add(q[2], q[3])));
         store_int8(to.values[at][lane] + part * kBlock, q);
         if constexpr (kTiles)
-            to.sum[lane][at][part] = sum;
+            to.sum[lane][at][part] = sum, to.sum[lane][at][kParts + part] = -8 * sum;
         else
             to.sum[lane][at][part] = eighth * static_cast<float>(sum);
         total += static_cast<uint32_t>(sum);

@@ -6,13 +6,13 @@
 // outputs, 4] bytes, low halves the first 16 values of k and high halves the other 16. One stream to read.
 #pragma once
 
-#include "int4_ready.h"
+#include "int4_few.h"
 
 namespace gpt_fast {
 
 struct Int4 {
     using Rows = QuantizedRows;
-    static constexpr int64_t kTiledRows = kTiles ? kFewRows + 1 : 0;  // fewer are faster without
+    static constexpr int64_t kTiledRows = kTiles ? kMaxRows + 1 : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 48 : 24;  // fewer are as fast without
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 16, kShortDepth = 512, kLongDepth = 2048;
@@ -23,6 +23,7 @@ struct Int4 {
     // work than int8, which hides what the fetches cost.
     static constexpr int tiles_at_once(int rows) {
         if (kFewRegisters) return 1;
+        
         return kRegisters < 32 || kTiles ? tiles_of_integers(rows) : rows == 1 ? 1 : 2;
     }
     static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2, kBlockLines = kBlockBytes / kLine,
@@ -42,7 +43,27 @@ struct Int4 {
 
     void tiled(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                const Sums& acc) const {
-        tiled_integers(*this, x, row, rows, tile, tiles, k, k_end, acc);
+        if (rows > kFewRows) return tiled_integers(*this, x, row, rows, tile, tiles, k, k_end, acc);
+        FewInt4Rows<> few;
+        each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t group) {
+            add_few<>(group, few, x.row(row + begin), tile, tiles, k, k_end, acc.from(begin, 0));
+        });
+    }
+
+    // Picks the number of rows, which are of one panel.
+    template <int R = kTileRows>
+    void add_few(int64_t rows, FewInt4Rows<>& few, const QuantizedRow& x, int64_t tile, int64_t tiles, int64_t k,
+                 int64_t k_end, const Sums& acc) const {
+        if constexpr (R > 1) {
+            if (rows < R) return add_few<R - 1>(rows, few, x, tile, tiles, k, k_end, acc);
+        }
+        const int64_t depth = (k_end - k) / acc.parts;
+        for (int64_t t = 0; t < tiles; ++t)
+            for (int64_t p = 0; p < acc.parts; ++p) {
+                const Sums to = acc.only(p).from(0, t);
+                few.add<R>(x, at(tile + t, k + p * depth), group_size / kBlock, kHeader, k + p * depth,
+                           k + (p + 1) * depth, to.begun, to.data, to.stride);
+            }
     }
 
     template <int R, int T>
@@ -56,6 +77,7 @@ struct Int4 {
                 return;
             }
         }
+        if constexpr (kTiles) return exact_blocks<R, T>(x, row, tile, k, k_end, acc, fetch);
         const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];
@@ -65,7 +87,6 @@ struct Int4 {
         load_sums(sum, acc);
         int64_t at = k / group_size * group_bytes();  // from the beginning of a tile
         const uint8_t* header = tiles;
-        I16 inner[R][T];  // kTiles: the sums over a block of x, times 8
         for (int64_t b = k / kBlock, group_end = b, last = k_end / kBlock - 1; b <= last;) {
             if (b == group_end) header = tiles + at, at += kHeader, group_end += group_blocks;
             // Where VNNI leaves little else to do, one loop that reads the header for each block takes less than two.
@@ -75,27 +96,63 @@ struct Int4 {
                 I16 exact[R][T];
                 add_block<R, T>(tiles + at, tile_bytes, xs, b, exact, fetch_line);
                 fetch_line(kBlockLines);  // of the header that may lie between two blocks
-                const bool begins = b % kParts == 0, ends = b % kParts == kParts - 1 || b == last;
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {
-                    const uint8_t *scales = header + t * tile_bytes, *zeros = scales + kTile;
-                    const Int4Groups groups(scales, zeros);
+                    const uint8_t* scales = header + t * tile_bytes;
+                    const Int4Groups groups(scales, scales + kTile);
 #pragma GCC unroll 8
-                    for (int r = 0; r < R; ++r) {
-                        if constexpr (!kTiles) {
-                            sum[r][t] = groups.add(sum[r][t], exact[r][t], xs[r], b);
-                            continue;
-                        }
-                        const PartSum values = xs[r].sum(b / kParts, b % kParts);
-                        const F16 x_scale = splat16(xs[r].scale(b / kParts));
-                        const I16 scale = load16_bytes(scales);
-                        const I16 shift = times(load16_bytes(zeros), splat16(static_cast<int32_t>(values)));
-                        const I16 whole = times(minus(shift_left3(exact[r][t]), shift), scale);
-                        inner[r][t] = begins ? whole : plus(inner[r][t], whole);
-                        if (!ends) continue;
-                        sum[r][t] = plus_product(sum[r][t], to_floats(inner[r][t]), x_scale * splat16(0.125f));
-                    }
+                    for (int r = 0; r < R; ++r) sum[r][t] = groups.add(sum[r][t], exact[r][t], xs[r], b);
                 }
+            }
+        }
+        store_sums(sum, acc);
+    }
+
+    // The same where kTiles, by vectors: sums over blocks of x are integers.
+    template <int R, int T>
+    void exact_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
+                      const Fetch& fetch) const {
+        const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
+        const uint8_t* tiles = data + tile * tile_bytes;
+        QuantizedRow xs[R];
+        F16 sum[R][T];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        load_sums(sum, acc);
+        int64_t at = k / group_size * group_bytes();  // from the beginning of a tile
+        const uint8_t* header = tiles;
+        for (int64_t b = k / kBlock, group_end = b, end = k_end / kBlock; b < end;) {
+            I16 inner[R][T];  // eight times the sums over a block of x
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) inner[r][t] = splat16(0);
+            const int64_t block = b / kParts;
+            for (int64_t part = 0; part < kParts && b < end; ++part, ++b, at += kBlockBytes) {
+                if (b == group_end) header = tiles + at, at += kHeader, group_end += group_blocks;
+                const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, at);
+                auto fetch_line = [&](int i) { fetch.template line_of<R, T, kBlockLines + 1>(next, tile_bytes, i); };
+                I16 exact[R][T];
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                    for (int t = 0; t < T; ++t) exact[r][t] = xs[r].begin_less8(block, part);
+                add_block<R, T>(tiles + at, tile_bytes, xs, b, exact, fetch_line);
+                fetch_line(kBlockLines);  // of the header that may lie between two blocks
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) {
+                    TiledInt4Groups groups;
+                    groups.set(header + t * tile_bytes, header + t * tile_bytes + kTile);
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; ++r)
+                        inner[r][t] = groups.add(inner[r][t], exact[r][t], xs[r].sum(block, part));
+                }
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const F16 scale = splat16(xs[r].scale(block) * 0.125f);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) sum[r][t] = plus_product(sum[r][t], to_floats(inner[r][t]), scale);
             }
         }
         store_sums(sum, acc);
@@ -148,7 +205,7 @@ struct Int4 {
     template <int R, int T, class Before>
     [[gnu::always_inline]] static void add_block(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R],
                                                  int64_t b, I16 (*exact)[T], Before before) {
-        begin_codes(xs, b / kParts, exact);
+        if (!kTiles) begin_codes(xs, b, exact);  // else they have begun
 #pragma GCC unroll 4
         for (int g = 0; g < 4; ++g) {
             before(g);
@@ -266,7 +323,7 @@ struct Int4 {
         for (int64_t r = 0; r < rows; ++r)
             for (int64_t part = b * kParts; part < (b + 1) * kParts; ++part)
                 for (int64_t j = 0; j < kTile; ++j)
-                    sums[r][j] -= w.rest[part][j] * piece.sums[r * kChunk * kParts + part];
+                    sums[r][j] -= w.rest[part][j] * piece.sums[(r * kChunk + b) * kSums + part % kParts];
     }
 };
 

@@ -64,6 +64,29 @@ struct Int4Groups {
 };
 #endif
 
+// The same where kTiles, all as integers. A weight is (8 (q - 8) + 64 - zero) / 8 * scale. The sum of the products of a
+// block's codes less 8 fits 16 bits, so that one instruction multiplies it by the scale and adds it.
+struct TiledInt4Groups {
+    I16 eight_scales, shift;
+    bool wide;  // a shift may not fit 16 bits
+
+    void set(const uint8_t* scales, const uint8_t* zeros) {
+        uint64_t halves[2];
+        std::memcpy(halves, zeros, sizeof halves);
+        wide = ((halves[0] | halves[1]) & 0x8080808080808080) != 0;
+        const I16 scale = load16_bytes(scales);
+        eight_scales = shift_left3(scale), shift = times(minus(splat16(64), load16_bytes(zeros)), scale);
+        if (!wide) shift = lower_words(shift);
+    }
+
+    // total + eight times the products of a row, whose codes less 8 make `exact`, and whose values add up to `values`.
+    I16 add(I16 total, I16 exact, int32_t values) const {
+        total = dot_words(total, exact, eight_scales);
+        const I16 x = splat16(values);
+        return wide ? plus(total, times(shift, x)) : dot_words(total, shift, x);
+    }
+};
+
 // Without VNNI: codes in a byte each, scales and zeros as products take them.
 struct CodesOfInt4 {
     using Rows = QuantizedRows;

@@ -96,6 +96,15 @@ inline I16 by_ints(I16 x, I16 y, Body body) {
     return load64(reinterpret_cast<const uint8_t*>(a));
 }
 inline I16 minus(I16 x, I16 y) { return by_ints(x, y, [](int32_t a, int32_t b) { return a - b; }); }
+inline I16 less8(I16 nibbles) {
+    int8_t bytes[64];
+    std::memcpy(bytes, &nibbles, sizeof bytes);
+    for (int8_t& x : bytes) x = static_cast<int8_t>(x - 8);
+    return load64(reinterpret_cast<const uint8_t*>(bytes));
+}
+inline I16 low_nibbles_less8(I16 v) { return less8(low_nibbles(v)); }
+inline I16 high_nibbles_less8(I16 v) { return less8(high_nibbles(v)); }
+inline I16 lower_words(I16 v) { return by_ints(v, v, [](int32_t a, int32_t) { return a & 0xffff; }); }
 inline I16 load16_bytes(const uint8_t* p) {
     int32_t all[16];
     for (int i = 0; i < 16; ++i) all[i] = p[i];
