@@ -44,7 +44,9 @@ struct QuantizedRow {
     const int8_t* values(int64_t b) const { return chunk(b).values[b % kChunk][lane]; }
     float scale(int64_t b) const { return chunk(b).scale[lane][b % kChunk]; }
     PartSum sum(int64_t b, int64_t part) const { return chunk(b).sum[lane][b % kChunk][part]; }
-    I16 begin_less8(int64_t b, int64_t part) const { return splat16(int32_t{chunk(b).sum[lane][b % kChunk][kParts + part]}); }
+    I16 begin_less8(int64_t b, int64_t part) const {
+        return splat16(static_cast<int32_t>(chunk(b).sum[lane][b % kChunk][kParts + part]));
+    }
 
     // What sums of products begin with: with weights as dot() and dot_raised() take them, and with unsigned ones.
     I16 begin_raised(int64_t b) const { return splat16(chunk(b).begin[lane][b % kChunk]); }

@@ -43,7 +43,7 @@ struct Int4 {
 
     void tiled(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                const Sums& acc) const {
-        if (rows > kFewRows) return tiled_integers(*this, x, row, rows, tile, tiles, k, k_end, acc);
+        if (rows > 2 * kTileRows) return tiled_integers(*this, x, row, rows, tile, tiles, k, k_end, acc);
         FewInt4Rows<> few;
         each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t group) {
             add_few<>(group, few, x.row(row + begin), tile, tiles, k, k_end, acc.from(begin, 0));
@@ -145,7 +145,7 @@ struct Int4 {
                     groups.set(header + t * tile_bytes, header + t * tile_bytes + kTile);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r)
-                        inner[r][t] = groups.add(inner[r][t], exact[r][t], xs[r].sum(block, part));
+                        inner[r][t] = groups.template add<true>(inner[r][t], exact[r][t], xs[r].sum(block, part));
                 }
             }
 #pragma GCC unroll 8
@@ -257,15 +257,14 @@ struct Int4 {
         std::memset(to.any_rest, 0, sizeof to.any_rest);
         for (int64_t i = 0; i < count;) {
             const uint8_t *header = from + at, *zero = header + kTile;
+            uint64_t halves[2];
+            std::memcpy(halves, zero, sizeof halves);
+            const bool more = ((halves[0] | halves[1]) & 0x8080808080808080) != 0;  // 128 too, which fits
             uint8_t bounded[kTile];
-            bool more = false;
-            for (int j = 0; j < kTile; ++j) {
-                bounded[j] = zero[j] < 128 ? zero[j] : 128;
-                more |= zero[j] > 128;
-            }
+            for (int j = 0; more && j < kTile; ++j) bounded[j] = zero[j] < 128 ? zero[j] : 128;
             if (more && !any_rest) std::memset(to.rest, 0, sizeof to.rest);
             any_rest |= more;
-            const Int4Grid grid(header, bounded);
+            const Int4Grid grid(header, more ? bounded : zero);
             at += kHeader;
             for (const int64_t end = i + group_blocks; i < end; ++i, at += kBlockBytes) {
                 fetch_ahead<1>(from, tile_bytes, at, kHeader + kBlockBytes);

@@ -31,17 +31,26 @@ public:
                 registers_.template store<0>(reinterpret_cast<uint8_t*>(exact[part]), kTileBytes);
             }
             weights[now ^ 1].take(reader);
+            const PartSum* values = x.chunk(block).sum[x.lane][block % kChunk];
+            const float* scales = x.chunk(block).scale[x.lane] + block % kChunk;
+            auto add_rows = [&](int64_t parts, auto asks) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const QuantizedRow row = {x.chunks, x.lane + r};
-                I16 inner = splat16(0);  // eight times the sum of the block
-                for (int64_t part = 0; part < these.parts; ++part)
-                    inner = these.groups[part].add(inner, load64(reinterpret_cast<const uint8_t*>(exact[part][r])),
-                                                   row.sum(block, part));
-                float* to = sums + r * stride;
-                const F16 before = begun ? load16(to) : splat16(0.0f);
-                store16(to, plus_product(before, to_floats(inner), splat16(row.scale(block) * 0.125f)));
-            }
+                for (int r = 0; r < R; ++r) {
+                    I16 inner = splat16(0);  // eight times the sum of the block
+#pragma GCC unroll 4
+                    for (int64_t part = 0; part < parts; ++part)
+                        inner = these.groups[part].template add<asks>(
+                            inner, load64(reinterpret_cast<const uint8_t*>(exact[part][r])),
+                            values[r * kChunk * kSums + part]);
+                    float* to = sums + r * stride;
+                    const F16 before = begun ? load16(to) : splat16(0.0f);
+                    store16(to, plus_product(before, to_floats(inner), splat16(scales[r * kChunk] * 0.125f)));
+                }
+            };
+            if (these.parts == kParts && !these.wide)
+                add_rows(kParts, std::false_type());
+            else
+                add_rows(these.parts, std::true_type());
         }
     }
 
@@ -57,14 +66,16 @@ private:
         alignas(64) int8_t codes[kParts][kTile * kBlock];
         TiledInt4Groups groups[kParts];
         int64_t parts;
+        bool wide;  // one of them is
 
         void take(Reader& from) {
             const int64_t left = from.end - from.block;
-            parts = left < kParts ? left : kParts;
+            parts = left < kParts ? left : kParts, wide = false;
             for (int64_t part = 0; part < parts; ++part, ++from.block, from.at += kTile * kBlock / 2) {
                 if (from.block == from.group_end)
                     from.scales = from.at, from.at += from.header, from.group_end += from.group_blocks;
                 groups[part].set(from.scales, from.scales + kTile);
+                wide |= groups[part].wide;
 #pragma GCC unroll 4
                 for (int64_t g = 0; g < 4; ++g) {
                     prefetch(from.at + kAhead + g * kLine);

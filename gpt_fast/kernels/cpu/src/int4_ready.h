@@ -79,11 +79,13 @@ struct TiledInt4Groups {
         if (!wide) shift = lower_words(shift);
     }
 
-    // total + eight times the products of a row, whose codes less 8 make `exact`, and whose values add up to `values`.
+    // total + eight times the products of a row, whose codes less 8 make `exact`, and whose values add up to `values`. Not
+    // wide unless `asks`.
+    template <bool asks>
     I16 add(I16 total, I16 exact, int32_t values) const {
         total = dot_words(total, exact, eight_scales);
         const I16 x = splat16(values);
-        return wide ? plus(total, times(shift, x)) : dot_words(total, shift, x);
+        return asks && wide ? plus(total, times(shift, x)) : dot_words(total, shift, x);
     }
 };
 
