@@ -285,34 +285,37 @@ struct Int4 {
     }
 
     // R rows of one panel.
-    using Registers = TileBlocks<2>;
+    using Registers = TileBlocks<2 * kPreparedTiles>;
     template <int R>
     static void add_tiles(Registers& registers, const QuantizedRow& x, const Prepared* w, int64_t tiles, int64_t k,
                           int64_t k_end, const Sums& acc, bool) {
         const TiledPiece piece(x, k, k_end);
         registers.shape(R);
         alignas(64) Registers::Block exact[Registers::kBlocks];
-        for (int64_t t = 0; t < tiles; ++t) {
-            const Sums to = acc.from(0, t);
-            F16 sum[R][1];
-            load_sums(sum, to);
-            for (int64_t b = 0, count; b < piece.blocks; b += count) {
-                count = piece.blocks - b < Registers::kBlocks ? piece.blocks - b : Registers::kBlocks;
-                registers.template products<kRounded / kTileBytes>(count, piece.at(b), kRounded, kPanel * kRounded,
-                                                                   {w[t].high[b * kParts], w[t].low[b * kParts]},
-                                                                   kRoundedBytes, exact);
+        const Prepared& second = w[tiles - 1];  // if there is one tile, it is taken twice
+        for (int64_t b = 0, count; b < piece.blocks; b += count) {
+            count = piece.blocks - b < Registers::kBlocks ? piece.blocks - b : Registers::kBlocks;
+            const int64_t first = b * kParts;
+            registers.template products<kRounded / kTileBytes>(
+                count, piece.at(b), kRounded, kPanel * kRounded,
+                {w->high[first], w->low[first], second.high[first], second.low[first]}, kRoundedBytes, exact);
+            for (int64_t t = 0; t < tiles; ++t) {
+                const Sums to = acc.after(b).from(0, t);
+                F16 sum[R][1];
+                load_sums(sum, to);
                 for (int64_t i = 0; i < count; ++i) {
-                    if (w[t].any_rest[b + i]) take_rest(R, piece, w[t], b + i, exact[i][1]);
+                    int32_t(*high)[kTileRows] = exact[i][2 * t], (*low)[kTileRows] = exact[i][2 * t + 1];
+                    if (w[t].any_rest[b + i]) take_rest(R, piece, w[t], b + i, low);
 #pragma GCC unroll 16
                     for (int r = 0; r < R; ++r) {
-                        const I16 upper = load64(reinterpret_cast<const uint8_t*>(exact[i][0][r]));
-                        const I16 lower = load64(reinterpret_cast<const uint8_t*>(exact[i][1][r]));
+                        const I16 upper = load64(reinterpret_cast<const uint8_t*>(high[r]));
+                        const I16 lower = load64(reinterpret_cast<const uint8_t*>(low[r]));
                         const F16 scale = splat16(0.125f * piece.scales[r * kChunk + b + i]);
                         sum[r][0] = plus_product(sum[r][0], to_floats(plus(shift_left8(upper), lower)), scale);
                     }
                 }
+                store_sums(sum, to);
             }
-            store_sums(sum, to);
         }
     }
 

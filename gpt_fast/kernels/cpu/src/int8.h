@@ -92,12 +92,11 @@ struct Int8 {
     struct Prepared {
         const uint8_t* data;
         int64_t whole;  // blocks of x
-        int64_t tile_bytes;
         alignas(64) uint8_t last[kRoundedBytes];
     };
 
     void prepare(int64_t tile, int64_t k, int64_t k_end, Prepared& to) const {
-        to.tile_bytes = tile_bytes(), to.data = at(tile, k);
+        to.data = at(tile, k);
         to.whole = (k_end - k) / kRounded;
         const int64_t rest = (k_end - k) % kRounded * kTile;
         if (rest == 0) return;
@@ -105,39 +104,32 @@ struct Int8 {
         std::memset(to.last + rest, 0, static_cast<size_t>(kRoundedBytes - rest));
     }
 
-    // R rows of one panel. The tiles one after the other, from the caches; or, of few rows, side by side from memory.
-    using Registers = TileBlocks<1>;
+    // R rows of one panel. Of few rows a block at a time, since the next one comes from memory meanwhile.
+    using Registers = TileBlocks<kPreparedTiles>;
     template <int R>
     static void add_tiles(Registers& registers, const QuantizedRow& x, const Prepared* w, int64_t tiles, int64_t k,
                           int64_t k_end, const Sums& acc, bool few) {
-        constexpr int products = kRounded / kTileBytes;
         const TiledPiece piece(x, k, k_end);
-        const int64_t side_by_side = few ? w->whole : 0;
         registers.shape(R);
         alignas(64) Registers::Block exact[Registers::kBlocks];
-        F16 sum[R][1];
-        for (int64_t b = 0; b < side_by_side; ++b) {
-            registers.template products<products>(tiles, piece.at(b), kRounded, 0, {w->data + b * kRoundedBytes},
-                                                  w->tile_bytes, exact);
+        auto weights = [&](int64_t t, int64_t b) { return b < w[t].whole ? w[t].data + b * kRoundedBytes : w[t].last; };
+        for (int64_t b = 0, count; b < piece.blocks; b += count) {
+            const int64_t most = few ? 1 : Registers::kBlocks, whole = w->whole - b;
+            count = whole < most ? std::max<int64_t>(whole, 1) : most;
+            // If there is one tile, it is taken twice.
+            registers.template products<kRounded / kTileBytes>(count, piece.at(b), kRounded, kPanel * kRounded,
+                                                               {weights(0, b), weights(tiles - 1, b)}, kRoundedBytes,
+                                                               exact);
             for (int64_t t = 0; t < tiles; ++t) {
                 const Sums to = acc.after(b).from(0, t);
+                F16 sum[R][1];
                 load_sums(sum, to);
-                add_block<R, true>(exact[t][0], piece, b, sum, w[t].data + (b + 1) * kRoundedBytes);
+                if (few && whole > 0)
+                    add_block<R, true>(exact[0][t], piece, b, sum, w[t].data + (b + 1) * kRoundedBytes);
+                else
+                    for (int64_t i = 0; i < count; ++i) add_block<R, false>(exact[i][t], piece, b + i, sum, nullptr);
                 store_sums(sum, to);
             }
-        }
-        for (int64_t t = 0; side_by_side < piece.blocks && t < tiles; ++t) {
-            const Sums to = acc.after(side_by_side).from(0, t);
-            load_sums(sum, to);
-            for (int64_t b = side_by_side, count; b < piece.blocks; b += count) {
-                count = b < w[t].whole ? w[t].whole - b : 1;
-                if (count > Registers::kBlocks) count = Registers::kBlocks;
-                const uint8_t* weights = b < w[t].whole ? w[t].data + b * kRoundedBytes : w[t].last;
-                registers.template products<products>(count, piece.at(b), kRounded, kPanel * kRounded, {weights},
-                                                      kRoundedBytes, exact);
-                for (int64_t i = 0; i < count; ++i) add_block<R, false>(exact[i][0], piece, b + i, sum, nullptr);
-            }
-            store_sums(sum, to);
         }
     }
 

@@ -217,11 +217,12 @@ private:
     Registers registers_;
 };
 
-// Products in int8 of up to 16 rows, each block of k by itself, with N tiles of weights, one or two.
+// Products in int8 of up to 16 rows, each block of k by itself, with N registers of weights side by side, at most four:
+// they share what is read of x.
 template <int N, class Registers = Tiles>
 class TileBlocks {
 public:
-    static constexpr int kBlocks = 4 / N;
+    static constexpr int kBlocks = 8 / N;
     using Block = int32_t[N][kTileRows][kTileRows];  // sums [N, rows, 16]
 
     // `bytes` of x and of each output are added at a time.
@@ -229,51 +230,38 @@ public:
         if (rows == rows_) return;
         rows_ = rows;
         for (int i = 0; i < 4; ++i) registers_.shape(i, rows, kTileBytes);
-        registers_.shape(4, rows, bytes);
+        for (int i = 4; i < 6; ++i) registers_.shape(i, rows, bytes);
         for (int i = 6; i < 8; ++i) registers_.shape(i, bytes / 4, kTileBytes);
         registers_.begin();
     }
 
-    // Sums of up to kBlocks blocks, from one to the next of which it is x_step and w_step bytes. Rows of x are `stride`
-    // bytes apart; each block is added in P products.
+    // Sums of `count` blocks, from one to the next of which it is x_step and w_step bytes. Rows of x are `stride` bytes
+    // apart; each block is added in P products, one or two. Each register of sums is stored before the next one begins:
+    // then a core stores while it multiplies.
     template <int P>
     void products(int64_t count, const uint8_t* x, int64_t stride, int64_t x_step, const uint8_t* const (&w)[N],
                   int64_t w_step, Block* sums) {
-        add<P, 0>(x, stride, w[0], w[N - 1]);
-        following<P, 1>(count, x + x_step, stride, x_step, w[0] + w_step, w[N - 1] + w_step, w_step, sums);
-    }
-
-private:
-    template <int P, int block>
-    void add(const uint8_t* x, int64_t stride, const uint8_t* w, const uint8_t* second) {
-        constexpr int sum = block * N;
-        registers_.template zero<sum>();
-        if constexpr (N > 1) registers_.template zero<sum + 1>();
-#pragma GCC unroll 4
-        for (int64_t i = 0; i < P; ++i) {
-            registers_.template load<4>(x + i * kTileBytes, stride);
-            registers_.template load<6>(w + i * kTileRows * kTileBytes, kTileBytes);
-            registers_.template add_int8<sum, 4, 6>();
-            if constexpr (N > 1) {
-                registers_.template load<7>(second + i * kTileRows * kTileBytes, kTileBytes);
-                registers_.template add_int8<sum + 1, 4, 7>();
-            }
+        for (int64_t block = 0; block < count; ++block, x += x_step) {
+            registers_.template load<4>(x, stride);
+            if constexpr (P > 1) registers_.template load<5>(x + kTileBytes, stride);
+            add<P, 0>(w[0] + block * w_step, sums[block]);
+            if constexpr (N > 1) add<P, 1>(w[1] + block * w_step, sums[block]);
+            if constexpr (N > 2) add<P, 2>(w[2] + block * w_step, sums[block]);
+            if constexpr (N > 3) add<P, 3>(w[3] + block * w_step, sums[block]);
         }
     }
 
-    // Sums are stored a block later, when they are there.
-    template <int P, int block>
-    void following(int64_t count, const uint8_t* x, int64_t stride, int64_t x_step, const uint8_t* w,
-                   const uint8_t* second, int64_t w_step, Block* sums) {
-        const bool more = block < kBlocks && block < count;
-        if constexpr (block < kBlocks)
-            if (more) add<P, block>(x, stride, w, second);
-        registers_.template store<block * N - N>(reinterpret_cast<uint8_t*>(sums[block - 1][0]), kTileBytes);
-        if constexpr (N > 1)
-            registers_.template store<block * N - 1>(reinterpret_cast<uint8_t*>(sums[block - 1][1]), kTileBytes);
-        if constexpr (block < kBlocks)
-            if (more)
-                following<P, block + 1>(count, x + x_step, stride, x_step, w + w_step, second + w_step, w_step, sums);
+private:
+    template <int P, int n>
+    void add(const uint8_t* w, Block& sums) {
+        registers_.template zero<n>();
+        registers_.template load<6>(w, kTileBytes);
+        registers_.template add_int8<n, 4, 6>();
+        if constexpr (P > 1) {
+            registers_.template load<7>(w + kTileRows * kTileBytes, kTileBytes);
+            registers_.template add_int8<n, 5, 7>();
+        }
+        registers_.template store<n>(reinterpret_cast<uint8_t*>(sums[n]), kTileBytes);
     }
 
     int64_t rows_ = 0;
