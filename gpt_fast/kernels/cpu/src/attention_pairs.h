@@ -115,7 +115,7 @@ private:
     };
     static constexpr Ones kOnes{};
     static constexpr bool kScaled = std::is_same_v<Cached, int8_t>;
-    static constexpr int64_t kLoadRows = kTiles || kScaled ? 4 : 1;  // whose products take as long as to widen or to join
+    static constexpr int64_t kLoadRows = kTiles || kScaled ? 4 : 1;  // whose products take as long as load()
 
     // Tiles take the values of a whole block, one pair of keys behind the other; the cache has 16 keys together.
     void join(Ahead<Cached>& ahead) {

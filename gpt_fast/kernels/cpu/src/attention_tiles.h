@@ -1,10 +1,8 @@
 // Attention's products of pairs of bfloat16 (attention_pairs.h has their layouts) by tiles of AMX, and the softmax
 // between them. A row has the same bits for any number of rows.
 //
-// Tiles multiply while vectors make exponentials, if the order of instructions lets them. Sixteen queries go a quarter at
-// a time: before the exponentials of a quarter, products begin of the next sixteen queries with keys, and of the last
-// sixteen queries' weights with values. Behind them their sums are there and leave the registers: a core does not read
-// what has the same place in its page as something that is still to be stored.
+// What costs time, on the first CPU with AMX: to move a register of tiles takes the places of sixteen instructions of
+// vectors, and to store one twice as many; products take none. So the sums of weights are products as well, with ones.
 #pragma once
 
 #include "attention_block.h"
@@ -186,8 +184,9 @@ private:
             each[r] = larger(lower(top), upper(top));
         }
         const F8 before = load8(states.maxes), top = lane_maxes(each) * splat(b.factor);
-        const F8 max = choose(rows, choose(less(before, top), top, before), before);
-        const F8 kept = choose(less(before, splat(kNothingSeen / 2)), splat(1.0f), exp8(before - max));  // of zeros all
+        const F8 max = choose(rows, choose(less(before, top), top, before), before), one = splat(1.0f);
+        const F8 nothing = less(before, splat(kNothingSeen / 2));  // was summed, so all of it may be kept
+        const F8 kept = choose(nothing, one, choose(rows, exp8(before - max), one));
         store8(states.maxes, max);
         store8(states.sums, load8(states.sums) * kept);
         alignas(32) float by[8];

@@ -52,7 +52,7 @@ struct Fetch {
         if (T == kStreams || (kSharedFetches && R >= kSharingRows && (i & mask) != turn)) return;
         // Products of five rows and more, of one kernel or of several, hide the way from the second level, and need a small
         // first level themselves.
-        const bool far = kRegisters >= 32 && (R > 4 || (R == kSharingRows && tiles)) && kSmallLevel1;
+        const bool far = kRegisters >= 32 && (R > 4 || (R == kSharingRows && tiles)) && (kSmallLevel1 || kTiles);
 #pragma GCC unroll 4
         for (int64_t t = 0; t < T; ++t)
             if (far)
