@@ -19,12 +19,11 @@ struct Int4 {
     // Where eight rows go through one tile at a time, x is read again and again: long pieces store their sums less often.
     static inline const int64_t kManyRowsDepth = half_wide() && !kTiles ? kLongDepth : kShortDepth;
     static constexpr int64_t kPromptDepth = kLongPieces ? kLongDepth : kShortDepth;
-    // Without registers of tiles, one tile or two and fetches are faster than four streams: headers and halves take more
-    // work than int8, which hides what the fetches cost.
+    // Without registers of tiles two at once, or one, and fetches are faster than four streams: headers and halves take
+    // more work than int8, which hides what the fetches cost.
     static constexpr int tiles_at_once(int rows) {
         if (kFewRegisters) return 1;
-        
-        return kRegisters < 32 || kTiles ? tiles_of_integers(rows) : rows == 1 ? 1 : 2;
+        return kRegisters < 32 || kTiles ? tiles_of_integers(rows) : 2;
     }
     static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2, kBlockLines = kBlockBytes / kLine,
                              kRoundedBytes = kTile * kRounded;

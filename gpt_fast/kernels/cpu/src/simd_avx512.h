@@ -6,15 +6,21 @@
 
 namespace gpt_fast {
 
-// Whether the CPU takes two turns for 512 bits, as AMD's family 25 does (Zen 4).
-inline bool half_wide() {
-    static const bool is = [] {
+// Of AMD's CPUs the family, else 0.
+inline unsigned amd_family() {
+    static const unsigned family = [] {
         unsigned a, b, c, d;
-        if (!__get_cpuid(0, &a, &b, &c, &d) || c != signature_AMD_ecx) return false;
-        return __get_cpuid(1, &a, &b, &c, &d) && (a >> 8 & 15) + (a >> 20 & 255) == 25;
+        if (!__get_cpuid(0, &a, &b, &c, &d) || c != signature_AMD_ecx || !__get_cpuid(1, &a, &b, &c, &d)) return 0u;
+        return (a >> 8 & 15) + (a >> 20 & 255);
     }();
-    return is;
+    return family;
 }
+
+// Whether the CPU takes two turns for 512 bits, as AMD's family 25 does (Zen 4).
+inline bool half_wide() { return amd_family() == 25; }
+
+// Whether memory is read fastest from one place, as Zen 4 and 5 do it; Intel's CPUs read two faster.
+inline bool one_stream() { return amd_family() != 0; }
 
 using F16 = __m512;
 using I16 = __m512i;

@@ -11,7 +11,8 @@ struct I16 {
 };
 
 constexpr int kRegisters = 8;  // of 16 lanes
-constexpr bool half_wide() { return false; }  // it is about vectors of 512 bits (simd_avx512.h)
+constexpr bool half_wide() { return false; }  // these are about CPUs with vectors of 512 bits (simd_avx512.h)
+constexpr bool one_stream() { return false; }
 
 inline F16 operator*(F16 x, F16 y) { return {x.a * y.a, x.b * y.b}; }
 inline F16 operator+(F16 x, F16 y) { return {x.a + y.a, x.b + y.b}; }
