@@ -170,10 +170,12 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
         for (int i = 0; i < each; ++i) q[i] = nearest(v[part * each + i] * splat(inverse));
         const int32_t sum = lane_sum(add(add(q[0], q[1]), add(q[2], q[3])));
         store_int8(to.values[at][lane] + part * kBlock, q);
-        if constexpr (kTiles)
-            to.sum[lane][at][part] = sum, to.sum[lane][at][kParts + part] = -8 * sum;
-        else
+        if constexpr (kTiles) {
+            to.sum[lane][at][part] = sum;
+            to.sum[lane][at][kParts + part] = static_cast<int32_t>(-8u * static_cast<uint32_t>(sum));
+        } else {
             to.sum[lane][at][part] = eighth * static_cast<float>(sum);
+        }
         total += static_cast<uint32_t>(sum);
     }
     uint32_t begin = 0;

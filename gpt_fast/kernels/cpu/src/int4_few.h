@@ -17,20 +17,17 @@ public:
              bool begun, float* sums, int64_t stride) {
         shape(R);
         alignas(64) int32_t exact[kParts][R][kTile];
-        Weights weights[2];
+        Weights weights;
         Reader reader{w, w, k / kBlock, k_end / kBlock, k / kBlock, group_blocks, header};
-        weights[0].take(reader);
-        // While tiles multiply, the next block is made ready.
-        for (int64_t block = k / kRounded, now = 0; weights[now].parts > 0; ++block, now ^= 1, begun = true) {
-            const Weights& these = weights[now];
-            for (int64_t part = 0; part < these.parts; ++part) {
+        for (int64_t block = k / kRounded; reader.block < reader.end; ++block, begun = true) {
+            weights.take(reader);
+            for (int64_t part = 0; part < weights.parts; ++part) {
                 registers_.template zero<0>();
                 registers_.template load<1>(bytes(x.values(block) + part * kBlock), kRounded);
-                registers_.template load<2>(bytes(these.codes[part]), kTileBytes);
+                registers_.template load<2>(bytes(weights.codes[part]), kTileBytes);
                 registers_.template add_int8<0, 1, 2>();
                 registers_.template store<0>(reinterpret_cast<uint8_t*>(exact[part]), kTileBytes);
             }
-            weights[now ^ 1].take(reader);
             const PartSum* values = x.chunk(block).sum[x.lane][block % kChunk];
             const float* scales = x.chunk(block).scale[x.lane] + block % kChunk;
             auto add_rows = [&](int64_t parts, auto asks) __attribute__((always_inline)) {
@@ -39,7 +36,7 @@ public:
                     I16 inner = splat16(0);  // eight times the sum of the block
 #pragma GCC unroll 4
                     for (int64_t part = 0; part < parts; ++part)
-                        inner = these.groups[part].template add<asks>(
+                        inner = weights.groups[part].template add<asks>(
                             inner, load64(reinterpret_cast<const uint8_t*>(exact[part][r])),
                             values[r * kChunk * kSums + part]);
                     float* to = sums + r * stride;
@@ -47,10 +44,10 @@ public:
                     store16(to, plus_product(before, to_floats(inner), splat16(scales[r * kChunk] * 0.125f)));
                 }
             };
-            if (these.parts == kParts && !these.wide)
+            if (weights.parts == kParts && !weights.wide)
                 add_rows(kParts, std::false_type());
             else
-                add_rows(these.parts, std::true_type());
+                add_rows(weights.parts, std::true_type());
         }
     }
 
