@@ -1,4 +1,4 @@
-"""The text model inside a checkpoint that also reads images, read like a checkpoint of text alone.
+"""Takes the text model out of a checkpoint whose model also reads images.
 
 Such a ``config.json`` describes it under ``text_config`` (the first ones of Qwen2-VL beside ``vision_config``), and the
 files of weights hold the tensors of all parts. Without images the text model is all that runs.
@@ -32,7 +32,7 @@ _TEXTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 # What stands beside text_config and concerns the whole model.
 _OF_ALL = ("bos_token_id", "eos_token_id", "quantization_config", "tie_word_embeddings")
-# How the names of its tensors begin: in the spellings that files have, and in a checkpoint of text alone.
+# Beginnings of its tensors' names in such files, and what stands there in a checkpoint of a text model.
 _NAMES = {
     "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
     "model.text_model.": "model.", "lm_head.": "lm_head.",
@@ -70,7 +70,7 @@ def _without_places_in_images(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Those of the text model, under the names that they have in a checkpoint of text alone."""
+    """Those of the text model, under the names that they have in a checkpoint of a text model."""
     out = {}
     for name, tensor in tensors.items():
         for begin, own in _NAMES.items():

@@ -34,10 +34,9 @@ using KeysOf = typename KeysOfCache<Cached>::Type;
 // next block would not fit the first level of a core's cache.
 constexpr int64_t kHeadsAhead = kTiles ? 1 : 2;
 
-// Whether so many bytes are fetched into the first level of a core's cache; else they go into the second. A small first
-// level is needed for what is computed meanwhile: on Zen 4 attention took a third longer when it was fetched into. So is
-// the one of a CPU with tiles, whose blocks are longer.
-bool fits_level1(int64_t bytes) { return !kSmallLevel1 && bytes <= kLevel1Bytes; }
+// Whether so many bytes are fetched into the first level of a core's cache; else they go into the second. On Zen 4, whose
+// first level is small, attention took a third longer when it was fetched into.
+bool fits_level1(int64_t bytes) { return !kFullLevel1 && bytes <= kLevel1Bytes; }
 
 // What the threads share out: pieces of queries, found by walking the slots.
 struct Piece {
@@ -63,7 +62,7 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
     int64_t places[kSplit];
     p.locate(piece.slot, begin, key_end, places);
     const int64_t head_bytes = 2 * kKeys * p.head_dim * static_cast<int64_t>(sizeof(Cached));
-    const bool near = !kTiles && last - first == 1 && fits_level1(head_bytes * kHeadsAhead);
+    const bool near = last - first == 1 && fits_level1(head_bytes * kHeadsAhead);
     for (int64_t base = begin / kKeys * kKeys; base < key_end; base += kKeys) {
         Rows<kKeys> rows;
         rows.from = std::max<int64_t>(begin - base, 0), rows.end = std::min(key_end - base, kKeys);

@@ -166,8 +166,7 @@ inline void store_values(const F16 (&sum)[R][W], float* to, int64_t stride) {
 //   load_work(): of one load()
 //   scores<R>(q, scores, ahead): scores[r][i] = q[r] . keys[i], anything where no key was loaded; q [R, query_numbers]
 //   add_values<R>(into, stride, kept, weights, ahead): what stands from into + r * stride on, times kept[r], and the
-//   sum
-//     of weights[r][i] * values[i], in ascending order of i; the weights may be changed
+//     sum of weights[r][i] * values[i], in ascending order of i; the weights may be changed
 //   kTiled: whether it may have tiled(), attend() and multiply_scores() (attention_pairs.h)
 // They tell `ahead` of their work: of products, rows times columns. What a row gets is the same for every R. Keys that
 // a token may not see have the weight 0, so a value that is not finite makes earlier tokens of the same step not finite
@@ -201,7 +200,7 @@ public:
     void attend(const Views& views, int64_t kv_head, const States& states, Ahead<Cached>& ahead) {
         const bool all_seen = views.of(0).end >= kKeys && views.of(rows_ / p_.group() - 1).begin <= 0;
         int64_t row = 0;
-        auto attend = [&](auto size) {  // as many as there are, so many at a time
+        auto attend = [&](auto size) {  // the rows that are left, `size` at a time
             const int64_t count = (rows_ - row) / size * size, end = row + count;
             if constexpr (Keys::kTiled)
                 if (count > 0 && keys_.tiled())

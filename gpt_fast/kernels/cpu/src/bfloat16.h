@@ -34,8 +34,7 @@ struct Bfloat16 {
         const uint8_t* tiles = data + tile * tile_bytes;
         decltype(x.row(0)) xs[R];
         F16 sum[R][T];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        take_rows(xs, x, row);
         load_sums(sum, acc);
         for (int64_t p = k / 2; p < pairs;) {
             const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, p * kPairBytes);

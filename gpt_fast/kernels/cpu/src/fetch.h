@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "common.h"
+#include "tiles.h"
 
 namespace gpt_fast {
 
@@ -13,7 +14,8 @@ inline const int64_t kLevel1Bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);
 #else
 inline const int64_t kLevel1Bytes = 0;
 #endif
-inline const bool kSmallLevel1 = kLevel1Bytes <= 32 << 10;
+// Whether what is computed needs all of it: where it is small, and with tiles, whose blocks are longer.
+inline const bool kFullLevel1 = kTiles || kLevel1Bytes <= 32 << 10;
 
 constexpr int kStreams = 4;       // tiles at once for which the hardware fetches ahead by itself, and better
 constexpr int64_t kAhead = 4096;  // bytes
@@ -50,9 +52,8 @@ struct Fetch {
     template <int R, int T>
     [[gnu::always_inline]] void line(const uint8_t* next, int64_t tile_bytes, int64_t i) const {
         if (T == kStreams || (kSharedFetches && R >= kSharingRows && (i & mask) != turn)) return;
-        // Products of five rows and more, of one kernel or of several, hide the way from the second level, and need a small
-        // first level themselves.
-        const bool far = kRegisters >= 32 && (R > 4 || (R == kSharingRows && tiles)) && (kSmallLevel1 || kTiles);
+        // Products of five rows and more, of one kernel or of several, hide the way from the second level.
+        const bool far = kRegisters >= 32 && (R > 4 || (R == kSharingRows && tiles)) && kFullLevel1;
 #pragma GCC unroll 4
         for (int64_t t = 0; t < T; ++t)
             if (far)

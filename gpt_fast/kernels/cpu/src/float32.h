@@ -37,8 +37,7 @@ struct Float32 {
         const float* xs[R];
         const int64_t tile_values = k_total * kTile, value_bytes = sizeof(float), tile_bytes = this->tile_bytes();
         const float* tiles = data + tile * tile_values;
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        take_rows(xs, x, row);
         load_sums(sum, acc);
         for (int64_t i = k; i < k_end;) {
             const uint8_t* next =

@@ -81,8 +81,7 @@ struct Int4 {
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];
         F16 sum[R][T];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        take_rows(xs, x, row);
         load_sums(sum, acc);
         int64_t at = k / group_size * group_bytes();  // from the beginning of a tile
         const uint8_t* header = tiles;
@@ -115,8 +114,7 @@ struct Int4 {
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];
         F16 sum[R][T];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        take_rows(xs, x, row);
         load_sums(sum, acc);
         int64_t at = k / group_size * group_bytes();  // from the beginning of a tile
         const uint8_t* header = tiles;
@@ -166,8 +164,7 @@ struct Int4 {
         const uint8_t* from = data + tile * tile_bytes;
         QuantizedRow xs[R];
         F16 sum[R][1];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        take_rows(xs, x, row);
         load_sums(sum, acc);
         int64_t at = k / group_size * group_bytes();  // from the beginning of the tile
         const uint8_t* header = from;
@@ -256,14 +253,12 @@ struct Int4 {
         std::memset(to.any_rest, 0, sizeof to.any_rest);
         for (int64_t i = 0; i < count;) {
             const uint8_t *header = from + at, *zero = header + kTile;
-            uint64_t halves[2];
-            std::memcpy(halves, zero, sizeof halves);
-            const bool more = ((halves[0] | halves[1]) & 0x8080808080808080) != 0;  // 128 too, which fits
-            uint8_t bounded[kTile];
-            for (int j = 0; more && j < kTile; ++j) bounded[j] = zero[j] < 128 ? zero[j] : 128;
+            const bool more = any_large(zero);  // 128 too, which fits
+            uint8_t room[kTile];
+            const uint8_t* most = bounded(zero, more, room);
             if (more && !any_rest) std::memset(to.rest, 0, sizeof to.rest);
             any_rest |= more;
-            const Int4Grid grid(header, more ? bounded : zero);
+            const Int4Grid grid(header, most);
             at += kHeader;
             for (const int64_t end = i + group_blocks; i < end; ++i, at += kBlockBytes) {
                 fetch_ahead<1>(from, tile_bytes, at, kHeader + kBlockBytes);
@@ -275,7 +270,7 @@ struct Int4 {
                 }
                 if (!more) continue;
                 to.any_rest[i / kParts] = true;
-                for (int j = 0; j < kTile; ++j) to.rest[i][j] = (zero[j] - bounded[j]) * header[j];
+                for (int j = 0; j < kTile; ++j) to.rest[i][j] = (zero[j] - most[j]) * header[j];
             }
         }
         // The last block of x may be longer than what there is.

@@ -6,6 +6,17 @@
 
 namespace gpt_fast {
 
+// Of sixteen groups: whether some zero is 128 or more, and zeros of at most 128, in `room` if so.
+inline bool any_large(const uint8_t* zeros) {
+    uint64_t halves[2];
+    std::memcpy(halves, zeros, sizeof halves);
+    return ((halves[0] | halves[1]) & 0x8080808080808080) != 0;
+}
+inline const uint8_t* bounded(const uint8_t* zeros, bool large, uint8_t (&room)[kTile]) {
+    for (int j = 0; large && j < kTile; ++j) room[j] = zeros[j] < 128 ? zeros[j] : 128;
+    return large ? room : zeros;
+}
+
 // Adds products to `codes`: of the four codes along k in `low` with x from `at` on in block b, and of those in `high` with x
 // 16 further on.
 template <int R, int T>
@@ -71,9 +82,7 @@ struct TiledInt4Groups {
     bool wide;  // a shift may not fit 16 bits
 
     void set(const uint8_t* scales, const uint8_t* zeros) {
-        uint64_t halves[2];
-        std::memcpy(halves, zeros, sizeof halves);
-        wide = ((halves[0] | halves[1]) & 0x8080808080808080) != 0;
+        wide = any_large(zeros);
         const I16 scale = load16_bytes(scales);
         eight_scales = shift_left3(scale), shift = times(minus(splat16(64), load16_bytes(zeros)), scale);
         if (!wide) shift = lower_words(shift);
@@ -122,8 +131,7 @@ struct CodesOfInt4 {
                const Fetch&) const {
         QuantizedRow xs[R];
         F16 sum[R][1];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        take_rows(xs, x, row);
         load_sums(sum, acc);
         for (int64_t b = k / kBlock; b < k_end / kBlock; ++b) {
             const Block& w = data[tile * blocks + b - first];
@@ -145,13 +153,9 @@ struct CodesOfInt4 {
 // k. Of a zero above 128 a rest is left.
 class RaisedCodes {
 public:
-    explicit RaisedCodes(const uint8_t* zeros) : zeros_(zeros) {
-        uint64_t halves[2];
-        std::memcpy(halves, zeros, sizeof halves);
-        any_rest_ = ((halves[0] | halves[1]) & 0x8080808080808080) != 0;
-        uint8_t bounded[kTile];
-        for (int j = 0; any_rest_ && j < kTile; ++j) bounded[j] = zeros[j] < 128 ? zeros[j] : 128;
-        raise_ = times(minus(splat16(128), load16_bytes(any_rest_ ? bounded : zeros)), splat16(0x01010101));
+    explicit RaisedCodes(const uint8_t* zeros) : zeros_(zeros), any_rest_(any_large(zeros)) {
+        uint8_t room[kTile];
+        raise_ = times(minus(splat16(128), load16_bytes(bounded(zeros, any_rest_, room))), splat16(0x01010101));
     }
 
     // Of the codes in the low halves of 64 bytes, and in the high ones. No byte overflows.
@@ -165,8 +169,8 @@ public:
 
 private:
     const uint8_t* zeros_;
-    I16 raise_;
     bool any_rest_;
+    I16 raise_;
 };
 
 // Takes what is left of the zeros from `exact`, eight times the sums over block b of x, of tile t.
@@ -225,8 +229,7 @@ struct ReadyInt4 {
         const int64_t tile_bytes = blocks * static_cast<int64_t>(sizeof(Block));
         QuantizedRow xs[R];
         F16 sum[R][T];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        take_rows(xs, x, row);
         load_sums(sum, acc);
         for (int64_t b = k / kBlock; b < k_end / kBlock; ++b) {
             const Block* w = data + tile * blocks + b - first;

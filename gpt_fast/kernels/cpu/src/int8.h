@@ -61,8 +61,7 @@ struct Int8 {
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];
         F16 sum[R][T];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+        take_rows(xs, x, row);
         load_sums(sum, acc);
         for (int64_t b = k / kRounded, end = ceil_div(k_end, kRounded); b < end; ++b) {
             I16 exact[R][T];

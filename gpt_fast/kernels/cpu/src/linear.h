@@ -25,7 +25,6 @@
 #include <utility>
 
 #include "fetch.h"
-#include "tiles.h"
 
 namespace gpt_fast {
 
@@ -53,7 +52,7 @@ constexpr int kMaxRows = 8, kCachedRows = kRegisters < 32 ? 6 : 8;
 static_assert(!kSharedFetches || kSharingRows <= (kCachedRows + 1) / 2);  // of nearly equal pieces
 // With 32 registers any number is few: two tiles at a time for all rows are faster than more tiles, whatever the rows.
 constexpr int64_t kFewRows = kTiles ? 16 : kRegisters < 32 ? 47 : int64_t{1} << 40;
-constexpr int kOneTileRows = 4;  // up to this number of rows, one_stream() is about weights that come from memory
+constexpr int kOneTileRows = 4;  // where one_stream(), so few rows read weights in memory one tile at a time
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 2;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
 
@@ -89,6 +88,13 @@ struct Sums {
     Sums only(int64_t p) const { return {data + p * part, stride, 1, part, begun}; }
     Sums after(int64_t blocks) const { return {data, stride, parts, part, begun || blocks > 0}; }
 };
+
+// R rows of x from `row` on.
+template <class Rows, class Row, int R>
+[[gnu::always_inline]] inline void take_rows(Row (&xs)[R], const Rows& x, int64_t row) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) xs[r] = x.row(row + r);
+}
 
 // The sums of R rows and T tiles, from where they are kept between the pieces of k and back.
 template <int R, int T>

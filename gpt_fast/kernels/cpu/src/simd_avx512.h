@@ -145,8 +145,12 @@ inline I16 low_nibbles(I16 v) { return v & _mm512_set1_epi8(15); }
 inline I16 high_nibbles(I16 v) { return _mm512_srli_epi16(v, 4) & _mm512_set1_epi8(15); }
 // Less 8, as int8. By a matrix of bits: the upper five are the nibble's highest, turned.
 #ifdef __GFNI__
-inline I16 low_nibbles_less8(I16 v) { return _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64(0x0102040808080808), 0xf8); }
-inline I16 high_nibbles_less8(I16 v) { return _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64(0x1020408080808080), 0xf8); }
+inline I16 low_nibbles_less8(I16 v) {
+    return _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64(0x0102040808080808), 0xf8);
+}
+inline I16 high_nibbles_less8(I16 v) {
+    return _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64(0x1020408080808080), 0xf8);
+}
 #else
 inline I16 low_nibbles_less8(I16 v) { return _mm512_sub_epi8(low_nibbles(v), _mm512_set1_epi8(8)); }
 inline I16 high_nibbles_less8(I16 v) { return _mm512_sub_epi8(high_nibbles(v), _mm512_set1_epi8(8)); }

@@ -88,7 +88,8 @@ inline F8 first_lanes() {
 template <int R, int kDegree, int64_t N>
 [[gnu::noinline]] void softmax_block(float (*weights)[N], const float* factors, const States& states,
                                      float (&kept)[8]) {
-    constexpr int vectors = N / 16, most = kExpVectors < vectors ? 1 : kExpVectors / vectors, rows = R < most ? R : most;
+    constexpr int vectors = N / 16, most = kExpVectors < vectors ? 1 : kExpVectors / vectors;
+    constexpr int rows = R < most ? R : most;
     F8 each[8];  // lanes without a query: zeros
 #pragma GCC unroll 8
     for (int r = R; r < 8; ++r) each[r] = splat(0.0f);
