@@ -17,20 +17,20 @@ constexpr int64_t kPanel = kTiles ? kTileRows : 1;   // rows
 constexpr int64_t kRounded = kTiles ? 128 : kBlock;  // values with one scale; more of them cost tiles less
 constexpr int64_t kParts = kRounded / kBlock;        // blocks of weights for one of x
 constexpr int64_t kChunk = kTiles ? 16 : 1;          // blocks of x: a row's scales fill a line, which one thread writes
-constexpr int64_t kSums = kTiles ? 2 * kParts : 1;   // if kTiles, behind all sums -8 times each: of codes less 8
+constexpr int64_t kSums = kTiles ? kParts / 2 + kParts : 1;  // if kTiles, see QuantizedBlocks
 
 // Sums that are added in 16 bits and then in 32 gain nothing by it.
 constexpr bool kCounted = !kTiles && !kPairedDots;
 
-// For the zeros of int4: the sum of kBlock values, or an eighth of it where products are added as floats, times the scale
-// if kCounted.
+// For the zeros of int4, of sums of kBlock values: two of them, 16 bits each, and what products with codes less 8 begin
+// with, -8 times a sum. Without tiles an eighth of a sum, times the scale if kCounted.
 using PartSum = std::conditional_t<kTiles, int32_t, float>;
 
 // kChunk blocks of kPanel rows.
 struct QuantizedBlocks {
     int8_t values[kChunk][kPanel][kRounded];
     float scale[kPanel][kChunk];  // the base if kCounted
-    PartSum sum[kPanel][kChunk][kSums];
+    PartSum sum[kPanel][kChunk][kSums];  // if kTiles: [kParts / 2] of two parts each, then [kParts] of one to begin with
     int32_t begin[kPanel][kChunk];  // what sums of products begin with, of weights as dot() takes them
 };
 
@@ -43,10 +43,7 @@ struct QuantizedRow {
 
     const int8_t* values(int64_t b) const { return chunk(b).values[b % kChunk][lane]; }
     float scale(int64_t b) const { return chunk(b).scale[lane][b % kChunk]; }
-    PartSum sum(int64_t b, int64_t part) const { return chunk(b).sum[lane][b % kChunk][part]; }
-    I16 begin_less8(int64_t b, int64_t part) const {
-        return splat16(static_cast<int32_t>(chunk(b).sum[lane][b % kChunk][kParts + part]));
-    }
+    PartSum sum(int64_t b) const { return chunk(b).sum[lane][b % kChunk][0]; }
 
     // What sums of products begin with: with weights as dot() and dot_raised() take them, and with unsigned ones.
     I16 begin_raised(int64_t b) const { return splat16(chunk(b).begin[lane][b % kChunk]); }
@@ -88,6 +85,37 @@ private:
     static int64_t chunks_of(int64_t k) { return ceil_div(k, kRounded * kChunk); }
 };
 
+// R rows from `row` on. Of one panel, if rows have panels: then each stands at a constant distance from the first.
+template <int R>
+[[gnu::always_inline]] inline void take_rows(QuantizedRow (&xs)[R], const QuantizedRows& x, int64_t row) {
+    const QuantizedRow first = x.row(row);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) xs[r] = kPanel > 1 ? QuantizedRow{first.chunks, first.lane + r} : x.row(row + r);
+}
+
+// Block b of the rows of one panel, from x on.
+class PanelBlock {
+public:
+    PanelBlock(const QuantizedRow& x, int64_t b)
+        : values_(x.values(b)),
+          scale_(x.chunk(b).scale[x.lane] + b % kChunk),
+          sum_(x.chunk(b).sum[x.lane][b % kChunk]) {}
+
+    const int8_t* values(int64_t r) const { return values_ + r * kRounded; }
+    float scale(int64_t r) const { return scale_[r * kChunk]; }
+    // Sums of two parts.
+    I16 sums(int64_t r, int64_t two) const { return splat16(static_cast<int32_t>(sum_[r * kChunk * kSums + two])); }
+    // What products with a part of codes less 8 begin with.
+    I16 begin_less8(int64_t r, int64_t part) const {
+        return splat16(static_cast<int32_t>(sum_[r * kChunk * kSums + kParts / 2 + part]));
+    }
+
+private:
+    const int8_t* values_;
+    const float* scale_;
+    const PartSum* sum_;
+};
+
 // The same for dot(): other numbers where it wants sums of two neighbours to be small.
 struct PairedRows : QuantizedRows {
     PairedRows from(int64_t row) const { return {QuantizedRows::from(row)}; }
@@ -110,6 +138,11 @@ struct TiledPiece {
         sums = chunk.sum[x.lane][first];
     }
     const uint8_t* at(int64_t b) const { return values + b * kPanel * kRounded; }
+    // Of one part of a block of a row.
+    int32_t sum(int64_t r, int64_t b, int64_t part) const {
+        const auto two = static_cast<uint32_t>(sums[(r * kChunk + b) * kSums + part / 2]);
+        return static_cast<int16_t>(two >> part % 2 * 16);
+    }
 };
 
 // A scale that is a power of two: the least with which a block's largest magnitude is at most 127. NaN if that is NaN or
@@ -164,19 +197,20 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
         inverse = most == 0.0f ? 0.0f : 127.0f / most;
         to.scale[lane][at] = most / 127.0f;
     }
-    uint32_t total = 0;  // unsigned, because NaNs are rounded to the least integer
+    uint32_t total = 0, sums[kParts];  // unsigned, because NaNs are rounded to the least integer
     for (int part = 0; part < kParts; ++part) {
         I8 q[each];
         for (int i = 0; i < each; ++i) q[i] = nearest(v[part * each + i] * splat(inverse));
         const int32_t sum = lane_sum(add(add(q[0], q[1]), add(q[2], q[3])));
         store_int8(to.values[at][lane] + part * kBlock, q);
-        if constexpr (kTiles) {
-            to.sum[lane][at][part] = sum;
-            to.sum[lane][at][kParts + part] = static_cast<int32_t>(-8u * static_cast<uint32_t>(sum));
-        } else {
-            to.sum[lane][at][part] = eighth * static_cast<float>(sum);
-        }
-        total += static_cast<uint32_t>(sum);
+        total += sums[part] = static_cast<uint32_t>(sum);
+    }
+    PartSum* kept = to.sum[lane][at];
+    if constexpr (kTiles) {
+        for (int i = 0; i < kParts; i += 2) kept[i / 2] = static_cast<int32_t>((sums[i] & 0xffff) | sums[i + 1] << 16);
+        for (int i = 0; i < kParts; ++i) kept[kParts / 2 + i] = static_cast<int32_t>(-8u * sums[i]);
+    } else {
+        kept[0] = eighth * static_cast<float>(static_cast<int32_t>(total));
     }
     uint32_t begin = 0;
     if (kCounted) std::memcpy(&begin, &to.scale[lane][at], sizeof begin);

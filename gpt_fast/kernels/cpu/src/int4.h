@@ -23,7 +23,7 @@ struct Int4 {
     // more work than int8, which hides what the fetches cost.
     static constexpr int tiles_at_once(int rows) {
         if (kFewRegisters) return 1;
-        return kRegisters < 32 || kTiles ? tiles_of_integers(rows) : 2;
+        return kTiles ? kStreams : kRegisters < 32 ? tiles_of_integers(rows) : 2;
     }
     static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2, kBlockLines = kBlockBytes / kLine,
                              kRoundedBytes = kTile * kRounded;
@@ -76,7 +76,7 @@ struct Int4 {
                 return;
             }
         }
-        if constexpr (kTiles) return exact_blocks<R, T>(x, row, tile, k, k_end, acc, fetch);
+        if constexpr (kTiles) return exact_blocks<R, T>(x, row, tile, k, k_end, acc);
         const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];
@@ -106,53 +106,144 @@ struct Int4 {
         store_sums(sum, acc);
     }
 
-    // The same where kTiles, by vectors: sums over blocks of x are integers.
+    // The same where kTiles, by vectors: R rows of one panel, whose sums over blocks of x are integers. What is rare would
+    // cost many rows their registers, and is left to exact_row().
     template <int R, int T>
-    void exact_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
-                      const Fetch& fetch) const {
-        const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
+    void exact_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+        const int64_t whole = k + (k_end - k) / kRounded * kRounded;
+        const bool carries = add_whole_blocks<R, T>(x, row, tile, k, whole, acc);
+        if (!carries && whole == k_end) return;
+        const Sums to = carries ? acc : acc.after(whole - k);
+        for (int r = 0; r < R; ++r)
+            for (int t = 0; t < T; ++t) exact_row(x, row + r, tile + t, carries ? k : whole, k_end, to.from(r, t));
+    }
+
+    // A block of each tile in turns, while the next one is fetched: that is twice the time for memory. Returns whether a
+    // zero was met that 16 bits do not hold; then the sums are as they were.
+    template <int R, int T>
+    bool add_whole_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+        constexpr int together = T > 2 ? 2 : T, turns = T / together;  // as many sums as registers hold
+        const int64_t tile_bytes = this->tile_bytes(), turn_bytes = together * tile_bytes;
+        const int64_t block_bytes = kRounded / group_size * group_bytes();
         const uint8_t* tiles = data + tile * tile_bytes;
-        QuantizedRow xs[R];
-        F16 sum[R][T];
-        take_rows(xs, x, row);
-        load_sums(sum, acc);
-        int64_t at = k / group_size * group_bytes();  // from the beginning of a tile
-        const uint8_t* header = tiles;
-        for (int64_t b = k / kBlock, group_end = b, end = k_end / kBlock; b < end;) {
-            I16 inner[R][T];  // eight times the sums over a block of x
+        const QuantizedRow first = x.row(row);
+        const Fetch following{block_bytes};
+        F16 sum[turns][R][together];
+        for (int turn = 0; turn < turns; ++turn) load_sums(sum[turn], acc.from(0, turn * together));
+        I16 largest = splat16(0);  // zeros
+        for (int64_t b = k / kRounded, at = b * block_bytes; b < k_end / kRounded; ++b, at += block_bytes) {
+            const PanelBlock block(first, b);
+            const uint8_t *from = tiles + at, *next = following.template after<T>(tiles, tile_bytes, at);
+            for (int turn = 0; turn < turns; ++turn, from += turn_bytes, next += turn_bytes)
+                add_whole_block(from, next, block, sum[turn], largest);
+        }
+        if (any_above(largest, TiledInt4Groups::kMost)) return true;
+        for (int turn = 0; turn < turns; ++turn) store_sums(sum[turn], acc.from(0, turn * together));
+        return false;
+    }
+
+    // A block of R rows and T tiles; `next`: what to fetch meanwhile.
+    template <int R, int T>
+    [[gnu::always_inline]] void add_whole_block(const uint8_t* w, const uint8_t* next, const PanelBlock& x, F16 (&sum)[R][T],
+                                                I16& largest) const {
+        const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
+        const uint8_t* header = w;
+        int64_t left = 0;  // of a group
+        I16 inner[T][R];   // eight times the sums
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r)
+        for (int t = 0; t < T; ++t)
 #pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) inner[r][t] = splat16(0);
-            const int64_t block = b / kParts;
-            for (int64_t part = 0; part < kParts && b < end; ++part, ++b, at += kBlockBytes) {
-                if (b == group_end) header = tiles + at, at += kHeader, group_end += group_blocks;
-                const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, at);
-                auto fetch_line = [&](int i) { fetch.template line_of<R, T, kBlockLines + 1>(next, tile_bytes, i); };
-                I16 exact[R][T];
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-                    for (int t = 0; t < T; ++t) exact[r][t] = xs[r].begin_less8(block, part);
-                add_block<R, T>(tiles + at, tile_bytes, xs, b, exact, fetch_line);
-                fetch_line(kBlockLines);  // of the header that may lie between two blocks
+            for (int r = 0; r < R; ++r) inner[t][r] = splat16(0);
+        for (int64_t two = 0; two < kParts / 2; ++two) {
+            TiledInt4Groups groups[T];
+            auto add_part = [&](auto number) __attribute__((always_inline)) {
+                constexpr int part = number;
+                if (left == 0) header = w, w += kHeader, next += kHeader, left = group_blocks;
+                I16 exact[T][R];
+                sum_part<R, T>(w, next, tile_bytes, x, 2 * two + part, exact);
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) {
-                    TiledInt4Groups groups;
-                    groups.set(header + t * tile_bytes, header + t * tile_bytes + kTile);
+                    largest = larger(largest, groups[t].template set<part>(header + t * tile_bytes));
 #pragma GCC unroll 8
-                    for (int r = 0; r < R; ++r)
-                        inner[r][t] = groups.template add<true>(inner[r][t], exact[r][t], xs[r].sum(block, part));
+                    for (int r = 0; r < R; ++r) inner[t][r] = groups[t].template add<part>(inner[t][r], exact[t][r]);
                 }
+                --left, w += kBlockBytes, next += kBlockBytes;
+            };
+            add_part(std::integral_constant<int, 0>());
+            add_part(std::integral_constant<int, 1>());
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t)
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) inner[t][r] = groups[t].add_zeros(inner[t][r], x.sums(r, two));
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const F16 scale = splat16(x.scale(r) * 0.125f);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) sum[r][t] = plus_product(sum[r][t], to_floats(inner[t][r]), scale);
+        }
+    }
+
+    // One row and one tile: blocks that are not whole, and any zeros.
+    void exact_row(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+        F16 sum[1][1];
+        load_sums(sum, acc);
+        for (int64_t b = k / kBlock, end = k_end / kBlock; b < end;) {
+            const PanelBlock block(x.row(row), b / kParts);
+            I16 inner[] = {splat16(0)};
+            for (int64_t two = 0; two < kParts / 2 && b < end; ++two) {
+                TiledInt4Groups groups;
+                auto add_part = [&](auto part) {
+                    const uint8_t* header = at(tile, b * kBlock);
+                    I16 exact[1][1];
+                    const uint8_t* w = header + kHeader + b * kBlock % group_size / kBlock * kBlockBytes;
+                    sum_part<1, 1>(w, w, 0, block, 2 * two + part, exact);
+                    groups.set<part>(header);
+                    inner[0] = groups.add<part>(inner[0], exact[0][0]);
+                    ++b;
+                };
+                add_part(std::integral_constant<int, 0>());
+                if (b < end) add_part(std::integral_constant<int, 1>());
+                inner[0] = groups.add_zeros(inner[0], block.sums(0, two));
+                groups.add_carries(inner, [&](int64_t) { return block.sums(0, two); });
+            }
+            sum[0][0] = plus_product(sum[0][0], to_floats(inner[0]), splat16(block.scale(0) * 0.125f));
+        }
+        store_sums(sum, acc);
+    }
+
+    // The sums of one part of a block of x. The weights of each value serve all rows.
+    template <int R, int T>
+    [[gnu::always_inline]] static void sum_part(const uint8_t* w, const uint8_t* next, int64_t tile_bytes,
+                                                const PanelBlock& x, int64_t part, I16 (&exact)[T][R]) {
+        auto fetch_line = [&](int64_t i) {
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) prefetch(next + t * tile_bytes + i * kLine);
+        };
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) exact[t][r] = x.begin_less8(r, part);
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; ++g) {
+            fetch_line(g);
+            I16 low[T], high[T];
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) {
+                const I16 both = load64(w + t * tile_bytes + g * kLine);
+                low[t] = low_nibbles(both), high[t] = high_nibbles(both);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const F16 scale = splat16(xs[r].scale(block) * 0.125f);
+                const int8_t* four = x.values(r) + part * kBlock + g * 4;
+                const I16 first = splat_four(four), second = splat_four(four + kBlock / 2);
 #pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) sum[r][t] = plus_product(sum[r][t], to_floats(inner[r][t]), scale);
+                for (int t = 0; t < T; ++t) exact[t][r] = add_nibbles(exact[t][r], low[t], first);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) exact[t][r] = add_nibbles(exact[t][r], high[t], second);
             }
         }
-        store_sums(sum, acc);
+        fetch_line(kBlockLines);  // of the header that may lie between two blocks
     }
 
     // R rows of one tile, its zeros taken off before the products, as in ReadyInt4. That is one product of floats less for
@@ -201,7 +292,7 @@ struct Int4 {
     template <int R, int T, class Before>
     [[gnu::always_inline]] static void add_block(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R],
                                                  int64_t b, I16 (*exact)[T], Before before) {
-        if (!kTiles) begin_codes(xs, b, exact);  // else they have begun
+        begin_codes(xs, b, exact);
 #pragma GCC unroll 4
         for (int g = 0; g < 4; ++g) {
             before(g);
@@ -211,7 +302,7 @@ struct Int4 {
                 const I16 both = load64(w + t * tile_bytes + g * 64);
                 low[t] = low_nibbles(both), high[t] = high_nibbles(both);
             }
-            add_codes<R, T>(low, high, xs, b / kParts, b % kParts * kBlock + g * 4, exact);
+            add_codes<R, T>(low, high, xs, b, g * 4, exact);
         }
     }
 
@@ -305,7 +396,7 @@ struct Int4 {
                         const I16 upper = load64(reinterpret_cast<const uint8_t*>(high[r]));
                         const I16 lower = load64(reinterpret_cast<const uint8_t*>(low[r]));
                         const F16 scale = splat16(0.125f * piece.scales[r * kChunk + b + i]);
-                        sum[r][0] = plus_product(sum[r][0], to_floats(plus(shift_left8(upper), lower)), scale);
+                        sum[r][0] = plus_product(sum[r][0], to_floats(plus(shift_left<8>(upper), lower)), scale);
                     }
                 }
                 store_sums(sum, to);
@@ -319,7 +410,7 @@ struct Int4 {
         for (int64_t r = 0; r < rows; ++r)
             for (int64_t part = b * kParts; part < (b + 1) * kParts; ++part)
                 for (int64_t j = 0; j < kTile; ++j)
-                    sums[r][j] -= w.rest[part][j] * piece.sums[(r * kChunk + b) * kSums + part % kParts];
+                    sums[r][j] -= w.rest[part][j] * piece.sum(r, b, part % kParts);
     }
 };
 

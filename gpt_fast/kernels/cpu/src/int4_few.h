@@ -28,26 +28,34 @@ public:
                 registers_.template add_int8<0, 1, 2>();
                 registers_.template store<0>(reinterpret_cast<uint8_t*>(exact[part]), kTileBytes);
             }
-            const PartSum* values = x.chunk(block).sum[x.lane][block % kChunk];
-            const float* scales = x.chunk(block).scale[x.lane] + block % kChunk;
-            auto add_rows = [&](int64_t parts, auto asks) __attribute__((always_inline)) {
+            const PanelBlock rounded(x, block);
+            I16 inner[R];  // eight times the sums over the block
 #pragma GCC unroll 16
-                for (int r = 0; r < R; ++r) {
-                    I16 inner = splat16(0);  // eight times the sum of the block
-#pragma GCC unroll 4
-                    for (int64_t part = 0; part < parts; ++part)
-                        inner = weights.groups[part].template add<asks>(
-                            inner, load64(reinterpret_cast<const uint8_t*>(exact[part][r])),
-                            values[r * kChunk * kSums + part]);
-                    float* to = sums + r * stride;
-                    const F16 before = begun ? load16(to) : splat16(0.0f);
-                    store16(to, plus_product(before, to_floats(inner), splat16(scales[r * kChunk] * 0.125f)));
-                }
+            for (int r = 0; r < R; ++r) inner[r] = splat16(0);
+            auto add_part = [&](int64_t two, auto part) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r)
+                    inner[r] = weights.groups[two].template add<part>(
+                        inner[r], load64(reinterpret_cast<const uint8_t*>(exact[2 * two + part][r])));
             };
-            if (weights.parts == kParts && !weights.wide)
-                add_rows(kParts, std::false_type());
-            else
-                add_rows(weights.parts, std::true_type());
+            for (int64_t two = 0; 2 * two < weights.parts; ++two) {
+                add_part(two, std::integral_constant<int, 0>());
+                if (2 * two + 1 < weights.parts) add_part(two, std::integral_constant<int, 1>());
+                auto row_sums = [&](int64_t r) { return rounded.sums(r, two); };
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) inner[r] = weights.groups[two].add_zeros(inner[r], row_sums(r));
+                if (!weights.carries) continue;
+                I16 totals[R];  // a copy, so that the others need not be in memory
+                std::memcpy(totals, inner, sizeof totals);
+                weights.groups[two].add_carries(totals, row_sums);
+                std::memcpy(inner, totals, sizeof totals);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                float* to = sums + r * stride;
+                const F16 before = begun ? load16(to) : splat16(0.0f);
+                store16(to, plus_product(before, to_floats(inner[r]), splat16(rounded.scale(r) * 0.125f)));
+            }
         }
     }
 
@@ -61,18 +69,21 @@ private:
     // A block of x long.
     struct Weights {
         alignas(64) int8_t codes[kParts][kTile * kBlock];
-        TiledInt4Groups groups[kParts];
+        TiledInt4Groups groups[ceil_div(kParts, 2)];
         int64_t parts;
-        bool wide;  // one of them is
+        bool carries;
 
         void take(Reader& from) {
             const int64_t left = from.end - from.block;
-            parts = left < kParts ? left : kParts, wide = false;
+            parts = left < kParts ? left : kParts, carries = false;
             for (int64_t part = 0; part < parts; ++part, ++from.block, from.at += kTile * kBlock / 2) {
                 if (from.block == from.group_end)
                     from.scales = from.at, from.at += from.header, from.group_end += from.group_blocks;
-                groups[part].set(from.scales, from.scales + kTile);
-                wide |= groups[part].wide;
+                if (part % 2)
+                    groups[part / 2].set<1>(from.scales);
+                else
+                    groups[part / 2].set<0>(from.scales);
+                carries |= any_large(from.scales + kTile);
 #pragma GCC unroll 4
                 for (int64_t g = 0; g < 4; ++g) {
                     prefetch(from.at + kAhead + g * kLine);

@@ -56,7 +56,7 @@ struct Int4Groups {
         : scale(nibble_scales(scales)), shift(load16_uint8(zeros) * load16_uint8(scales)) {}
 
     F16 add(F16 sum, I16 codes, const QuantizedRow& x, int64_t b) const {
-        const F16 whole = minus_product(scaled_nibbles(codes, scale), shift, splat16(x.sum(b, 0)));
+        const F16 whole = minus_product(scaled_nibbles(codes, scale), shift, splat16(x.sum(b)));
         return plus_product(sum, whole, splat16(x.scale(b)));
     }
 };
@@ -69,33 +69,55 @@ struct Int4Groups {
     Int4Groups(const uint8_t* scales, const uint8_t* zeros) : scale(load16_uint8(scales)), zero(load16_uint8(zeros)) {}
 
     F16 add(F16 sum, I16 codes, const QuantizedRow& x, int64_t b) const {
-        const auto eighth = static_cast<float>(x.sum(b, 0));
+        const auto eighth = static_cast<float>(x.sum(b));
         return plus_product(sum, minus_product(x.counted(codes, b), zero, splat16(eighth)), scale);
     }
 };
 #endif
 
-// The same where kTiles, all as integers. A weight is (8 (q - 8) + 64 - zero) / 8 * scale. The sum of the products of a
-// block's codes less 8 fits 16 bits, so that one instruction multiplies it by the scale and adds it.
-struct TiledInt4Groups {
-    I16 eight_scales, shift;
-    bool wide;  // a shift may not fit 16 bits
+// The same where kTiles, of two neighbouring parts of a block of x, all as integers. A weight is (8 (q - 8) + 64 - zero) /
+// 8 * scale. The sum of the products of a part's codes less 8 fits 16 bits, so that one instruction multiplies it by the
+// scale and adds it. Another one adds what is left of the zeros, of both parts.
+class TiledInt4Groups {
+public:
+    static constexpr int32_t kMost = 192;  // of zeros that add_zeros() takes: 16 bits hold what is left of them
 
-    void set(const uint8_t* scales, const uint8_t* zeros) {
-        wide = any_large(zeros);
-        const I16 scale = load16_bytes(scales);
-        eight_scales = shift_left3(scale), shift = times(minus(splat16(64), load16_bytes(zeros)), scale);
-        if (!wide) shift = lower_words(shift);
+    // Part 0, then 1 if there is one; `header`: scales and zeros. Returns the zeros.
+    template <int part>
+    I16 set(const uint8_t* header) {
+        const I16 scale = load16_bytes(header), zero = load16_bytes(header + kTile);
+        const I16 shift = dot_words(splat16(0), minus(splat16(64), zero), scale);
+        eight_scales_[part] = shift_left<3>(scale);
+        shift_ = part == 0 ? lower_words(shift) : plus(shift_, shift_left<16>(shift));
+        if (part == 0) headers_[1] = nullptr;
+        headers_[part] = header;
+        return zero;
     }
 
-    // total + eight times the products of a row, whose codes less 8 make `exact`, and whose values add up to `values`. Not
-    // wide unless `asks`.
-    template <bool asks>
-    I16 add(I16 total, I16 exact, int32_t values) const {
-        total = dot_words(total, exact, eight_scales);
-        const I16 x = splat16(values);
-        return asks && wide ? plus(total, times(shift, x)) : dot_words(total, shift, x);
+    // total + eight times the products of a row with a part, whose codes less 8 make `exact`, but for zeros.
+    template <int part>
+    I16 add(I16 total, I16 exact) const {
+        return dot_words(total, exact, eight_scales_[part]);
     }
+
+    // total + what is left of them; `sums`: of a row in the two parts.
+    I16 add_zeros(I16 total, I16 sums) const { return dot_words(total, shift_, sums); }
+
+    // The rest of it for zeros above kMost, for R rows; sums(r): of a row.
+    template <int R, class Sums>
+    [[gnu::noinline]] void add_carries(I16 (&totals)[R], Sums sums) const {
+        int16_t words[kTile][2] = {};  // what 16 bits lack, in units of 2^16
+        for (int part = 0; part < 2 && headers_[part]; ++part)
+            for (int j = 0; j < kTile; ++j)
+                words[j][part] = (64 - headers_[part][kTile + j]) * headers_[part][j] < INT16_MIN ? -1 : 0;
+        const I16 carries = load64(reinterpret_cast<const uint8_t*>(words));
+        for (int r = 0; r < R; ++r)
+            totals[r] = plus(totals[r], shift_left<16>(dot_words(splat16(0), carries, sums(r))));
+    }
+
+private:
+    I16 eight_scales_[2], shift_;
+    const uint8_t* headers_[2];
 };
 
 // Without VNNI: codes in a byte each, scales and zeros as products take them.
@@ -159,8 +181,8 @@ public:
     }
 
     // Of the codes in the low halves of 64 bytes, and in the high ones. No byte overflows.
-    I16 low(I16 both) const { return plus(shift_left3(low_nibbles(both)), raise_); }
-    I16 high(I16 both) const { return plus(shift_left3(high_nibbles(both)), raise_); }
+    I16 low(I16 both) const { return plus(shift_left<3>(low_nibbles(both)), raise_); }
+    I16 high(I16 both) const { return plus(shift_left<3>(high_nibbles(both)), raise_); }
 
     bool any_rest() const { return any_rest_; }
     void rest(int32_t* to) const {

@@ -33,7 +33,7 @@ template <int R, int T, bool raised, class Before>
 
 struct Int8 {
     using Rows = DotRows;
-    static constexpr int64_t kTiledRows = kTiles ? 4 : 0;  // fewer are faster without
+    static constexpr int64_t kTiledRows = kTiles ? kMaxRows + 1 : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = 0;
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = kTiles ? 1024 : 512;

@@ -200,6 +200,11 @@ inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, 
                      FetchPieces* next = nullptr) {
     if constexpr (Format::kTiledRows > 0)
         if (rows >= Format::kTiledRows) return w.tiled(x, row, rows, tile, tiles, k, k_end, acc);
+    if constexpr (Format::kTiledRows > 1) {  // micro takes rows of one panel
+        return each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t count) {
+            micro_any<Format, most>(count, x, row + begin, w, tile, tiles, k, k_end, acc.from(begin, 0), fetch);
+        });
+    }
     const int64_t pieces = ceil_div(rows, most);
     for (int64_t p = 0; p < pieces; ++p) {
         const int64_t begin = rows * p / pieces, end = rows * (p + 1) / pieces;

@@ -95,6 +95,16 @@ inline I16 by_ints(I16 x, I16 y, Body body) {
     for (int i = 0; i < 16; ++i) a[i] = body(a[i], b[i]);
     return load64(reinterpret_cast<const uint8_t*>(a));
 }
+inline I16 larger(I16 x, I16 y) {
+    return by_ints(x, y, [](int32_t a, int32_t b) { return a > b ? a : b; });
+}
+inline bool any_above(I16 v, int32_t most) {
+    int32_t all[16];
+    std::memcpy(all, &v, sizeof all);
+    for (int32_t x : all)
+        if (x > most) return true;
+    return false;
+}
 inline I16 minus(I16 x, I16 y) { return by_ints(x, y, [](int32_t a, int32_t b) { return a - b; }); }
 inline I16 less8(I16 nibbles) {
     int8_t bytes[64];

@@ -142,9 +142,9 @@ inline I16 dot_raised_four(I16 sum, I16 raised, const int8_t* x) {
 inline I16 dot(I16 sum, I16 w, I16 x) { return dot_raised(sum, raise(w), x); }
 
 inline I16 low_nibbles(I16 v) { return v & _mm512_set1_epi8(15); }
-inline I16 high_nibbles(I16 v) { return _mm512_srli_epi16(v, 4) & _mm512_set1_epi8(15); }
-// Less 8, as int8. By a matrix of bits: the upper five are the nibble's highest, turned.
+// By a matrix of bits. Less 8, as int8: the upper five bits are the nibble's highest, turned.
 #ifdef __GFNI__
+inline I16 high_nibbles(I16 v) { return _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64(0x1020408000000000), 0); }
 inline I16 low_nibbles_less8(I16 v) {
     return _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64(0x0102040808080808), 0xf8);
 }
@@ -152,17 +152,22 @@ inline I16 high_nibbles_less8(I16 v) {
     return _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64(0x1020408080808080), 0xf8);
 }
 #else
+inline I16 high_nibbles(I16 v) { return _mm512_srli_epi16(v, 4) & _mm512_set1_epi8(15); }
 inline I16 low_nibbles_less8(I16 v) { return _mm512_sub_epi8(low_nibbles(v), _mm512_set1_epi8(8)); }
 inline I16 high_nibbles_less8(I16 v) { return _mm512_sub_epi8(high_nibbles(v), _mm512_set1_epi8(8)); }
 #endif
 inline I16 lower_words(I16 v) { return v & splat16(0xffff); }
 inline I16 add_nibbles(I16 sums, I16 nibbles, I16 x) { return dot_raised(sums, nibbles, x); }
 
+inline I16 larger(I16 x, I16 y) { return _mm512_max_epi32(x, y); }
+inline bool any_above(I16 v, int32_t most) { return _mm512_cmpgt_epi32_mask(v, splat16(most)) != 0; }
 inline I16 plus(I16 x, I16 y) { return _mm512_add_epi32(x, y); }
 inline I16 minus(I16 x, I16 y) { return _mm512_sub_epi32(x, y); }
 inline I16 times(I16 x, I16 y) { return _mm512_mullo_epi32(x, y); }
-inline I16 shift_left3(I16 x) { return _mm512_slli_epi32(x, 3); }
-inline I16 shift_left8(I16 x) { return _mm512_slli_epi32(x, 8); }
+template <int bits>
+inline I16 shift_left(I16 x) {
+    return _mm512_slli_epi32(x, bits);
+}
 
 // Of the sixteen groups of int4 that a tile has at one k.
 class Int4Grid {

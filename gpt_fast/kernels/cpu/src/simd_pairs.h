@@ -37,8 +37,10 @@ inline F16 as_floats(I16 bits) { return {as_floats(bits.a), as_floats(bits.b)}; 
 inline I16 as_ints(F16 bits) { return {as_ints(bits.a), as_ints(bits.b)}; }
 inline I16 plus(I16 x, I16 y) { return {add(x.a, y.a), add(x.b, y.b)}; }
 inline I16 times(I16 x, I16 y) { return {multiply(x.a, y.a), multiply(x.b, y.b)}; }
-inline I16 shift_left3(I16 v) { return {shift_left<3>(v.a), shift_left<3>(v.b)}; }
-inline I16 shift_left8(I16 v) { return {shift_left<8>(v.a), shift_left<8>(v.b)}; }
+template <int bits>
+inline I16 shift_left(I16 v) {
+    return {shift_left<bits>(v.a), shift_left<bits>(v.b)};
+}
 inline F16 load16_uint8(const uint8_t* p) { return {load8_uint8(p), load8_uint8(p + 8)}; }
 
 inline I16 splat16(int32_t x) { return {splat(x), splat(x)}; }
