@@ -178,8 +178,11 @@ def test_blocks_have_the_least_power_of_two_that_holds_them(most: float) -> None
 
 
 @needs_cpp
-@pytest.mark.parametrize("rows", [2, 8, 100])  # for many, weights are made ready first
-@pytest.mark.parametrize(("code", "zero", "step"), [(15, 0, 1), (0, 255, 1), (15, 128, 1), (0, 129, 1), (15, 0, 255)])
+@pytest.mark.parametrize("rows", [2, 8, 20, 100])  # for many, weights are made ready first
+@pytest.mark.parametrize(
+    ("code", "zero", "step"),
+    [(15, 0, 1), (0, 255, 1), (15, 128, 1), (0, 129, 1), (15, 0, 255), (0, 255, 255), (15, 193, 255)],
+)
 def test_int4_does_not_overflow_at_its_extremes(code: int, zero: int, step: int, rows: int) -> None:
     q = torch.full((8, 128), code, dtype=torch.uint8)
     scale = torch.full((8, 1), step, dtype=torch.uint8)

@@ -85,24 +85,18 @@ private:
     static int64_t chunks_of(int64_t k) { return ceil_div(k, kRounded * kChunk); }
 };
 
-// R rows from `row` on. Of one panel, if rows have panels: then each stands at a constant distance from the first.
-template <int R>
-[[gnu::always_inline]] inline void take_rows(QuantizedRow (&xs)[R], const QuantizedRows& x, int64_t row) {
-    const QuantizedRow first = x.row(row);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) xs[r] = kPanel > 1 ? QuantizedRow{first.chunks, first.lane + r} : x.row(row + r);
-}
-
-// Block b of the rows of one panel, from x on.
+// Block b of the rows of one panel, from x on: what belongs to one of them is at a constant distance from the first.
 class PanelBlock {
 public:
     PanelBlock(const QuantizedRow& x, int64_t b)
         : values_(x.values(b)),
           scale_(x.chunk(b).scale[x.lane] + b % kChunk),
-          sum_(x.chunk(b).sum[x.lane][b % kChunk]) {}
+          sum_(x.chunk(b).sum[x.lane][b % kChunk]),
+          begin_(x.chunk(b).begin[x.lane] + b % kChunk) {}
 
     const int8_t* values(int64_t r) const { return values_ + r * kRounded; }
     float scale(int64_t r) const { return scale_[r * kChunk]; }
+    I16 begin_raised(int64_t r) const { return splat16(begin_[r * kChunk]); }
     // Sums of two parts.
     I16 sums(int64_t r, int64_t two) const { return splat16(static_cast<int32_t>(sum_[r * kChunk * kSums + two])); }
     // What products with a part of codes less 8 begin with.
@@ -114,6 +108,7 @@ private:
     const int8_t* values_;
     const float* scale_;
     const PartSum* sum_;
+    const int32_t* begin_;
 };
 
 // The same for dot(): other numbers where it wants sums of two neighbours to be small.

@@ -118,28 +118,20 @@ struct Int4 {
             for (int t = 0; t < T; ++t) exact_row(x, row + r, tile + t, carries ? k : whole, k_end, to.from(r, t));
     }
 
-    // A block of each tile in turns, while the next one is fetched: that is twice the time for memory. Returns whether a
-    // zero was met that 16 bits do not hold; then the sums are as they were.
+    // Returns whether a zero was met that 16 bits do not hold; then the sums are as they were.
     template <int R, int T>
     bool add_whole_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
-        constexpr int together = T > 2 ? 2 : T, turns = T / together;  // as many sums as registers hold
-        const int64_t tile_bytes = this->tile_bytes(), turn_bytes = together * tile_bytes;
-        const int64_t block_bytes = kRounded / group_size * group_bytes();
-        const uint8_t* tiles = data + tile * tile_bytes;
         const QuantizedRow first = x.row(row);
-        const Fetch following{block_bytes};
-        F16 sum[turns][R][together];
-        for (int turn = 0; turn < turns; ++turn) load_sums(sum[turn], acc.from(0, turn * together));
         I16 largest = splat16(0);  // zeros
-        for (int64_t b = k / kRounded, at = b * block_bytes; b < k_end / kRounded; ++b, at += block_bytes) {
-            const PanelBlock block(first, b);
-            const uint8_t *from = tiles + at, *next = following.template after<T>(tiles, tile_bytes, at);
-            for (int turn = 0; turn < turns; ++turn, from += turn_bytes, next += turn_bytes)
-                add_whole_block(from, next, block, sum[turn], largest);
-        }
-        if (any_above(largest, TiledInt4Groups::kMost)) return true;
-        for (int turn = 0; turn < turns; ++turn) store_sums(sum[turn], acc.from(0, turn * together));
-        return false;
+        bool carries = false;
+        add_in_turns<R, T, T < 2 ? T : 2>(
+            data + tile * tile_bytes(), tile_bytes(), kRounded / group_size * group_bytes(), k / kRounded,
+            k_end / kRounded, acc,
+            [&](int64_t b, const uint8_t* w, const uint8_t* next, auto& sum) __attribute__((always_inline)) {
+                add_whole_block(w, next, PanelBlock(first, b), sum, largest);
+            },
+            [&] { return !(carries = any_above(largest, TiledInt4Groups::kMost)); });
+        return carries;
     }
 
     // A block of R rows and T tiles; `next`: what to fetch meanwhile.

@@ -260,7 +260,7 @@ struct ReadyInt4 {
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) exact[r][t] = xs[r].begin_raised(b);
-            add_dots<R, T, true>(w->bytes[0], tile_bytes, xs, b, 0, exact, [](int) {});
+            add_dots<true>(w->bytes[0], tile_bytes, [&](int r) { return xs[r].values(b); }, exact, [](int) {});
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
                 if (w[t * blocks].any_rest) take_zero_rest(w[t * blocks].rest, xs, b, t, exact);

@@ -9,12 +9,11 @@
 
 namespace gpt_fast {
 
-// Adds the products of kBlock neighbours along k, R rows by T tiles: part `part` of block b of x and [8, 16 outputs, 4 k]
-// weights of each tile, `tile_bytes` apart. before(g): what else is done for each eighth of them. Raised weights have had
-// 128 added. Were it called, the sums would go through memory: clang has to be told.
-template <int R, int T, bool raised, class Before>
-[[gnu::always_inline]] inline void add_dots(const uint8_t* w, int64_t tile_bytes, const QuantizedRow (&xs)[R], int64_t b,
-                                            int64_t part, I16 (&exact)[R][T], Before before) {
+// Adds the products of kBlock neighbours along k, R rows by T tiles: x(r) of row r and [8, 16 outputs, 4 k] weights of each
+// tile, `tile_bytes` apart. before(g): what else is done for each eighth of them. Raised weights have had 128 added. Were it
+// called, the sums would go through memory: clang has to be told.
+template <bool raised, int R, int T, class X, class Before>
+[[gnu::always_inline]] inline void add_dots(const uint8_t* w, int64_t tile_bytes, X x, I16 (&exact)[R][T], Before before) {
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
         before(g);
@@ -23,7 +22,7 @@ template <int R, int T, bool raised, class Before>
         for (int t = 0; t < T; ++t) wv[t] = load64(w + t * tile_bytes + g * 64);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const I16 four = splat_four(xs[r].values(b) + part * kBlock + g * 4);
+            const I16 four = splat_four(x(r) + g * 4);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t)
                 exact[r][t] = raised ? dot_raised(exact[r][t], wv[t], four) : dot(exact[r][t], wv[t], four);
@@ -38,7 +37,7 @@ struct Int8 {
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = kTiles ? 1024 : 512;
     static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
-    static constexpr int tiles_at_once(int rows) { return tiles_of_integers(rows); }
+    static constexpr int tiles_at_once(int rows) { return kTiles ? kStreams : tiles_of_integers(rows); }
     static constexpr int64_t kBlockBytes = kTile * kBlock, kRoundedBytes = kTile * kRounded;
 
     const uint8_t* data;
@@ -57,25 +56,24 @@ struct Int8 {
     template <int R, int T>
     void micro(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc,
                const Fetch& fetch) const {
+        if constexpr (kTiles) return long_blocks<R, T>(x, row, tile, k, k_end, acc);
         const int64_t tile_bytes = this->tile_bytes();
         const uint8_t* tiles = data + tile * tile_bytes;
         QuantizedRow xs[R];
         F16 sum[R][T];
         take_rows(xs, x, row);
         load_sums(sum, acc);
-        for (int64_t b = k / kRounded, end = ceil_div(k_end, kRounded); b < end; ++b) {
+        for (int64_t b = k / kBlock, end = k_end / kBlock; b < end; ++b) {
             I16 exact[R][T];
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
                 for (int t = 0; t < T; ++t) exact[r][t] = xs[r].begin_raised(b);
-            for (int64_t part = 0; part < kParts && b * kParts + part < blocks; ++part) {
-                const int64_t at = (b * kParts + part) * kBlockBytes;
-                const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, at);
-                add_dots<R, T, false>(tiles + at, tile_bytes, xs, b, part, exact, [&](int g) {
-                    fetch.template line_of<R, T, kBlockBytes / kLine>(next, tile_bytes, g);
-                });
-            }
+            const int64_t at = b * kBlockBytes;
+            const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, at);
+            add_dots<false>(tiles + at, tile_bytes, [&](int r) { return xs[r].values(b); }, exact, [&](int g) {
+                fetch.template line_of<R, T, kBlockBytes / kLine>(next, tile_bytes, g);
+            });
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const F16 scale = splat16(xs[r].scale(b));
@@ -84,6 +82,36 @@ struct Int8 {
             }
         }
         store_sums(sum, acc);
+    }
+
+    // The same where kTiles: R rows of one panel.
+    template <int R, int T>
+    void long_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+        constexpr int together = R <= 2 || T < 2 ? T : 2;
+        const int64_t tile_bytes = this->tile_bytes();
+        const QuantizedRow first = x.row(row);
+        auto add = [&](int64_t b, const uint8_t* w, const uint8_t* next, auto& sum) __attribute__((always_inline)) {
+            const PanelBlock block(first, b);
+            I16 exact[R][together];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                for (int t = 0; t < together; ++t) exact[r][t] = block.begin_raised(r);
+            const int64_t parts = std::min(kParts, k_end / kBlock - b * kParts);
+            for (int64_t part = 0; part < parts; ++part, w += kBlockBytes, next += kBlockBytes)
+                add_dots<false>(w, tile_bytes, [&](int r) { return block.values(r) + part * kBlock; }, exact, [&](int g) {
+#pragma GCC unroll 8
+                    for (int t = 0; t < together; ++t) prefetch(next + t * tile_bytes + g * kLine);
+                });
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const F16 scale = splat16(block.scale(r));
+#pragma GCC unroll 8
+                for (int t = 0; t < together; ++t) sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]), scale);
+            }
+        };
+        add_in_turns<R, T, together>(data + tile * tile_bytes, tile_bytes, kRoundedBytes, k / kRounded,
+                                     ceil_div(k_end, kRounded), acc, add, [] { return true; });
     }
 
     // What add_tiles() takes of some weights of one tile: the last block may be filled up with zeros.
