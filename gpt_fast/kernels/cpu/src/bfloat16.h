@@ -51,7 +51,8 @@ struct Bfloat16 {
         store_sums(sum, acc);
     }
 
-    // Two panels of rows and two tiles of weights at a time. A template, because rows that are not rounded have no panels.
+    // One panel of rows and four tiles of weights at a time, or two and two. A template, because rows that are not rounded
+    // have no panels.
     template <class Panels>
     void tiled(const Panels& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                const Sums& acc) const {
@@ -59,15 +60,17 @@ struct Bfloat16 {
         const int64_t depth = (k_end - k) / acc.parts;
         each_group(x.first + row, rows, 2 * kTileRows, [&](int64_t begin, int64_t count) {
             registers.shape(count);
-            for (int64_t t = 0; t < tiles; t += 2)
+            auto add = [&](int64_t t, auto together) {
                 for (int64_t p = 0; p < acc.parts; ++p) {
-                    const Sums to = acc.only(p).from(begin, t);
                     const int64_t from = k + p * depth;
-                    if (t + 1 < tiles)
-                        add_tiles<2>(registers, x, row + begin, count, tile + t, from, from + depth, to, begin == 0);
-                    else
-                        add_tiles<1>(registers, x, row + begin, count, tile + t, from, from + depth, to, begin == 0);
+                    add_tiles<together>(registers, x, row + begin, count, tile + t, from, from + depth,
+                                        acc.only(p).from(begin, t), begin == 0);
                 }
+            };
+            int64_t t = 0;
+            for (; count <= kTileRows && t + 4 <= tiles; t += 4) add(t, std::integral_constant<int, 4>());
+            for (; t + 2 <= tiles; t += 2) add(t, std::integral_constant<int, 2>());
+            if (t < tiles) add(t, std::integral_constant<int, 1>());
         });
     }
 
@@ -75,6 +78,7 @@ struct Bfloat16 {
     void add_tiles(TileSums<>& registers, const Panels& x, int64_t row, int64_t rows, int64_t tile, int64_t k,
                    int64_t k_end, const Sums& acc, bool fetch) const {
         constexpr int64_t block_bytes = kBlockPairs * kPairBytes;
+        const Fetch following{2 * block_bytes};
         const int64_t tile_bytes = this->tile_bytes(), stride = acc.stride * 4;
         const uint8_t* tiles = data + tile * tile_bytes;
         const auto first = x.row(row), second = x.row(rows > kTileRows ? row + kTileRows : row);
@@ -83,8 +87,10 @@ struct Bfloat16 {
         else
             registers.zero<T>();
         for (int64_t b = k / kBlock; b < ceil_div(k_end, kBlock); ++b) {
-            if (fetch) fetch_ahead<T>(tiles, tile_bytes, b * block_bytes, block_bytes);
-            registers.add<T>(first + b * kBlock, second + b * kBlock, tiles + b * block_bytes, tile_bytes);
+            const uint8_t* next = following.template after<T>(tiles, tile_bytes, b * block_bytes);
+            registers.add<T>(first + b * kBlock, second + b * kBlock, tiles + b * block_bytes, tile_bytes, [&](int t) {
+                for (int64_t i = 0; fetch && i < block_bytes; i += kLine) prefetch(next + t * tile_bytes + i);
+            });
         }
         registers.store<T>(acc.data, stride);
     }

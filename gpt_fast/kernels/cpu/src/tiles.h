@@ -146,14 +146,15 @@ constexpr bool kTiles = true;
 constexpr bool kTiles = false;
 #endif
 
-// Sums in bfloat16's products of up to 32 rows, in one panel or two, with T tiles of weights, one or two.
+// Sums in bfloat16's products: up to 16 rows, one panel, with T tiles of weights, one, two or four, or up to 32 rows, two
+// panels, with one or two.
 template <class Registers = Tiles>
 class TileSums {
 public:
     void shape(int64_t rows) {
         if (rows == rows_) return;
         rows_ = rows, both_ = rows > kTileRows;
-        const int64_t first = both_ ? kTileRows : rows, second = both_ ? rows - kTileRows : 1;
+        const int64_t first = both_ ? kTileRows : rows, second = both_ ? rows - kTileRows : rows;
         for (int i = 0; i < 8; ++i)
             registers_.shape(i, i > 5 ? kTileRows : i == 4 || i < 2 ? first : second, kTileBytes);
         registers_.begin();
@@ -182,17 +183,20 @@ public:
     }
 
     // x: a block of the first panel, and of the second one if there are as many rows; weights: `w_stride` bytes from tile
-    // to tile.
-    template <int T>
-    void add(const void* x, const void* second, const uint8_t* w, int64_t w_stride) {
+    // to tile. before(tile): what is done before each.
+    template <int T, class Before>
+    void add(const void* x, const void* second, const uint8_t* w, int64_t w_stride, Before before) {
         registers_.template load<4>(static_cast<const uint8_t*>(x), kTileBytes);
-        registers_.template load<6>(w, kTileBytes);
-        registers_.template add_bfloat16<0, 4, 6>();
-        if constexpr (T > 1) {
-            registers_.template load<7>(w + w_stride, kTileBytes);
-            registers_.template add_bfloat16<1, 4, 7>();
-        }
-        if (!both_) return;
+        auto add_tile = [&](auto tile) __attribute__((always_inline)) {
+            constexpr int weights = 6 + tile % 2;
+            before(tile);
+            registers_.template load<weights>(w + tile * w_stride, kTileBytes);
+            registers_.template add_bfloat16<tile, 4, weights>();
+        };
+        add_tile(Number<0>());
+        if constexpr (T > 1) add_tile(Number<1>());
+        if constexpr (T > 2) add_tile(Number<2>()), add_tile(Number<3>());
+        if (T > 2 || !both_) return;
         registers_.template load<5>(static_cast<const uint8_t*>(second), kTileBytes);
         registers_.template add_bfloat16<2, 5, 6>();
         if constexpr (T > 1) registers_.template add_bfloat16<3, 5, 7>();
@@ -207,7 +211,8 @@ private:
     void each_sum(Body body) const {
         body(Number<0>(), 0, 0);
         if constexpr (T > 1) body(Number<1>(), 0, kTileBytes);
-        if (!both_) return;
+        if constexpr (T > 2) body(Number<2>(), 0, 2 * kTileBytes), body(Number<3>(), 0, 3 * kTileBytes);
+        if (T > 2 || !both_) return;
         body(Number<2>(), kTileRows, 0);
         if constexpr (T > 1) body(Number<3>(), kTileRows, kTileBytes);
     }
@@ -279,7 +284,7 @@ inline bool tiles_work() {
     auto floats = [&](auto tiles, int64_t rows, float* to) {  // [32, 32]
         tiles.shape(rows);
         tiles.template zero<2>();
-        for (int i = 0; i < 2; ++i) tiles.template add<2>(x[1], x[1] + bytes / 2, w[1], bytes / 2);
+        for (int i = 0; i < 2; ++i) tiles.template add<2>(x[1], x[1] + bytes / 2, w[1], bytes / 2, [](int) {});
         tiles.template store<2>(to, 2 * kTileBytes);
     };
     auto integers = [&](auto tiles, int64_t rows, int32_t* to) {
