@@ -43,25 +43,34 @@ struct Int4 {
     void tiled(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                const Sums& acc) const {
         if (rows > 2 * kTileRows) return tiled_integers(*this, x, row, rows, tile, tiles, k, k_end, acc);
-        FewInt4Rows<> few;
-        each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t group) {
-            add_few<>(group, few, x.row(row + begin), tile, tiles, k, k_end, acc.from(begin, 0));
+        struct Group {
+            FewInt4Rows<>::Add add;
+            QuantizedRow x;
+            int64_t begin;
+        } groups[3];
+        int64_t num_groups = 0, most = 0;
+        each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t count) {
+            groups[num_groups++] = {FewInt4Rows<>::adder(count), x.row(row + begin), begin};
+            most = std::max(most, count);
         });
-    }
-
-    // Picks the number of rows, which are of one panel.
-    template <int R = kTileRows>
-    void add_few(int64_t rows, FewInt4Rows<>& few, const QuantizedRow& x, int64_t tile, int64_t tiles, int64_t k,
-                 int64_t k_end, const Sums& acc) const {
-        if constexpr (R > 1) {
-            if (rows < R) return add_few<R - 1>(rows, few, x, tile, tiles, k, k_end, acc);
-        }
-        const int64_t depth = (k_end - k) / acc.parts;
-        for (int64_t t = 0; t < tiles; ++t)
+        FewInt4Rows<> few;
+        few.shape(most);
+        FewInt4Rows<>::Weights weights;
+        // A block of four tiles in turns, while their next ones are fetched.
+        const int64_t depth = (k_end - k) / acc.parts, block_bytes = kRounded / group_size * group_bytes();
+        const Fetch following{block_bytes};
+        for (int64_t t = 0; t < tiles; t += kStreams)
             for (int64_t p = 0; p < acc.parts; ++p) {
-                const Sums to = acc.only(p).from(0, t);
-                few.add<R>(x, at(tile + t, k + p * depth), group_size / kBlock, kHeader, k + p * depth,
-                           k + (p + 1) * depth, to.begun, to.data, to.stride);
+                const int64_t from = k + p * depth, end = from + depth;
+                for (int64_t b = from / kRounded; b < ceil_div(end, kRounded); ++b)
+                    for (int64_t i = t; i < std::min<int64_t>(t + kStreams, tiles); ++i) {
+                        const uint8_t* w = at(tile + i, 0);
+                        weights.take(w + b * block_bytes, following.after<kStreams>(w, tile_bytes(), b * block_bytes),
+                                     std::min(kParts, end / kBlock - b * kParts), group_size / kBlock, kHeader);
+                        const Sums to = acc.only(p).from(0, i).after(b * kRounded - from);
+                        for (int64_t g = 0; g < num_groups; ++g)
+                            (few.*groups[g].add)(PanelBlock(groups[g].x, b), weights, to.from(groups[g].begin, 0));
+                    }
             }
     }
 
