@@ -1,12 +1,33 @@
-// Products of few rows with 4-bit weights by tiles of AMX (int4.h has the format): what a prompt does with tiles takes more
-// preparation than so few rows pay for. A register of weights is one group of kBlock codes, less 8: then the sum of its
-// products fits 16 bits, and one instruction multiplies it by the group's scale and adds it.
+// Products of few rows with 4-bit weights where the CPU has registers of tiles: up to eight rows by vectors, up to 32 by
+// tiles, with the same bits. What a prompt does with tiles (int4.h) takes more preparation than so few rows pay for.
 #pragma once
 
 #include "int4_ready.h"
 
 namespace gpt_fast {
 
+// Packed: [tiles, groups, 32 + 256 * group_size / 32] bytes: 16 scales and 16 zeros, then for every block [4, 16
+// outputs, 4] bytes, low halves the first 16 values of k and high halves the other 16. One stream to read.
+struct PackedInt4 {
+    static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2, kBlockLines = kBlockBytes / kLine,
+                             kRoundedBytes = kTile * kRounded;
+
+    const uint8_t* data;
+    int64_t k_total;
+    int64_t group_size;
+
+    int64_t depth() const { return k_total; }
+    int64_t group_bytes() const { return kHeader + group_size / kBlock * kBlockBytes; }
+    int64_t tile_bytes() const { return k_total / group_size * group_bytes(); }
+
+    const uint8_t* at(int64_t tile, int64_t k) const {
+        return data + tile * tile_bytes() + k / group_size * group_bytes();
+    }
+    // Of a block of x.
+    int64_t rounded_bytes() const { return kRounded / group_size * group_bytes(); }
+};
+
+// By tiles: a register of weights is one group of kBlock codes, less 8.
 template <class Registers = Tiles>
 class FewInt4Rows {
 public:
@@ -101,6 +122,176 @@ private:
     }
 
     Registers registers_;
+};
+
+struct FewInt4 : PackedInt4 {
+    using Rows = QuantizedRows;
+    static constexpr int64_t kMostTiledRows = 2 * kTileRows;
+
+    // Up to kMostTiledRows: a block of four tiles in turns, while their next ones are fetched.
+    void add_by_tiles(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
+                      const Sums& acc) const {
+        struct Group {
+            FewInt4Rows<>::Add add;
+            QuantizedRow x;
+            int64_t begin;
+        } groups[3];
+        int64_t num_groups = 0, most = 0;
+        each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t count) {
+            groups[num_groups++] = {FewInt4Rows<>::adder(count), x.row(row + begin), begin};
+            most = std::max(most, count);
+        });
+        FewInt4Rows<> few;
+        few.shape(most);
+        FewInt4Rows<>::Weights weights;
+        const int64_t depth = (k_end - k) / acc.parts, block_bytes = rounded_bytes();
+        const Fetch following{block_bytes};
+        for (int64_t t = 0; t < tiles; t += kStreams)
+            for (int64_t p = 0; p < acc.parts; ++p) {
+                const int64_t from = k + p * depth, end = from + depth;
+                for (int64_t b = from / kRounded; b < ceil_div(end, kRounded); ++b)
+                    for (int64_t i = t; i < std::min<int64_t>(t + kStreams, tiles); ++i) {
+                        const uint8_t* w = at(tile + i, 0);
+                        weights.take(w + b * block_bytes, following.after<kStreams>(w, tile_bytes(), b * block_bytes),
+                                     std::min(kParts, end / kBlock - b * kParts), group_size / kBlock, kHeader);
+                        const Sums to = acc.only(p).from(0, i).after(b * kRounded - from);
+                        for (int64_t g = 0; g < num_groups; ++g)
+                            (few.*groups[g].add)(PanelBlock(groups[g].x, b), weights, to.from(groups[g].begin, 0));
+                    }
+            }
+    }
+
+    // By vectors, R rows of one panel and T tiles. What is rare would cost many rows their registers, and is left to
+    // exact_row().
+    template <int R, int T>
+    void exact_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+        const int64_t whole = k + (k_end - k) / kRounded * kRounded;
+        const bool carries = add_whole_blocks<R, T>(x, row, tile, k, whole, acc);
+        if (!carries && whole == k_end) return;
+        const Sums to = carries ? acc : acc.after(whole - k);
+        for (int r = 0; r < R; ++r)
+            for (int t = 0; t < T; ++t) exact_row(x, row + r, tile + t, carries ? k : whole, k_end, to.from(r, t));
+    }
+
+    // Returns whether a zero was met that 16 bits do not hold; then the sums are as they were.
+    template <int R, int T>
+    bool add_whole_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+        const QuantizedRow first = x.row(row);
+        I16 largest = splat16(0);  // zeros
+        bool carries = false;
+        add_in_turns<R, T, T < 2 ? T : 2>(
+            data + tile * tile_bytes(), tile_bytes(), rounded_bytes(), k / kRounded,
+            k_end / kRounded, acc,
+            [&](int64_t b, const uint8_t* w, const uint8_t* next, auto& sum) __attribute__((always_inline)) {
+                add_whole_block(w, next, PanelBlock(first, b), sum, largest);
+            },
+            [&] { return !(carries = any_above(largest, TiledInt4Groups::kMost)); });
+        return carries;
+    }
+
+    // A block of R rows and T tiles; `next`: what to fetch meanwhile.
+    template <int R, int T>
+    [[gnu::always_inline]] void add_whole_block(const uint8_t* w, const uint8_t* next, const PanelBlock& x,
+                                                F16 (&sum)[R][T], I16& largest) const {
+        const int64_t group_blocks = group_size / kBlock, tile_bytes = this->tile_bytes();
+        const uint8_t* header = w;
+        int64_t left = 0;  // of a group
+        I16 inner[T][R];   // eight times the sums
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) inner[t][r] = splat16(0);
+        for (int64_t two = 0; two < kParts / 2; ++two) {
+            TiledInt4Groups groups[T];
+            auto add_part = [&](auto number) __attribute__((always_inline)) {
+                constexpr int part = number;
+                if (left == 0) header = w, w += kHeader, next += kHeader, left = group_blocks;
+                I16 exact[T][R];
+                sum_part<R, T>(w, next, tile_bytes, x, 2 * two + part, exact);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) {
+                    largest = larger(largest, groups[t].template set<part>(header + t * tile_bytes));
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; ++r) inner[t][r] = groups[t].template add<part>(inner[t][r], exact[t][r]);
+                }
+                --left, w += kBlockBytes, next += kBlockBytes;
+            };
+            add_part(std::integral_constant<int, 0>());
+            add_part(std::integral_constant<int, 1>());
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t)
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) inner[t][r] = groups[t].add_zeros(inner[t][r], x.sums(r, two));
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const F16 scale = splat16(x.scale(r) * 0.125f);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) sum[r][t] = plus_product(sum[r][t], to_floats(inner[t][r]), scale);
+        }
+    }
+
+    // One row and one tile: blocks that are not whole, and any zeros.
+    void exact_row(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
+        F16 sum[1][1];
+        load_sums(sum, acc);
+        for (int64_t b = k / kBlock, end = k_end / kBlock; b < end;) {
+            const PanelBlock block(x.row(row), b / kParts);
+            I16 inner[] = {splat16(0)};
+            for (int64_t two = 0; two < kParts / 2 && b < end; ++two) {
+                TiledInt4Groups groups;
+                auto add_part = [&](auto part) {
+                    const uint8_t* header = at(tile, b * kBlock);
+                    I16 exact[1][1];
+                    const uint8_t* w = header + kHeader + b * kBlock % group_size / kBlock * kBlockBytes;
+                    sum_part<1, 1>(w, w, 0, block, 2 * two + part, exact);
+                    groups.set<part>(header);
+                    inner[0] = groups.add<part>(inner[0], exact[0][0]);
+                    ++b;
+                };
+                add_part(std::integral_constant<int, 0>());
+                if (b < end) add_part(std::integral_constant<int, 1>());
+                inner[0] = groups.add_zeros(inner[0], block.sums(0, two));
+                groups.add_carries(inner, [&](int64_t) { return block.sums(0, two); });
+            }
+            sum[0][0] = plus_product(sum[0][0], to_floats(inner[0]), splat16(block.scale(0) * 0.125f));
+        }
+        store_sums(sum, acc);
+    }
+
+    // The sums of one part of a block of x. The weights of each value serve all rows.
+    template <int R, int T>
+    [[gnu::always_inline]] static void sum_part(const uint8_t* w, const uint8_t* next, int64_t tile_bytes,
+                                                const PanelBlock& x, int64_t part, I16 (&exact)[T][R]) {
+        auto fetch_line = [&](int64_t i) {
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) prefetch(next + t * tile_bytes + i * kLine);
+        };
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) exact[t][r] = x.begin_less8(r, part);
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; ++g) {
+            fetch_line(g);
+            I16 low[T], high[T];
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) {
+                const I16 both = load64(w + t * tile_bytes + g * kLine);
+                low[t] = low_nibbles(both), high[t] = high_nibbles(both);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const int8_t* four = x.values(r) + part * kBlock + g * 4;
+                const I16 first = splat_four(four), second = splat_four(four + kBlock / 2);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) exact[t][r] = add_nibbles(exact[t][r], low[t], first);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) exact[t][r] = add_nibbles(exact[t][r], high[t], second);
+            }
+        }
+        fetch_line(kBlockLines);  // of the header that may lie between two blocks
+    }
 };
 
 }  // namespace gpt_fast

@@ -9,11 +9,12 @@
 
 namespace gpt_fast {
 
-// Adds the products of kBlock neighbours along k, R rows by T tiles: x(r) of row r and [8, 16 outputs, 4 k] weights of each
-// tile, `tile_bytes` apart. before(g): what else is done for each eighth of them. Raised weights have had 128 added. Were it
-// called, the sums would go through memory: clang has to be told.
+// Adds the products of kBlock neighbours along k, R rows by T tiles: x(r) of row r and [8, 16 outputs, 4 k] weights of
+// each tile, `tile_bytes` apart. before(g): what else is done for each eighth of them. Raised weights have had 128 added.
+// Were it called, the sums would go through memory: clang has to be told.
 template <bool raised, int R, int T, class X, class Before>
-[[gnu::always_inline]] inline void add_dots(const uint8_t* w, int64_t tile_bytes, X x, I16 (&exact)[R][T], Before before) {
+[[gnu::always_inline]] inline void add_dots(const uint8_t* w, int64_t tile_bytes, X x, I16 (&exact)[R][T],
+                                            Before before) {
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
         before(g);
