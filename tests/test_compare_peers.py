@@ -176,6 +176,16 @@ def test_a_worker_that_says_nothing_is_given_up(tmp_path: Path, environment: Pat
         worker._process.kill()
 
 
+def test_peers_wait_as_they_like(tmp_path: Path, environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os, pathlib\npathlib.Path(os.environ['SAID']).write_text(str(os.environ.get('OMP_WAIT_POLICY')))\n"
+    (environment / "waiting_peer.py").write_text(code)
+    monkeypatch.setenv("SAID", str(tmp_path / "said"))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    with Worker("waiting", sys.executable, "waiting_peer", tmp_path / "log") as worker, pytest.raises(WorkerError):
+        worker.ask("check")
+    assert (tmp_path / "said").read_text() == "None"
+
+
 def test_a_worker_ends_with_who_asked_it(tmp_path: Path) -> None:
     with Worker("fake", sys.executable, "fake_peer", tmp_path / "log") as worker:
         worker.ask("load", events=str(tmp_path / "events"), format="F1", sleeps=3600)
