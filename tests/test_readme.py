@@ -172,6 +172,15 @@ def test_every_file_named_alone_exists(name: str) -> None:
     assert not {file for file in named - there if not (ROOT / file).exists()}
 
 
+@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "docs").glob("*.json*")))
+def test_figures_are_json(file: str) -> None:
+    """One for each run, or one for all."""
+    text = (ROOT / "docs" / file).read_text(encoding="utf-8")
+    runs = [json.loads(text)] if text.startswith("{\n") else [json.loads(line) for line in text.splitlines()]
+    assert runs
+    assert all(isinstance(run, dict) for run in runs)
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_link_leads_somewhere(name: str) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[name]):
