@@ -120,11 +120,7 @@ struct Int4 : FewInt4 {
         for (int g = 0; g < 4; ++g) {
             before(g);
             I16 low[T], high[T];
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) {
-                const I16 both = load64(w + t * tile_bytes + g * 64);
-                low[t] = low_nibbles(both), high[t] = high_nibbles(both);
-            }
+            take_codes(w + g * kLine, tile_bytes, low, high);
             add_codes<R, T>(low, high, xs, b, g * 4, exact);
         }
     }

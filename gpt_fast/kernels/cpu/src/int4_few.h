@@ -25,6 +25,16 @@ struct PackedInt4 {
     }
     // Of a block of x.
     int64_t rounded_bytes() const { return kRounded / group_size * group_bytes(); }
+
+    // Both halves of a line of each of T tiles: codes at the same four k, and those 16 further on.
+    template <int T>
+    [[gnu::always_inline]] static void take_codes(const uint8_t* w, int64_t tile_bytes, I16 (&low)[T], I16 (&high)[T]) {
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) {
+            const I16 both = load64(w + t * tile_bytes);
+            low[t] = low_nibbles(both), high[t] = high_nibbles(both);
+        }
+    }
 };
 
 // By tiles: a register of weights is one group of kBlock codes, less 8.
@@ -74,7 +84,7 @@ public:
         return &FewInt4Rows::add<R>;
     }
 
-    // For so many rows at most.
+    // Sets the registers up for products of at most `rows` rows.
     void shape(int64_t rows) {
         registers_.shape(0, rows, kTileBytes), registers_.shape(1, rows, kBlock);
         registers_.shape(2, kBlock / 4, kTileBytes);
@@ -275,11 +285,7 @@ struct FewInt4 : PackedInt4 {
         for (int g = 0; g < 4; ++g) {
             fetch_line(g);
             I16 low[T], high[T];
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) {
-                const I16 both = load64(w + t * tile_bytes + g * kLine);
-                low[t] = low_nibbles(both), high[t] = high_nibbles(both);
-            }
+            take_codes(w + g * kLine, tile_bytes, low, high);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const int8_t* four = x.values(r) + part * kBlock + g * 4;

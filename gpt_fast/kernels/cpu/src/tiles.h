@@ -5,8 +5,8 @@
 // by side are an output's neighbours along k. So that a register of x is one piece of memory, its rows stand side by
 // side as well, in panels (activations.h).
 //
-// For some 300 cycles behind any instruction of tiles a core multiplies vectors of 512 bits by one of its two units alone
-// (measured; additions and logic keep both). So few rows, whose products are no work for tiles, go by vectors alone.
+// A core has two units that multiply vectors of 512 bits. For some 300 cycles after an instruction of tiles it uses one of
+// them (measured). Additions and logic still use two. So products of few rows use vectors and no tiles.
 //
 // Each row of a register is summed by itself, so that a row's sums are the same bits for any number of rows. Sums of
 // int8 are exact. Of bfloat16 each product of registers gives two chains, of the even and of the odd k, which are added
