@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpt_fast.kernels.cpu.library import available, read
+from gpt_fast.kernels.cpu.library import READ_ORDERS, available, read
 from gpt_fast.kernels.huge_pages import empty
 
 _CPU_BYTES = 512 * 2**20
@@ -40,8 +40,8 @@ class Roofline(NamedTuple):
 def read_bandwidth(device_type: str, threads: int | None = None) -> float:
     """Bytes per second of reading on ``cpu`` or ``cuda``.
 
-    On a CPU by a loop that only reads, on huge pages as the kernels' weights are, in the faster of two orders; without
-    the kernels by a matrix-vector product, which reads faster than a sum. On CUDA by a copy, read and write counted.
+    On a CPU by a loop that only reads, on huge pages as the kernels' weights are, in the fastest of three orders;
+    without the kernels by a matrix-vector product, which reads faster than a sum. On CUDA by a copy, read and write counted.
 
     ``threads`` only keys the cache: it should be the number of threads in use. Takes a fraction of a second.
     """
@@ -51,7 +51,7 @@ def read_bandwidth(device_type: str, threads: int | None = None) -> float:
         return _best(lambda: target.copy_(source), 2 * source.numel(), torch.cuda.synchronize)
     if available():
         data = empty((_CPU_BYTES,), torch.uint8).fill_(1)
-        return max(_best(functools.partial(read, data, eight), data.numel()) for eight in (False, True))
+        return max(_best(functools.partial(read, data, order), data.numel()) for order in READ_ORDERS)
     matrix, vector = torch.ones(_CPU_BYTES // 4 // 2048, 2048), torch.ones(2048)
     return _best(lambda: torch.mv(matrix, vector), matrix.nbytes)
 

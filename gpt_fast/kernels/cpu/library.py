@@ -324,9 +324,12 @@ def rounded_by_powers() -> bool:
     return available() and bool(library().gpt_fast_rounded_by_powers())
 
 
-def read(data: Tensor, eight_places: bool) -> None:
-    """Read all of ``data``, contiguous, a multiple of 128 kB long, at one place or at eight places at once."""
-    library().gpt_fast_read(data.data_ptr(), data.numel() * data.element_size(), eight_places, torch.get_num_threads())
+READ_ORDERS = range(3)  # kernels.cpp says which
+
+
+def read(data: Tensor, order: int) -> None:
+    """Read all of ``data``, contiguous, a multiple of 128 kB long, in one of READ_ORDERS."""
+    library().gpt_fast_read(data.data_ptr(), data.numel() * data.element_size(), order, torch.get_num_threads())
 
 
 def runs(dtype: torch.dtype, device: torch.device) -> bool:

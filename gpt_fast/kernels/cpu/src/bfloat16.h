@@ -51,8 +51,8 @@ struct Bfloat16 {
         store_sums(sum, acc);
     }
 
-    // One panel of rows and four tiles of weights at a time, or two and two. A template, because rows that are not rounded
-    // have no panels.
+    // One panel of rows, with one tile of weights at a time out of memory or with four out of the caches, or two and two. A
+    // template, because rows that are not rounded have no panels.
     template <class Panels>
     void tiled(const Panels& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                const Sums& acc) const {
@@ -68,9 +68,10 @@ struct Bfloat16 {
                 }
             };
             int64_t t = 0;
-            for (; count <= kTileRows && t + 4 <= tiles; t += 4) add(t, std::integral_constant<int, 4>());
-            for (; t + 2 <= tiles; t += 2) add(t, std::integral_constant<int, 2>());
-            if (t < tiles) add(t, std::integral_constant<int, 1>());
+            const bool one = count <= 4 && begin == 0;
+            for (; count <= kTileRows && !one && t + 4 <= tiles; t += 4) add(t, std::integral_constant<int, 4>());
+            for (; !one && t + 2 <= tiles; t += 2) add(t, std::integral_constant<int, 2>());
+            for (; t < tiles; ++t) add(t, std::integral_constant<int, 1>());
         });
     }
 
@@ -78,7 +79,8 @@ struct Bfloat16 {
     void add_tiles(TileSums<>& registers, const Panels& x, int64_t row, int64_t rows, int64_t tile, int64_t k,
                    int64_t k_end, const Sums& acc, bool fetch) const {
         constexpr int64_t block_bytes = kBlockPairs * kPairBytes;
-        const Fetch following{2 * block_bytes};
+        const Fetch following{(T == 1 ? 1 : 2) * block_bytes};
+        Pace pace;
         const int64_t tile_bytes = this->tile_bytes(), stride = acc.stride * 4;
         const uint8_t* tiles = data + tile * tile_bytes;
         const auto first = x.row(row), second = x.row(rows > kTileRows ? row + kTileRows : row);
@@ -89,7 +91,10 @@ struct Bfloat16 {
         for (int64_t b = k / kBlock; b < ceil_div(k_end, kBlock); ++b) {
             const uint8_t* next = following.template after<T>(tiles, tile_bytes, b * block_bytes);
             registers.add<T>(first + b * kBlock, second + b * kBlock, tiles + b * block_bytes, tile_bytes, [&](int t) {
-                for (int64_t i = 0; fetch && i < block_bytes; i += kLine) prefetch(next + t * tile_bytes + i);
+                for (int64_t i = 0; fetch && i < block_bytes; i += kLine) {
+                    prefetch(next + t * tile_bytes + i);
+                    if (T == 1) pace.line();
+                }
             });
         }
         registers.store<T>(acc.data, stride);

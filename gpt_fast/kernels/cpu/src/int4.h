@@ -19,7 +19,8 @@ struct Int4 : FewInt4 {
     // more work than int8, which hides what the fetches cost.
     static constexpr int tiles_at_once(int rows) {
         if (kFewRegisters) return 1;
-        return kTiles ? kStreams : kRegisters < 32 ? tiles_of_integers(rows) : 2;
+        if (kTiles) return few_rows_tiles(rows);
+        return kRegisters < 32 ? tiles_of_integers(rows) : 2;
     }
 
     void tiled(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,

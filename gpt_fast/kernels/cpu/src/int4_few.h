@@ -138,6 +138,9 @@ struct FewInt4 : PackedInt4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kMostTiledRows = 2 * kTileRows;
 
+    // Tiles in turns: two, which memory gives faster, or as many as give more rows time between their blocks.
+    static constexpr int few_rows_tiles(int rows) { return rows <= 2 ? 2 : kStreams; }
+
     // Up to kMostTiledRows: a block of four tiles in turns, while their next ones are fetched.
     void add_by_tiles(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                       const Sums& acc) const {
@@ -189,7 +192,8 @@ struct FewInt4 : PackedInt4 {
         const QuantizedRow first = x.row(row);
         I16 largest = splat16(0);  // zeros
         bool carries = false;
-        add_in_turns<R, T, T < 2 ? T : 2>(
+        constexpr int together = T < kStreams ? 1 : 2, ahead = T < kStreams ? 2 : 1;
+        add_in_turns<R, T, together, ahead>(
             data + tile * tile_bytes(), tile_bytes(), rounded_bytes(), k / kRounded,
             k_end / kRounded, acc,
             [&](int64_t b, const uint8_t* w, const uint8_t* next, auto& sum) __attribute__((always_inline)) {

@@ -38,7 +38,9 @@ struct Int8 {
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = kTiles ? 1024 : 512;
     static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
-    static constexpr int tiles_at_once(int rows) { return kTiles ? kStreams : tiles_of_integers(rows); }
+    static constexpr int tiles_at_once(int rows) {
+        return !kTiles ? tiles_of_integers(rows) : rows < kMaxRows ? kStreams : 2;
+    }
     static constexpr int64_t kBlockBytes = kTile * kBlock, kRoundedBytes = kTile * kRounded;
 
     const uint8_t* data;
@@ -85,10 +87,13 @@ struct Int8 {
         store_sums(sum, acc);
     }
 
-    // The same where kTiles: R rows of one panel.
+    // The same where kTiles: R rows of one panel. Eight rows compute longer than memory takes, and share what they read of
+    // x between two tiles; few are much faster than memory.
     template <int R, int T>
     void long_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
-        constexpr int together = R <= 2 || T < 2 ? T : 2;
+        constexpr bool paced = R <= 2;
+        constexpr int together = paced || T < 2 ? 1 : 2;
+        Pace pace;
         const int64_t tile_bytes = this->tile_bytes();
         const QuantizedRow first = x.row(row);
         auto add = [&](int64_t b, const uint8_t* w, const uint8_t* next, auto& sum) __attribute__((always_inline)) {
@@ -103,6 +108,7 @@ struct Int8 {
                 add_dots<false>(w, tile_bytes, [&](int r) { return block.values(r) + part * kBlock; }, exact, [&](int g) {
 #pragma GCC unroll 8
                     for (int t = 0; t < together; ++t) prefetch(next + t * tile_bytes + g * kLine);
+                    if (paced) pace.line();
                 });
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
@@ -111,8 +117,8 @@ struct Int8 {
                 for (int t = 0; t < together; ++t) sum[r][t] = plus_product(sum[r][t], to_floats(exact[r][t]), scale);
             }
         };
-        add_in_turns<R, T, together>(data + tile * tile_bytes, tile_bytes, kRoundedBytes, k / kRounded,
-                                     ceil_div(k_end, kRounded), acc, add, [] { return true; });
+        add_in_turns<R, T, together, 1>(data + tile * tile_bytes, tile_bytes, kRoundedBytes, k / kRounded,
+                                        ceil_div(k_end, kRounded), acc, add, [] { return true; });
     }
 
     // What add_tiles() takes of some weights of one tile: the last block may be filled up with zeros.

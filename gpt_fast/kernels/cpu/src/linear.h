@@ -114,15 +114,15 @@ inline void store_sums(const F16 (&sum)[R][T], const Sums& to) {
         for (int t = 0; t < T; ++t) store16(to.data + r * to.stride + t * kTile, sum[r][t]);
 }
 
-// Adds blocks of k, from b to end, to the sums of R rows and T tiles: a block of `together` tiles, in turns, while the next
-// one is fetched. Memory has T / together times as long for it, and `together` is how many sums the registers hold.
-// add(b, weights, what to fetch, sums) adds one; keep(): whether the sums are kept.
-template <int R, int T, int together, class Add, class Keep>
+// Adds blocks of k, from b to end, to the sums of R rows and T tiles: a block of `together` tiles, in turns, while the one
+// that comes `ahead` blocks later is fetched. Memory has ahead * T / together times as long for it, and `together` is how
+// many sums the registers hold. add(b, weights, what to fetch, sums) adds one; keep(): whether the sums are kept.
+template <int R, int T, int together, int ahead, class Add, class Keep>
 [[gnu::always_inline]] inline void add_in_turns(const uint8_t* tiles, int64_t tile_bytes, int64_t block_bytes, int64_t b,
                                                 int64_t end, const Sums& acc, Add add, Keep keep) {
     constexpr int turns = T / together;
     const int64_t turn_bytes = together * tile_bytes;
-    const Fetch following{block_bytes};
+    const Fetch following{ahead * block_bytes};
     F16 sum[turns][R][together];
     for (int turn = 0; turn < turns; ++turn) load_sums(sum[turn], acc.from(0, turn * together));
     for (; b < end; ++b) {
