@@ -63,6 +63,7 @@ constexpr int64_t kMemoryRows = 16;  // products of more take longer than memory
 constexpr int64_t kPromptRows = 48;
 constexpr bool kLongPieces = kRegisters >= 32 && !kTiles;
 
+constexpr int64_t kKeptSums = 1 << 11;   // floats that few rows make before they are finished, in the first-level cache
 constexpr int64_t kRunBytes = 1 << 18;  // of weights that a thread computes at a time with few rows
 
 // Few rows wait for memory, and a sum some cycles for the one before; more rows need their sums in registers.
@@ -373,10 +374,12 @@ template <class Format>
 void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                    float* out, const float* residual) {
     const int64_t tiles = ceil_div(layer.n, kTile), step = tiles_at_a_time(w, rows, tiles, team.size);
+    // Of few rows long runs: memory stands still while sums are finished.
+    const int64_t most = rows > kMemoryRows ? step : std::max(step, kKeptSums / (rows * kTile) / kStreams * kStreams);
     const TileRuns runs(tiles, step, rows > kMemoryRows ? kFewTiles : kStreams, rows, team.size);
     share_tiles(team, rows, runs, [&](int64_t row, int64_t count, int64_t tile, int64_t end) {
-        for (; tile < end; tile += step)
-            linear_tiles<Format>(x, row, count, rows, w, layer, out, residual, tile, std::min(tile + step, end));
+        for (; tile < end; tile += most)
+            linear_tiles<Format>(x, row, count, rows, w, layer, out, residual, tile, std::min(tile + most, end));
     });
 }
 
