@@ -41,7 +41,8 @@ def read_bandwidth(device_type: str, threads: int | None = None) -> float:
     """Bytes per second of reading on ``cpu`` or ``cuda``.
 
     On a CPU by a loop that only reads, on huge pages as the kernels' weights are, in the fastest of three orders;
-    without the kernels by a matrix-vector product, which reads faster than a sum. On CUDA by a copy, read and write counted.
+    without the kernels by a matrix-vector product, which reads faster than a sum. On CUDA by a copy, read and write
+    counted.
 
     ``threads`` only keys the cache: it should be the number of threads in use. Takes a fraction of a second.
     """

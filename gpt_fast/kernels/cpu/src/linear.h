@@ -375,7 +375,8 @@ void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, con
                    float* out, const float* residual) {
     const int64_t tiles = ceil_div(layer.n, kTile), step = tiles_at_a_time(w, rows, tiles, team.size);
     // Of few rows long runs: memory stands still while sums are finished.
-    const int64_t most = rows > kMemoryRows ? step : std::max(step, kKeptSums / (rows * kTile) / kStreams * kStreams);
+    const int64_t sums = std::max<int64_t>(rows, 1) * kTile;
+    const int64_t most = rows > kMemoryRows ? step : std::max(step, kKeptSums / sums / kStreams * kStreams);
     const TileRuns runs(tiles, step, rows > kMemoryRows ? kFewTiles : kStreams, rows, team.size);
     share_tiles(team, rows, runs, [&](int64_t row, int64_t count, int64_t tile, int64_t end) {
         for (; tile < end; tile += most)
