@@ -87,8 +87,8 @@ struct Int8 {
         store_sums(sum, acc);
     }
 
-    // The same where kTiles: R rows of one panel. Eight rows compute longer than memory takes, and share what they read of
-    // x between two tiles; few are much faster than memory.
+    // The same where kTiles: R rows of one panel. One and two are faster than memory and go in an even step, a tile at a
+    // time; more share what they read of x between two tiles.
     template <int R, int T>
     void long_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
         constexpr bool paced = R <= 2;

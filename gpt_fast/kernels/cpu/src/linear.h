@@ -63,7 +63,7 @@ constexpr int64_t kMemoryRows = 16;  // products of more take longer than memory
 constexpr int64_t kPromptRows = 48;
 constexpr bool kLongPieces = kRegisters >= 32 && !kTiles;
 
-constexpr int64_t kKeptSums = 1 << 11;   // floats that few rows make before they are finished, in the first-level cache
+constexpr int64_t kKeptSums = 1 << 11;  // floats that few rows make before they are finished, in the first-level cache
 constexpr int64_t kRunBytes = 1 << 18;  // of weights that a thread computes at a time with few rows
 
 // Few rows wait for memory, and a sum some cycles for the one before; more rows need their sums in registers.
