@@ -68,7 +68,7 @@ struct Bfloat16 {
                 }
             };
             int64_t t = 0;
-            const bool one = count <= 4 && begin == 0;
+            const bool one = count <= kOneTileRows && begin == 0;
             for (; count <= kTileRows && !one && t + 4 <= tiles; t += 4) add(t, std::integral_constant<int, 4>());
             for (; !one && t + 2 <= tiles; t += 2) add(t, std::integral_constant<int, 2>());
             for (; t < tiles; ++t) add(t, std::integral_constant<int, 1>());
