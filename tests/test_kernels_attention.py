@@ -127,11 +127,11 @@ def test_attention_in_bfloat16_is_near_the_eager_seam(window: int, shape: tuple[
 @pytest.mark.parametrize("spread", [1.0, 10.0])
 def test_attention_to_int8_is_near_the_eager_seam(spread: float, window: int, shape: tuple[int, int, int]) -> None:
     """Queries and weights are rounded to 16 bits with a scale for each row, with VNNI to 8, with tiles (AMX) to
-    bfloat16."""
+    bfloat16, as are the scaled values; there weights are powers of two in steps of a 128th as well."""
     tiles = "amx" in cpu.variants()
     if tiles and spread > 1:
         pytest.skip("rounded to bfloat16, large scores are off by more than a weight")
-    close, most = (0.03, 1e-5) if tiles else ROUNDED_TO_BYTES if bytes_of_attention() else ROUNDED_TO_PAIRS
+    close, most = (0.03, 2e-5) if tiles else ROUNDED_TO_BYTES if bytes_of_attention() else ROUNDED_TO_PAIRS
     for got, expected in three_steps(window, shape, torch.int8, spread):
         torch.testing.assert_close(got, expected, atol=spread * close, rtol=0)
         assert (got - expected).square().mean() < spread * most * expected.square().mean()

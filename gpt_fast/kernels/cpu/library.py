@@ -48,7 +48,7 @@ _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
 _X86 = {
-    "amx": (*_AVX512_BF16, "-mavx512dq", "-mgfni", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    "amx": (*_AVX512_BF16, "-mavx512vbmi", "-mgfni", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     "avx512_bf16": _AVX512_BF16,
     "avx512_vnni": _AVX512,
     "avx_vnni": (*_AVX2, "-mavxvnni"),
@@ -75,7 +75,7 @@ def variants() -> list[str]:
     avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
     bf16 = avx512 | {"avx512_bf16"} <= flags
     have = {
-        "amx": bf16 and {"avx512dq", "gfni", "amx_tile", "amx_int8", "amx_bf16"} <= flags and _may_use_tiles(),
+        "amx": bf16 and {"avx512vbmi", "gfni", "amx_tile", "amx_int8", "amx_bf16"} <= flags and _may_use_tiles(),
         "avx512_bf16": bf16,
         "avx512_vnni": avx512 <= flags,
         "avx_vnni": "avx_vnni" in flags,

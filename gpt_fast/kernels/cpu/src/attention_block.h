@@ -1,6 +1,8 @@
 // One head's keys and values of a block, and the queries that attend to them: what both kinds of products share.
 #pragma once
 
+#include <cmath>
+
 #include "paged.h"
 #include "softmax.h"
 #include "tiles.h"
@@ -246,15 +248,14 @@ private:
                       const States& states, Ahead<Cached>& ahead) {
         const int64_t query = query_of(first, kv_head);
         const bool scales = scales_scores(kv_head);
-        const float factor = scales ? 1.0f : p_.scale;
+        const float* scale = scales ? nullptr : &p_.scale;  // else of scores, as they are
         auto prepare = [&](int64_t row, float(*scores)[kKeys]) {
+            if (scales) keys_.template multiply_scores<R>(scores), scale_scores<R>(factors_ + query + row, scores);
             if (!scales && all_seen) return false;
-            keys_.template multiply_scores<R>(scores);
-            if (scales) scale_scores<R>(factors_ + query + row, scores);
-            hide<R>(first + row, views, all_seen, kv_head, scales ? kOnes : factors_ + query + row, scores);
-            return true;
+            hide<R>(first + row, views, all_seen, kv_head, nullptr, scores);
+            return !all_seen;
         };
-        keys_.template attend<R>(q_ + query * each_, count, factor, states.from(first), ahead, prepare);
+        keys_.template attend<R>(q_ + query * each_, count, scale, states.from(first), ahead, prepare);
     }
 
     // Whether scores are multiplied by their factors at once: else the largest is the same before and after it.
@@ -266,7 +267,8 @@ private:
             for (int64_t i = 0; i < kKeys; i += 16) store16(scores[r] + i, load16(scores[r] + i) * splat16(factors[r]));
     }
 
-    // Adjusts scores, and hides those of keys that a token does not see. `factors`: what they are still multiplied by.
+    // Adjusts scores, and hides those of keys that a token does not see. `factors`: what they are still multiplied by; if
+    // null, they are hidden by -infinity.
     template <int R>
     void hide(int64_t row, const Views& views, bool all_seen, int64_t kv_head, const float* factors,
               float (*scores)[kKeys]) {
@@ -274,7 +276,7 @@ private:
         for (int r = 0; (adjust || !all_seen) && r < R; ++r) {
             const View view = views.of((row + r) / p_.group());
             if (adjust) adjust_scores(scores[r], kKeys, adjust, (row + r) % p_.group(), view.distance);
-            const float hidden = std::max(kHidden / factors[r], kLowest);
+            const float hidden = factors ? std::max(kHidden / factors[r], kLowest) : -INFINITY;
             for (int64_t i = 0; i < view.begin && i < kKeys; ++i) scores[r][i] = hidden;
             for (int64_t i = view.end < 0 ? 0 : view.end; i < kKeys; ++i) scores[r][i] = hidden;
         }

@@ -5,7 +5,7 @@
 
 namespace gpt_fast {
 
-// A scale for each key and each value, of int8 alone; those of values are 0 where nothing was loaded.
+// A scale for each key and each value, of int8 alone; 0 where nothing was loaded.
 template <class Cached, int64_t N>
 struct CachedScales {};
 template <int64_t N>
@@ -40,8 +40,8 @@ public:
         else
             for (int64_t i = 0; i < N; ++i) copy(rows.place[i], i, kv_head);
         if constexpr (kScaled) {
-            for (int64_t i = 0; i < rows.from; ++i) this->v_scale[i] = 0.0f;
-            for (int64_t i = rows.end; i < N; ++i) this->v_scale[i] = 0.0f;
+            for (int64_t i = 0; i < rows.from; ++i) this->k_scale[i] = this->v_scale[i] = 0.0f;
+            for (int64_t i = rows.end; i < N; ++i) this->k_scale[i] = this->v_scale[i] = 0.0f;
         } else if constexpr (kEach == 2) {
             if (rows.from % 2) keep_half(rows.from - 1, 1);
             if (rows.end % 2) keep_half(rows.end - 1, 0);

@@ -11,8 +11,8 @@
 
 namespace gpt_fast {
 
-// Keys of attention_block.h. Numbers of int8 are exact in bfloat16; their scales are applied to scores and weights,
-// which are fewer than keys and values.
+// Keys of attention_block.h. Of int8, keys are exact in bfloat16, and their scales are applied to scores; values are
+// multiplied by their scales.
 template <class Cached>
 class PairKeys {
 public:
@@ -70,7 +70,6 @@ public:
     template <int R>
     void add_values(float* into, int64_t stride, const float* kept, float (*weights)[kKeys], Ahead<Cached>& ahead) {
         alignas(64) uint16_t rounded[R][kKeys];
-        if constexpr (kScaled) multiply<R>(weights, block_.v_scale);
         for (int r = 0; r < R; ++r)
             for (int64_t i = 0; i < kKeys; i += 16) store16_bfloat16(rounded[r] + i, load16(weights[r] + i));
         brings_.attend(R);
@@ -87,33 +86,27 @@ public:
         }
     }
 
-    // Whether attend() makes all of this, by tiles: prepare(row, scores) of R rows returns whether scores have been
-    // multiplied by the scales of keys.
+    // Whether attend() makes all of this, by tiles. `scale`: of scores, beside those of keys; null if prepare(row, scores)
+    // of R rows makes scores of any size, and multiplies them by all scales.
     bool tiled() const { return tiled_; }
 
     template <int R, class Prepare>
-    void attend(const uint16_t* q, int64_t rows, float factor, const States& states, Ahead<Cached>& ahead,
+    void attend(const uint16_t* q, int64_t rows, const float* scale, const States& states, Ahead<Cached>& ahead,
                 Prepare prepare) {
-        TileBlock block{keys_, joined_, dim_, columns_, factor, nullptr, nullptr};
-        if constexpr (kScaled) block.k_scale = block_.k_scale, block.v_scale = block_.v_scale;
-        tiles_.template attend<R>(block, q, rows, states, ahead, [&](int64_t row, float(*scores)[kKeys]) {
-            return prepare(row, scores) ? kOnes.all : block.k_scale;
-        });
+        TileBlock block{keys_, joined_, dim_, columns_, scale ? *scale : 1.0f, nullptr};
+        if constexpr (kScaled) block.scales = scale ? block_.k_scale : nullptr;
+        tiles_.template attend<R>(block, q, rows, states, ahead, prepare);
     }
 
     template <int R>
     void multiply_scores(float (*scores)[kKeys]) const {
-        if constexpr (kScaled) multiply<R>(scores, block_.k_scale);
+        if constexpr (kScaled)
+            for (int r = 0; r < R; ++r)
+                for (int64_t i = 0; i < kKeys; i += 16)
+                    store16(scores[r] + i, load16(scores[r] + i) * load16(block_.k_scale + i));
     }
 
 private:
-    struct Ones {
-        alignas(64) float all[kKeys] = {};
-        constexpr Ones() {
-            for (float& x : all) x = 1.0f;
-        }
-    };
-    static constexpr Ones kOnes{};
     static constexpr bool kScaled = std::is_same_v<Cached, int8_t>;
     static constexpr int64_t kLoadRows = kTiles || kScaled ? 4 : 1;  // whose products take as long as load()
 
@@ -135,21 +128,16 @@ private:
         for (int64_t i = 0; i < kKeys / 16; ++i) {
             ahead.fetch(kLoadRows * dim_ * 16 / kKeys);
             keys_[i] = to;
-            for (int64_t d = 0; d < dim_; d += 4, to += 64) pairs_of_bytes<true>(block_.keys[i] + 16 * d, to, to + 32);
+            for (int64_t d = 0; d < dim_; d += 4, to += 64) pairs_of_raised_bytes(block_.keys[i] + 16 * d, to, to + 32);
         }
         for (int64_t i = 0; i < kKeys / 4; ++i) {
             ahead.fetch(kLoadRows * columns_ * 4 / kKeys);
             to = joined_ + 4 * i * columns_;
             values_[2 * i] = to, values_[2 * i + 1] = to + 2 * columns_;
             for (int64_t d = 0; d < columns_; d += 16)
-                pairs_of_bytes<false>(block_.values[i] + 4 * d, to + 2 * d, to + 2 * (columns_ + d));
+                scaled_pairs_of_bytes(block_.values[i] + 4 * d, block_.v_scale + 4 * i, to + 2 * d,
+                                      to + 2 * (columns_ + d));
         }
-    }
-
-    template <int R>
-    static void multiply(float (*rows)[kKeys], const float* scales) {
-        for (int r = 0; r < R; ++r)
-            for (int64_t i = 0; i < kKeys; i += 16) store16(rows[r] + i, load16(rows[r] + i) * load16(scales + i));
     }
 
     // Of R queries and the whole block. `brings`: its values.
@@ -203,7 +191,7 @@ private:
 
     const int64_t dim_, columns_;
     const bool tiled_ = kTiles && dim_ % 32 == 0;
-    AttentionTiles<kScaled> tiles_;
+    AttentionTiles<> tiles_;
     CachedBlock<Cached, kKeys> block_;
     Brings brings_;
     int64_t first_ = 0, last_ = 0;       // pairs of values

@@ -19,6 +19,23 @@ inline int32_t load_four(const void* bytes) {
     return four;
 }
 
+// Between 2^23 and 2^24 the unit is 1: a number plus this is rounded to a whole one, which its lowest bits then are.
+constexpr float kToWhole = 12582912.0f;
+constexpr int32_t kWholeBits = 0x4b400000;  // of kToWhole
+
+// Powers of two as bfloat16, powers() below: its bits are nearly 128 (127 + x) for 2^x, a line between each two whole x,
+// above the curve. By how much, for each 128th.
+struct alignas(64) BelowLine {
+    uint8_t all[128] = {};
+
+    constexpr BelowLine() {
+        double power = 1.0;
+        for (int i = 0; i < 128; ++i, power *= 1.005429901112803) all[i] = static_cast<uint8_t>(i + 128.5 - 128 * power);
+    }
+};
+inline constexpr BelowLine kBelowLine;
+constexpr float kPowersBegin = kToWhole + 127 * 128;  // of 2^0
+
 }  // namespace gpt_fast
 
 #if defined(__AVX2__) && defined(__FMA__)
@@ -82,12 +99,6 @@ constexpr bool kRaisedDots = false;
 
 #ifndef __AVX512VNNI__
 // What only CPUs with tiles use, as formulas.
-inline I16 upper_halves(F16 x, F16 y) {
-    uint16_t both[64], upper[32];
-    std::memcpy(both, &x, sizeof x), std::memcpy(both + 32, &y, sizeof y);
-    for (int i = 0; i < 32; ++i) upper[i] = both[2 * i + 1];
-    return load64(reinterpret_cast<const uint8_t*>(upper));
-}
 template <class Body>
 inline I16 by_ints(I16 x, I16 y, Body body) {
     int32_t a[16], b[16];
@@ -103,6 +114,13 @@ inline bool any_above(I16 v, int32_t most) {
     std::memcpy(all, &v, sizeof all);
     for (int32_t x : all)
         if (x > most) return true;
+    return false;
+}
+inline bool any_bit(I16 v, int32_t bits) {
+    int32_t all[16];
+    std::memcpy(all, &v, sizeof all);
+    for (int32_t x : all)
+        if (x & bits) return true;
     return false;
 }
 inline I16 minus(I16 x, I16 y) { return by_ints(x, y, [](int32_t a, int32_t b) { return a - b; }); }
@@ -160,20 +178,41 @@ inline void store16_bfloat16(uint16_t* to, F16 v) {
     for (int i = 0; i < 16; ++i) store_as(x[i], to + i);
 }
 
-// Four bytes of each of sixteen lanes, `raised` by 128 or not, as pairs of bfloat16: the first two, and the last two.
-template <bool raised>
-inline void pairs_of_bytes(const uint8_t* from, uint16_t* first, uint16_t* second) {
+// Four bytes, 128 raised, of each of sixteen lanes as pairs of bfloat16: the first two, and the last two.
+inline void pairs_of_raised_bytes(const uint8_t* from, uint16_t* first, uint16_t* second) {
+    for (int i = 0; i < 64; ++i)
+        store_as(static_cast<float>(from[i] - 128), (i % 4 < 2 ? first : second) + i / 4 * 2 + i % 2);
+}
+// The same with bytes that are not raised, each times its scale, rounded to nearest, half a unit up.
+inline void scaled_pairs_of_bytes(const uint8_t* from, const float* scales, uint16_t* first, uint16_t* second) {
     for (int i = 0; i < 64; ++i) {
-        const float x = raised ? static_cast<float>(from[i] - 128) : static_cast<float>(static_cast<int8_t>(from[i]));
-        store_as(x, (i % 4 < 2 ? first : second) + i / 4 * 2 + i % 2);
+        const float x = static_cast<float>(static_cast<int8_t>(from[i])) * scales[i % 4];
+        const auto bits = static_cast<uint32_t>(load_four(&x)) + 0x8000;
+        (i % 4 < 2 ? first : second)[i / 4 * 2 + i % 2] = static_cast<uint16_t>(bits >> 16);
     }
 }
 #endif
 
 constexpr float kLog2E = 1.44269504f;
 
-// Between 2^23 and 2^24 the unit is 1: a number plus this is rounded to a whole one, which its lowest bits then are.
-constexpr float kToWhole = 12582912.0f;
+// 2^((x - kPowersBegin) / 128) of 32 lanes as bfloat16, to half of 2^-7 and half a unit of bfloat16: 0 below 2^-126, no
+// number above 2^129. Signs are those of lanes that give something else; within_powers() gives lanes without them.
+inline F16 within_powers(F16 x) {
+    return larger(smaller(x, splat16(kToWhole + 0x7f80)), splat16(kToWhole));  // no number: infinity
+}
+#ifndef __AVX512VBMI__
+inline I16 powers(F16 x, F16 y) {
+    float lanes[32];
+    store16(lanes, x), store16(lanes + 16, y);
+    uint16_t powers[32];
+    for (int i = 0; i < 32; ++i) {
+        const int64_t steps = load_four(lanes + i) - int64_t{kWholeBits};
+        const auto nearest = static_cast<uint16_t>(steps < 0 ? 0 : steps > 0xffff ? 0xffff : steps);
+        powers[i] = static_cast<uint16_t>(nearest - kBelowLine.all[nearest % 128]);
+    }
+    return load64(reinterpret_cast<const uint8_t*>(powers));
+}
+#endif
 
 // The eight lowest bits of each lane as the exponent of a float32: 2^(bits - 127).
 inline F8 power_of_low_bits(F8 v) { return as_floats(shift_left<23>(as_ints(v))); }
@@ -186,17 +225,6 @@ inline F16 take_whole(F16& x) {
     const F16 whole = (bounded + to_whole) - to_whole;
     x = bounded - whole;
     return whole;
-}
-// The same with the next lower whole number, at most 127. The rest is rounded down, as AVX-512 does it.
-inline F8 take_floor(F8& x) {
-    const F8 near = (x + splat(kToWhole)) - splat(kToWhole), whole = choose(less(x, near), near - splat(1.0f), near);
-    const F8 rest = x - whole;
-    x = choose(less(x, rest + whole), rest - splat(0x1p-24f), rest);
-    return whole;
-}
-inline F16 take_floor(F16& x) {
-    x = larger(splat16(-127.0f), smaller(splat16(127.5f), x));
-    return {take_floor(x.a), take_floor(x.b)};
 }
 inline F16 times_power(F16 x, F16 n) { return x * power_of_low_bits(n + splat16(kToWhole + 127.0f)); }
 #endif

@@ -47,17 +47,6 @@ inline F16 take_whole(F16& x) {
     x = x - whole;
     return whole;
 }
-// The same with the next lower whole number. times_power() cuts n to it. The rest is rounded down.
-inline F16 take_floor(F16& x) {
-    const F16 all = x;
-#ifdef __AVX512DQ__
-    x = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-#else
-    const F16 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    x = _mm512_sub_round_ps(x, whole, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-#endif
-    return all;
-}
 // Of -infinity the rest is NaN; the instruction makes 0 of such an x and n.
 inline F16 times_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
 
@@ -82,12 +71,17 @@ inline I16 raise(I16 w) { return w ^ _mm512_set1_epi8(-128); }
 inline F16 low_bfloat16(I16 pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 inline F16 high_bfloat16(I16 pairs) { return _mm512_castsi512_ps(pairs & _mm512_set1_epi32(-65536)); }
 
-// Of each lane the upper half, in the order of the lanes: what is cut to bfloat16.
-inline I16 upper_halves(F16 x, F16 y) {
-    alignas(64) static constexpr uint16_t order[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                                     33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-    return _mm512_permutex2var_epi16(as_ints(x), _mm512_load_si512(order), as_ints(y));
+inline bool any_bit(I16 v, int32_t bits) { return _mm512_test_epi32_mask(v, splat16(bits)) != 0; }
+#ifdef __AVX512VBMI__
+// The formula of simd.h.
+inline I16 powers(F16 x, F16 y) {
+    const I16 begin = _mm512_set1_epi32(kWholeBits), order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    const I16 first = _mm512_sub_epi32(as_ints(x), begin), last = _mm512_sub_epi32(as_ints(y), begin);
+    const I16 steps = _mm512_permutexvar_epi64(order, _mm512_packus_epi32(first, last));
+    const I16 low = _mm512_load_si512(kBelowLine.all), high = _mm512_load_si512(kBelowLine.all + 64);
+    return _mm512_sub_epi16(steps, _mm512_maskz_permutex2var_epi8(0x5555555555555555, low, steps, high));
 }
+#endif
 
 #ifdef __AVX512BF16__
 #define GPT_FAST_BFLOAT16_DOTS
@@ -99,14 +93,27 @@ inline void store16_bfloat16(uint16_t* to, F16 v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
 }
 
-// Four bytes of each of sixteen lanes, `raised` by 128 or not, as pairs of bfloat16: the first two, and the last two.
-template <bool raised>
-inline void pairs_of_bytes(const uint8_t* from, uint16_t* first, uint16_t* second) {
-    const I16 fours = raised ? raise(load64(from)) : load64(from);
-    auto widen = [](I16 highest) { return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(highest, 24))); };
-    auto pair = [&](I16 low, I16 high) { return _mm512_srli_epi32(widen(low), 16) | widen(high); };
-    _mm512_storeu_si512(first, pair(_mm512_slli_epi32(fours, 24), _mm512_slli_epi32(fours, 16)));
-    _mm512_storeu_si512(second, pair(_mm512_slli_epi32(fours, 8), fours));
+inline F16 byte_of_lanes(I16 fours, int number) {
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(fours, static_cast<unsigned>(24 - 8 * number)), 24));
+}
+// Four bytes, 128 raised, of each of sixteen lanes as pairs of bfloat16: the first two, and the last two.
+inline void pairs_of_raised_bytes(const uint8_t* from, uint16_t* first, uint16_t* second) {
+    const I16 fours = raise(load64(from));
+    auto widen = [&](int number) { return _mm512_castps_si512(byte_of_lanes(fours, number)); };
+    auto pair = [&](I16 low, I16 high) { return _mm512_srli_epi32(low, 16) | high; };
+    _mm512_storeu_si512(first, pair(widen(0), widen(1)));
+    _mm512_storeu_si512(second, pair(widen(2), widen(3)));
+}
+// The same with bytes that are not raised, each times its scale, rounded to nearest.
+inline void scaled_pairs_of_bytes(const uint8_t* from, const float* scales, uint16_t* first, uint16_t* second) {
+    const I16 fours = load64(from);
+    auto scaled = [&](int number) {
+        const F16 x = byte_of_lanes(fours, number) * splat16(scales[number]);
+        return _mm512_add_epi32(_mm512_castps_si512(x), splat16(0x8000));
+    };
+    auto pair = [&](I16 low, I16 high) { return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high); };
+    _mm512_storeu_si512(first, pair(scaled(0), scaled(1)));
+    _mm512_storeu_si512(second, pair(scaled(2), scaled(3)));
 }
 #endif
 

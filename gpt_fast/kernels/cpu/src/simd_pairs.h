@@ -35,6 +35,7 @@ inline F16 join(F8 x, F8 y) { return {x, y}; }
 inline F16 to_floats(I16 v) { return {to_floats(v.a), to_floats(v.b)}; }
 inline F16 as_floats(I16 bits) { return {as_floats(bits.a), as_floats(bits.b)}; }
 inline I16 as_ints(F16 bits) { return {as_ints(bits.a), as_ints(bits.b)}; }
+inline I16 operator|(I16 x, I16 y) { return {x.a | y.a, x.b | y.b}; }
 inline I16 plus(I16 x, I16 y) { return {add(x.a, y.a), add(x.b, y.b)}; }
 inline I16 times(I16 x, I16 y) { return {multiply(x.a, y.a), multiply(x.b, y.b)}; }
 template <int bits>
