@@ -134,9 +134,9 @@ private:
             ahead.fetch(kLoadRows * columns_ * 4 / kKeys);
             to = joined_ + 4 * i * columns_;
             values_[2 * i] = to, values_[2 * i + 1] = to + 2 * columns_;
+            const ScaledBytes scaled(block_.v_scale + 4 * i);
             for (int64_t d = 0; d < columns_; d += 16)
-                scaled_pairs_of_bytes(block_.values[i] + 4 * d, block_.v_scale + 4 * i, to + 2 * d,
-                                      to + 2 * (columns_ + d));
+                scaled.to_pairs(block_.values[i] + 4 * d, to + 2 * d, to + 2 * (columns_ + d));
         }
     }
 

@@ -184,13 +184,21 @@ inline void pairs_of_raised_bytes(const uint8_t* from, uint16_t* first, uint16_t
         store_as(static_cast<float>(from[i] - 128), (i % 4 < 2 ? first : second) + i / 4 * 2 + i % 2);
 }
 // The same with bytes that are not raised, each times its scale, rounded to nearest, half a unit up.
-inline void scaled_pairs_of_bytes(const uint8_t* from, const float* scales, uint16_t* first, uint16_t* second) {
-    for (int i = 0; i < 64; ++i) {
-        const float x = static_cast<float>(static_cast<int8_t>(from[i])) * scales[i % 4];
-        const auto bits = static_cast<uint32_t>(load_four(&x)) + 0x8000;
-        (i % 4 < 2 ? first : second)[i / 4 * 2 + i % 2] = static_cast<uint16_t>(bits >> 16);
+class ScaledBytes {
+public:
+    explicit ScaledBytes(const float* scales) : scales_(scales) {}
+
+    void to_pairs(const uint8_t* from, uint16_t* first, uint16_t* second) const {
+        for (int i = 0; i < 64; ++i) {
+            const float x = static_cast<float>(static_cast<int8_t>(from[i])) * scales_[i % 4];
+            const auto bits = static_cast<uint32_t>(load_four(&x)) + 0x8000;
+            (i % 4 < 2 ? first : second)[i / 4 * 2 + i % 2] = static_cast<uint16_t>(bits >> 16);
+        }
     }
-}
+
+private:
+    const float* scales_;
+};
 #endif
 
 constexpr float kLog2E = 1.44269504f;

@@ -93,28 +93,45 @@ inline void store16_bfloat16(uint16_t* to, F16 v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
 }
 
-inline F16 byte_of_lanes(I16 fours, int number) {
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(fours, static_cast<unsigned>(24 - 8 * number)), 24));
+// 2^15 and a byte of each lane: as the second byte of a float32 it is exactly that.
+constexpr float kBesideByte = 32768.0f;
+inline F16 beside_byte(I16 fours, int number) {
+    const I16 order = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x400, 0x800, 0xc00));
+    const I16 from = _mm512_add_epi32(order, splat16(number << 8)), to = as_ints(splat16(kBesideByte));
+    return as_floats(_mm512_mask_shuffle_epi8(to, 0x2222222222222222, fours, from));
 }
 // Four bytes, 128 raised, of each of sixteen lanes as pairs of bfloat16: the first two, and the last two.
 inline void pairs_of_raised_bytes(const uint8_t* from, uint16_t* first, uint16_t* second) {
-    const I16 fours = raise(load64(from));
-    auto widen = [&](int number) { return _mm512_castps_si512(byte_of_lanes(fours, number)); };
+    const I16 fours = load64(from);
+    auto widen = [&](int number) { return as_ints(beside_byte(fours, number) - splat16(kBesideByte + 128)); };
     auto pair = [&](I16 low, I16 high) { return _mm512_srli_epi32(low, 16) | high; };
     _mm512_storeu_si512(first, pair(widen(0), widen(1)));
     _mm512_storeu_si512(second, pair(widen(2), widen(3)));
 }
 // The same with bytes that are not raised, each times its scale, rounded to nearest.
-inline void scaled_pairs_of_bytes(const uint8_t* from, const float* scales, uint16_t* first, uint16_t* second) {
-    const I16 fours = load64(from);
-    auto scaled = [&](int number) {
-        const F16 x = byte_of_lanes(fours, number) * splat16(scales[number]);
-        return _mm512_add_epi32(_mm512_castps_si512(x), splat16(0x8000));
-    };
-    auto pair = [&](I16 low, I16 high) { return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high); };
-    _mm512_storeu_si512(first, pair(scaled(0), scaled(1)));
-    _mm512_storeu_si512(second, pair(scaled(2), scaled(3)));
-}
+class ScaledBytes {
+public:
+    explicit ScaledBytes(const float* scales) {
+        for (int i = 0; i < 4; ++i)
+            scale_[i] = splat16(scales[i]), zero_[i] = splat16(scales[i] * -(kBesideByte + 128));
+    }
+
+    void to_pairs(const uint8_t* from, uint16_t* first, uint16_t* second) const {
+        const I16 fours = raise(load64(from));
+        auto scaled = [&](int number) {
+            const F16 x = plus_product(zero_[number], beside_byte(fours, number), scale_[number]);
+            return _mm512_add_epi32(as_ints(x), splat16(0x8000));
+        };
+        auto pair = [&](I16 low, I16 high) {
+            return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high);
+        };
+        _mm512_storeu_si512(first, pair(scaled(0), scaled(1)));
+        _mm512_storeu_si512(second, pair(scaled(2), scaled(3)));
+    }
+
+private:
+    F16 scale_[4], zero_[4];
+};
 #endif
 
 inline void pin(I16& sum) { asm("" : "+v"(sum)); }
