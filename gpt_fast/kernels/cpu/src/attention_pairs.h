@@ -86,8 +86,8 @@ public:
         }
     }
 
-    // Whether attend() makes all of this, by tiles. `scale`: of scores, beside those of keys; null if prepare(row, scores)
-    // of R rows makes scores of any size, and multiplies them by all scales.
+    // Whether attend() makes all of this, by tiles. `scale`: of scores, beside those of keys; null if
+    // prepare(row, scores) of R rows multiplies them by all scales.
     bool tiled() const { return tiled_; }
 
     template <int R, class Prepare>

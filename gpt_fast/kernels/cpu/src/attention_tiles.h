@@ -47,8 +47,8 @@ public:
         });
     }
 
-    // One of `parts` of the rows. `by`: steps of a score, for each key. `any`: for scores of any size, and for what is no
-    // number.
+    // One of `parts` of the rows. `by`: steps of a score, for each key. `any`: for scores of any size, and for what is
+    // no number.
     [[gnu::always_inline]] void weigh(const float* by, int part, int parts, bool any, TakenGiven& bits) {
         const int begin = R * part / parts, end = R * (part + 1) / parts;
 #pragma GCC unroll 4
@@ -165,9 +165,9 @@ struct TileBlock {
 template <class Registers = Tiles>
 class AttentionTiles {
 public:
-    // `rows` rows, R at a time, of q [rows, dim], to states of as many. prepare(row, scores) is called before the scores
-    // [R, kTileKeys] of R rows are weighed; it may change them, and returns whether they may be -infinity. `ahead` is told
-    // of the work.
+    // `rows` rows, R at a time, of q [rows, dim], to states of as many. prepare(row, scores) is called before the
+    // scores [R, kTileKeys] of R rows are weighed; it may change them, and returns whether they may be -infinity.
+    // `ahead` is told of the work.
     template <int R, class Cached, class Prepare>
     void attend(const TileBlock& b, const uint16_t* q, int64_t rows, const States& states, Ahead<Cached>& ahead,
                 Prepare prepare) {
@@ -180,15 +180,13 @@ public:
         }
         shape(R);
         registers_.template load<4>(bytes(kOnes.all), kTileBytes);
-        // Rows from `row` on are weighed, if any.
+        // Weighs rows from `row` on. `alone`: no other rows are near, so memory is asked for a few lines at a time.
         auto turn = [&](int64_t row, auto has_last, auto has_now, auto has_next, auto alone)
                         __attribute__((always_inline)) {
             TileWeights<R>&now = two[row / R & 1], &other = two[~(row / R) & 1];
             const States these = states.from(row), last = states.from(row - R);
             bool any = false;
-            if (has_now) {
-                any = prepare(row, now.scores), now.begin(by, these);
-            }
+            if (has_now) any = prepare(row, now.scores), now.begin(by, these);
             const int64_t work = R * ((has_next ? b.dim : 0) + (has_last ? b.columns : 0)) / kParts;
             if (!alone) ahead.fetch(kParts * work);
             TakenGiven bits;
@@ -255,8 +253,8 @@ private:
         registers_.template load<6>(bytes(weights[0] + kBlockOfHead), sizeof weights[0]);
     }
 
-    // Sums of the loaded weights of each row: products with ones, of which all sixteen lanes are the same. Rows are stored
-    // one lane apart, the last one at last, which leaves one lane of each.
+    // Sums of the loaded weights of each row: products with ones, of which all sixteen lanes are the same. Rows are
+    // stored one lane apart, the last one at last, which leaves one lane of each.
     void add_weights(float* sums) {
         registers_.template zero<7>();
         registers_.template add_bfloat16<7, 5, 4>();
@@ -264,8 +262,8 @@ private:
         registers_.template store<7>(bytes(sums), sizeof *sums);
     }
 
-    // Of a part of the columns: what stands there and the loaded weights times values. Returns where the last sums are to
-    // be stored, or null.
+    // Of a part of the columns: what stands there and the loaded weights times values. Returns where the last sums are
+    // to be stored, or null.
     [[gnu::always_inline]] float* add_values(const TileBlock& b, int part, const States& states) {
         const int64_t all = b.columns / kTileRows, end = all * (part + 1) / kParts;
         float* sums = nullptr;

@@ -93,8 +93,7 @@ inline void store16_bfloat16(uint16_t* to, F16 v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
 }
 
-// 2^15 and a byte of each lane: as the second byte of a float32 it is exactly that.
-constexpr float kBesideByte = 32768.0f;
+// kBesideByte and a byte of each lane.
 inline F16 beside_byte(I16 fours, int number) {
     const I16 order = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x400, 0x800, 0xc00));
     const I16 from = _mm512_add_epi32(order, splat16(number << 8)), to = as_ints(splat16(kBesideByte));
