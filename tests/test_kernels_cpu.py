@@ -133,6 +133,19 @@ def test_a_row_does_not_depend_on_its_company_or_the_threads(kind: str, n: int, 
 
 
 @needs_cpp
+@pytest.mark.parametrize(("of_x", "of_w"), [(1e-19, 1e-20), (1.0, 1e-39), (1e-39, 1.0), (1e18, 1e20)])
+def test_tiny_and_huge_numbers_have_the_same_bits_in_any_company(of_x: float, of_w: float) -> None:
+    """Registers of tiles take numbers below 2^-126 as zeros, vectors only if they are told to."""
+    w = (torch.randn(40, 96) * of_w).bfloat16()
+    packed, x = PackedWeights("bfloat16", packing.pack_dense(w), 40, 96), torch.randn(16, 96) * of_x
+    whole = run_product(x, packed)
+    for rows in range(1, 16):
+        assert torch.equal(run_product(x[:rows], packed).nan_to_num(), whole[:rows].nan_to_num()), rows
+    if of_x * of_w < 1:
+        torch.testing.assert_close(whole, x.bfloat16().float() @ w.float().T, atol=1e-36, rtol=0)
+
+
+@needs_cpp
 @pytest.mark.parametrize(
     "pair", [(-2.0, -2.0), (2.0, 2.0), (127.0, -127.0), (-127.0, 127.0), (0.0, 127.0), (64.0, 63.0)]
 )

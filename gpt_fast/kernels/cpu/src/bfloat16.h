@@ -18,6 +18,7 @@ struct Bfloat16 {
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
     static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
     static constexpr int tiles_at_once(int rows) { return Float32::tiles_at_once(rows); }
+    static constexpr int64_t kMostPairedRows = 4;  // of which two tiles of weights are read faster than four
     static constexpr int64_t kBlockPairs = kBlock / 2, kPairBytes = 4 * kTile;
 
     const uint8_t* data;
@@ -51,11 +52,13 @@ struct Bfloat16 {
         store_sums(sum, acc);
     }
 
-    // One panel of rows and four tiles of weights at a time, or two and two. Of very few rows one tile: memory gives one
-    // stream faster. A template, because rows that are not rounded have no panels.
+    // One panel of rows and four tiles of weights at a time, or two and two. A template, because rows that are not
+    // rounded have no panels.
     template <class Panels>
     void tiled(const Panels& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                const Sums& acc) const {
+        if (rows == 1) return by_vectors<1>(x, row, tile, tiles, k, k_end, acc);
+        if (rows == 2) return by_vectors<2>(x, row, tile, tiles, k, k_end, acc);
         TileSums<> registers;
         const int64_t depth = (k_end - k) / acc.parts;
         each_group(x.first + row, rows, 2 * kTileRows, [&](int64_t begin, int64_t count) {
@@ -68,11 +71,69 @@ struct Bfloat16 {
                 }
             };
             int64_t t = 0;
-            const bool one = count <= kOneTileRows && begin == 0;
-            for (; count <= kTileRows && !one && t + 4 <= tiles; t += 4) add(t, std::integral_constant<int, 4>());
-            for (; !one && t + 2 <= tiles; t += 2) add(t, std::integral_constant<int, 2>());
+            for (; kMostPairedRows < count && count <= kTileRows && t + 4 <= tiles; t += 4) add(t, std::integral_constant<int, 4>());
+            for (; t + 2 <= tiles; t += 2) add(t, std::integral_constant<int, 2>());
             for (; t < tiles; ++t) add(t, std::integral_constant<int, 1>());
         });
+    }
+
+    // One and two rows by vectors, which take memory's lines as they come; a register of tiles waits for all of its own.
+    // With the bits of tiles.
+    template <int R, class Panels>
+    void by_vectors(const Panels& x, int64_t row, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
+                    const Sums& acc) const {
+        const FlushesTiny as_tiles_do;
+        const int64_t depth = (k_end - k) / acc.parts;
+        auto add = [&](int64_t t, auto together) {
+            for (int64_t p = 0; p < acc.parts; ++p) {
+                const int64_t from = k + p * depth;
+                add_rows<R, together>(x, row, tile + t, from, from + depth, acc.only(p).from(0, t));
+            }
+        };
+        int64_t t = 0;
+        for (; t + kStreams <= tiles; t += kStreams) add(t, std::integral_constant<int, kStreams>());
+        for (; t < tiles; ++t) add(t, std::integral_constant<int, 1>());
+    }
+
+    // T tiles in turns.
+    template <int R, int T, class Panels>
+    [[gnu::noinline]] void add_rows(const Panels& x, int64_t row, int64_t tile, int64_t k, int64_t k_end,
+                                    const Sums& acc) const {
+        decltype(x.row(0)) xs[R];
+        take_rows(xs, x, row);
+        alignas(64) float values[R][2][kBlockPairs];  // of a block, even and odd k
+        int64_t ready = -1;
+        Pace pace;
+        auto add = [&](int64_t b, const uint8_t* w, const uint8_t* next, F16(&sum)[R][1])
+                       __attribute__((always_inline)) {
+            F16 even[R], odd[R];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                if (b != ready) {
+                    const I16 pairs = load64(reinterpret_cast<const uint8_t*>(xs[r] + b * kBlock));
+                    store16(values[r][0], low_bfloat16(pairs)), store16(values[r][1], high_bfloat16(pairs));
+                }
+                even[r] = odd[r] = splat16(0.0f);
+            }
+            ready = b;
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < kBlockPairs; ++i) {
+                prefetch(next + i * kPairBytes);
+                pace.line();
+                const I16 both = load64(w + i * kPairBytes);
+                const F16 first = low_bfloat16(both), second = high_bfloat16(both);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    even[r] = plus_product(even[r], splat16(values[r][0][i]), first);
+                    odd[r] = plus_product(odd[r], splat16(values[r][1][i]), second);
+                }
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sum[r][0] = sum[r][0] + (even[r] + odd[r]);
+        };
+        const int64_t tile_bytes = this->tile_bytes();
+        add_in_turns<R, T, 1, 1>(data + tile * tile_bytes, tile_bytes, kBlockPairs * kPairBytes, k / kBlock,
+                                 ceil_div(k_end, kBlock), acc, add, [] { return true; });
     }
 
     template <int T, class Panels>

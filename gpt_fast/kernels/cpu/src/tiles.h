@@ -142,6 +142,18 @@ private:
 using Tiles = PlainTiles;
 #endif
 
+// Vectors as registers of tiles are: numbers below 2^-126 are taken as zeros, and none are given.
+class FlushesTiny {
+#ifdef __AMX_TILE__
+public:
+    FlushesTiny() { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | 0x40); }
+    ~FlushesTiny() { _mm_setcsr(before_); }
+
+private:
+    const unsigned before_ = _mm_getcsr();
+#endif
+};
+
 // Whether products use tiles. The definition may come from tests, for the formulas.
 #if defined(__AMX_TILE__) || defined(GPT_FAST_TILES)
 constexpr bool kTiles = true;
