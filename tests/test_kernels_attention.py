@@ -206,10 +206,26 @@ def test_attention_where_later_keys_score_more(scale: float, dtype: torch.dtype)
 
 
 @needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0, 3000.0])
+@pytest.mark.parametrize("loud", [3, 40, 100, 600])
+def test_attention_where_one_key_scores_most(loud: int, spread: float, dtype: torch.dtype) -> None:
+    """By any factor, and at any place: among the keys that give a scale, in their block, in a later one or split."""
+    q, k, v = sequences([640], 4, 2, 32)[0]
+    q, k = torch.ones_like(q), torch.zeros_like(k)
+    k[loud] = spread / 32
+    v = v.bfloat16().float()
+    steps = [[(0, 0, 639)], [(0, 639, 640)]]
+    for got, expected in fast_and_eager([(q, k, v)], (4, 2, 32), dtype, steps, Scoring(0, 1.0)):
+        torch.testing.assert_close(got, expected, atol=1e-5 if dtype == torch.float32 else 0.03, rtol=1e-4)
+
+
+@needs_cpp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_score_of_minus_infinity_has_no_weight(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dim", [16, 32])
+def test_a_score_of_minus_infinity_has_no_weight(dim: int, dtype: torch.dtype) -> None:
     """The product of such a query and such a key does not fit float32; those with the other keys do."""
-    shape = (4, 2, 16)
+    shape = (4, 2, dim)
     qkv = sequences([130], *shape)
     q, k, _ = qkv[0]
     q[..., 0], k[..., 0], k[7, :, 0] = 1e20, 0, -1e20
@@ -285,13 +301,16 @@ def test_a_query_has_the_same_bits_beside_any_number_of_others(group: int, dim: 
 
 @needs_cpp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dim", [24, 32])  # of 32 registers of tiles take whole lines
 @pytest.mark.parametrize("steps", [[(0, 0, 70)], [(0, 0, 69), (0, 69, 70)]], ids=["prompt", "one"])
-def test_a_query_that_is_not_finite_spoils_itself_alone(steps: list[tuple[int, int, int]], dtype: torch.dtype) -> None:
-    q, k, v = sequences([70], 4, 2, 24)[0]
+def test_a_query_that_is_not_finite_spoils_itself_alone(
+    steps: list[tuple[int, int, int]], dim: int, dtype: torch.dtype
+) -> None:
+    q, k, v = sequences([70], 4, 2, dim)[0]
     outs = []
     for _ in range(2):
-        cache = Cache(1, 70, (4, 2, 24), dtype, 16, fast=True)
-        outs.append(torch.cat([cache.attend([step], [(q, k, v)], Scoring(0, 24**-0.5)) for step in steps]))
+        cache = Cache(1, 70, (4, 2, dim), dtype, 16, fast=True)
+        outs.append(torch.cat([cache.attend([step], [(q, k, v)], Scoring(0, dim**-0.5)) for step in steps]))
         q = q.clone()
         q[5, 2, 0], q[66, 0, 3], q[69, 1, 3] = torch.nan, torch.inf, torch.nan
     sound, spoiled = outs
@@ -304,14 +323,20 @@ def test_a_query_that_is_not_finite_spoils_itself_alone(steps: list[tuple[int, i
 @needs_cpp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
-def test_a_key_or_value_that_is_not_finite_shows_in_all_later_tokens(which: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dim", [24, 32])
+@pytest.mark.parametrize("place", [5, 19])  # among the first sixteen keys and behind them
+def test_a_key_or_value_that_is_not_finite_shows_in_all_later_tokens(
+    place: int, dim: int, which: int, dtype: torch.dtype
+) -> None:
     """Else a model that computes no numbers for a prompt would answer as if nothing were wrong."""
-    for bad in (torch.nan, torch.inf) if which == 2 else (torch.nan,):  # a score of -infinity is one to leave out
-        qkv = sequences([40], 4, 2, 24)
-        qkv[0][which][5, 0, 17] = bad
-        cache = Cache(1, 40, (4, 2, 24), dtype, 16, fast=True)
-        cache.attend([(0, 0, 20)], qkv, Scoring(0, 24**-0.5))
-        later = cache.attend([(0, 20, 40)], qkv, Scoring(0, 24**-0.5))
+    for bad in (torch.nan, -torch.nan, torch.inf):
+        if which == 1 and bad == torch.inf:
+            continue  # a score of -infinity is one to leave out
+        qkv = sequences([40], 4, 2, dim)
+        qkv[0][which][place, 0, 17] = bad
+        cache = Cache(1, 40, (4, 2, dim), dtype, 16, fast=True)
+        cache.attend([(0, 0, 20)], qkv, Scoring(0, dim**-0.5))
+        later = cache.attend([(0, 20, 40)], qkv, Scoring(0, dim**-0.5))
         assert not later[:, :2].isfinite().all(-1).any()
         assert later[:, 2:].isfinite().all()
 
