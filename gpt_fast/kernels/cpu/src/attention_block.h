@@ -41,7 +41,7 @@ public:
     // Whether the first level gets it.
     bool near() const { return near_; }
 
-    void fetch(int64_t work) {
+    [[gnu::always_inline]] void fetch(int64_t work) {
         int64_t due = due_ + work * rate_, lines = due >> kBits;
         asm("" : "+r"(due), "+r"(lines));  // else gcc computes them in registers of vectors, which products need
         lines = std::min(lines, left_);
