@@ -18,7 +18,7 @@ struct Bfloat16 {
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
     static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
     static constexpr int tiles_at_once(int rows) { return Float32::tiles_at_once(rows); }
-    static constexpr int64_t kMostPairedRows = 4;  // of which two tiles of weights are read faster than four
+    static constexpr int64_t kPairedRows = 4;  // so few, by tiles, read two tiles of weights faster than four
     static constexpr int64_t kBlockPairs = kBlock / 2, kPairBytes = 4 * kTile;
 
     const uint8_t* data;
@@ -71,7 +71,8 @@ struct Bfloat16 {
                 }
             };
             int64_t t = 0;
-            for (; kMostPairedRows < count && count <= kTileRows && t + 4 <= tiles; t += 4) add(t, std::integral_constant<int, 4>());
+            const bool four = kPairedRows < count && count <= kTileRows;
+            for (; four && t + 4 <= tiles; t += 4) add(t, std::integral_constant<int, 4>());
             for (; t + 2 <= tiles; t += 2) add(t, std::integral_constant<int, 2>());
             for (; t < tiles; ++t) add(t, std::integral_constant<int, 1>());
         });

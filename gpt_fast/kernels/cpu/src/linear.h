@@ -52,7 +52,7 @@ constexpr int kMaxRows = 8, kCachedRows = kRegisters < 32 ? 6 : 8;
 static_assert(!kSharedFetches || kSharingRows <= (kCachedRows + 1) / 2);  // of nearly equal pieces
 // With 32 registers any number is few: two tiles at a time for all rows are faster than more tiles, whatever the rows.
 constexpr int64_t kFewRows = kTiles ? 16 : kRegisters < 32 ? 47 : int64_t{1} << 40;
-constexpr int kOneTileRows = 4;  // where one_stream() or by tiles in bfloat16, so few read weights one tile at a time
+constexpr int kOneTileRows = 4;  // where one_stream(), so few read weights one tile at a time
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 2;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
 
