@@ -38,9 +38,15 @@ struct alignas(64) BelowLine {
 inline constexpr BelowLine kBelowLine;
 constexpr float kPowersBegin = kToWhole + 127 * 128;  // of 2^0
 
-// A float32 whose second byte is x is 2^15 + x: no other way from bytes to floats is as short. What is computed with it is
-// off by a 500th of a byte at most.
+// A float32 whose second byte is x is 2^15 + x: no other way from bytes to floats is as short.
 constexpr float kBesideByte = 32768.0f;
+
+// A scale to 15 bits, so that its product with kBesideByte + 128 is exact.
+inline float short_scale(float scale) {
+    const int32_t bits = load_four(&scale) & -0x200;
+    std::memcpy(&scale, &bits, sizeof scale);
+    return scale;
+}
 
 }  // namespace gpt_fast
 
@@ -196,7 +202,7 @@ public:
 
     void to_pairs(const uint8_t* from, uint16_t* first, uint16_t* second) const {
         for (int i = 0; i < 64; ++i) {
-            const float scale = scales_[i % 4], beside = kBesideByte + static_cast<float>(from[i] ^ 128);
+            const float scale = short_scale(scales_[i % 4]), beside = kBesideByte + static_cast<float>(from[i] ^ 128);
             const float x = std::fma(beside, scale, scale * -(kBesideByte + 128));
             const auto bits = static_cast<uint32_t>(load_four(&x)) + 0x8000;
             (i % 4 < 2 ? first : second)[i / 4 * 2 + i % 2] = static_cast<uint16_t>(bits >> 16);

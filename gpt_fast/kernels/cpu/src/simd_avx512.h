@@ -111,8 +111,10 @@ inline void pairs_of_raised_bytes(const uint8_t* from, uint16_t* first, uint16_t
 class ScaledBytes {
 public:
     explicit ScaledBytes(const float* scales) {
-        for (int i = 0; i < 4; ++i)
-            scale_[i] = splat16(scales[i]), zero_[i] = splat16(scales[i] * -(kBesideByte + 128));
+        for (int i = 0; i < 4; ++i) {
+            const float scale = short_scale(scales[i]);
+            scale_[i] = splat16(scale), zero_[i] = splat16(scale * -(kBesideByte + 128));
+        }
     }
 
     void to_pairs(const uint8_t* from, uint16_t* first, uint16_t* second) const {
