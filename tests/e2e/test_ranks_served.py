@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from serving import ROOT, Reply, Server, serve, wait_for
+from serving import HANG_S, ROOT, Reply, Server, serve, wait_for
 
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.serve.archive import build_archive
@@ -56,10 +55,11 @@ def test_a_rank_that_is_killed_costs_no_more_than_the_answers_of_the_moment(serv
     body = {"prompt": "Once upon a time", "max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
     before = server.predict({**body, "stream": False, "max_new_tokens": 20}).text
     replies: list[Reply | Exception] = []
+    begun = threading.Event()  # before that TorchServe may keep the request for the next worker
 
     def stream() -> None:
         try:
-            replies.append(server.predict({**body, "max_new_tokens": 2000}))
+            replies.append(server.predict({**body, "max_new_tokens": 2000}, begun=begun))
         except Exception as broken:  # the connection ended before the answer did
             replies.append(broken)
 
@@ -67,9 +67,9 @@ def test_a_rank_that_is_killed_costs_no_more_than_the_answers_of_the_moment(serv
     client.start()
     old = ranks_of(server)
     assert len(old) == 2
-    time.sleep(0.3)
+    assert begun.wait(HANG_S)
     os.kill(old[victim], signal.SIGKILL)
-    client.join(60)
+    client.join(HANG_S)
     assert len(replies) == 1
     wait_for(lambda: not any(map(psutil.pid_exists, old)))
     server.wait_ready("gpt-fast")
