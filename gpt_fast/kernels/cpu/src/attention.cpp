@@ -172,15 +172,14 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
         const Piece piece = find_piece(p, kQueryPiece, which);
         if (piece.split_begin + split >= piece.split_end) return;
         AttentionBlock<Cached, KeysOf<Cached>> block(p, piece.first, piece.last, kv_head, kv_head + together);
-        float* part = part_of(which, split, kv_head);
-        attend_split(p, piece, kv_head, kv_head + together, piece.split_begin + split, block, part);
-        for (int64_t head = 0; most == 1 && head < together; ++head) {  // nothing to merge
-            const int64_t queries = (piece.last - piece.first) * p.group();
-            const States states(part + head * state_floats(queries, p.state_dim()), queries, p.state_dim());
-            finish(p, piece.first, piece.last, kv_head + head, states);
-        }
+        attend_split(p, piece, kv_head, kv_head + together, piece.split_begin + split, block,
+                     part_of(which, split, kv_head));
+        if (most > 1) return;
+        const int64_t queries = (piece.last - piece.first) * p.group();
+        for (int64_t head = kv_head; head < kv_head + together; ++head)
+            finish(p, piece.first, piece.last, head, States(part_of(which, split, head), queries, p.state_dim()));
     });
-    if (most == 1) return;
+    if (most == 1) return;  // nothing to merge
     team.barrier();
     team.share(items, 1, [&](int64_t index, int64_t) {
         const int64_t which = index / p.kv_heads, kv_head = index % p.kv_heads;

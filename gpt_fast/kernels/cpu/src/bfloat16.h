@@ -78,8 +78,8 @@ struct Bfloat16 {
         });
     }
 
-    // One and two rows by vectors, which take memory's lines as they come; a register of tiles waits for all of its own.
-    // With the bits of tiles.
+    // One and two rows by vectors. A vector can be used as soon as its line has come from memory; a register of tiles
+    // waits for sixteen lines. The sums have the bits that tiles give.
     template <int R, class Panels>
     void by_vectors(const Panels& x, int64_t row, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                     const Sums& acc) const {
