@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -57,6 +58,7 @@ from gpt_fast.gguf import name_of_gguf  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
 from gpt_fast.params import try_later  # noqa: E402
 from gpt_fast.serve.lanes import Lanes  # noqa: E402
+from gpt_fast.serve.last_words import hold_open  # noqa: E402
 from gpt_fast.serve.metrics import NO_WORKER, Metrics, worker_id, write_torchserve  # noqa: E402
 from gpt_fast.serve.model_yaml import RESPONSE_S, serves_continuously  # noqa: E402
 from gpt_fast.serve.only_worker import claim  # noqa: E402
@@ -89,6 +91,7 @@ class GPTFastHandler:
         self.continuous = False
         self.silence_s = math.inf  # the most that a request may take between two messages to TorchServe
         self.place: socket.socket | None = None  # of the only worker; continuous batching alone
+        self.holder: subprocess.Popen[bytes] | None = None  # see hold_open(); continuous batching alone
         self.lanes = Lanes.start()
         self.sessions: dict[str, Session] = {}  # by TorchServe's request id; continuous batching alone
         self.last_exchange = 0.0  # monotonic seconds
@@ -148,6 +151,10 @@ class GPTFastHandler:
         """The engine; tests replace it."""
         return LLM(checkpoint, **options)
 
+    def hold(self, connection: socket.socket) -> subprocess.Popen[bytes] | None:
+        """See ``hold_open``; tests replace it."""
+        return hold_open(connection)
+
     def follow(self) -> None:
         """Compute what rank 0 decides; the worker ends with it."""
         try:
@@ -159,6 +166,8 @@ class GPTFastHandler:
 
     def handle(self, data: list[Mapping[str, Any]], ctx: Any) -> list[str]:
         """One piece for each entry of ``data``; a request's own fault never raises, it would fail the others."""
+        if self.continuous and self.holder is None:
+            self.holder = self.hold(ctx.cl_socket)
         if self.llm.follows:  # TorchServe sends every request to every rank, and takes the answers of rank 0
             ctx.stopping_criteria = [stops(None)] * len(data)
             return [""] * len(data)

@@ -74,6 +74,7 @@ class Worker:
         config = {"handler": keys, **(yaml or {})}
         self.handler = handler.GPTFastHandler()
         self.handler.build = lambda checkpoint, options: llm
+        self.handler.hold = lambda connection: None
         self.handler.lanes = Lanes(Here(), Here())
         metrics = type("Metrics", (), {"request_ids": None, "add_time": lambda *_: None})()
         self.service = Service("gpt-fast", str(tmp_path), None, self.handler.handle, None, 1, True, metrics)

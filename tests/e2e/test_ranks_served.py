@@ -43,6 +43,13 @@ def test_eight_clients_get_what_one_process_answers(server: Server, checkpoint: 
         assert list(pool.map(ask, range(len(PROMPTS)))) == wanted
 
 
+def test_another_server_with_ranks_runs_beside_it(server: Server) -> None:
+    body = {"prompt": "Once upon a time", "max_new_tokens": 20, "temperature": 0, "stream": False}
+    with serve(server.model_store, {"gpt-fast": "gpt-fast"}) as other:
+        other.wait_ready("gpt-fast")
+        assert other.predict(body).text == server.predict(body).text
+
+
 def ranks_of(server: Server) -> list[int]:
     """The processes of the ranks, rank 0 first."""
     found = [p for p in psutil.Process(server.process.pid).children(recursive=True) if "RANK" in p.environ()]
