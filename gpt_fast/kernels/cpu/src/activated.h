@@ -28,7 +28,9 @@ inline bool activates(int64_t rows, int64_t width, int threads) {
     return width >= 4 * threads * activated_unit(rows) * kTile;
 }
 
-constexpr int64_t kActivatedSums = 1 << 16;  // floats, so that they stay in the second-level cache
+// Floats, so that they stay in the second-level cache. Of few rows in the first level: they were written long ago, when
+// as many weights have been read since as the second level holds.
+constexpr int64_t activated_sums(int64_t rows) { return rows <= kMemoryRows ? 1 << 13 : 1 << 16; }
 
 // As linear_tiles(); tiles are those of the result.
 template <class Format>
@@ -63,11 +65,12 @@ void activated_tiles(const typename Format::Rows& x, int64_t row, int64_t count,
 template <class Format>
 void activated_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                       const Activated& to) {
+    if (rows <= kMemoryRows) x.fetch(rows);
     const int64_t tiles = ceil_div(to.width, kTile), unit = activated_unit(rows);
     const int64_t step = tiles_at_a_time(w, rows, tiles, team.size) / (rows > kFewRows ? to.halves() : 1);
     const TileRuns runs(tiles, std::max(step / unit, int64_t{1}) * unit, unit, rows, team.size);
     const int64_t sums = std::min(rows, kRowsAtOnce) * to.halves() * kTile;
-    const int64_t most = std::max(kActivatedSums / sums / unit, int64_t{1}) * unit;  // at a time
+    const int64_t most = std::max(activated_sums(rows) / sums / unit, int64_t{1}) * unit;  // at a time
     share_tiles(team, rows, runs, [&](int64_t row, int64_t count, int64_t tile, int64_t end) {
         for (; tile < end; tile += most)
             activated_tiles<Format>(x, row, count, rows, w, layer, to, tile, std::min(tile + most, end));

@@ -1,5 +1,6 @@
 // Rows of float32 rounded for products: to int8 in blocks with one scale each, and to bfloat16. Where the CPU has
-// registers of tiles (tiles.h), the rows of one register stand side by side, in panels.
+// registers of tiles (tiles.h), the rows of one register stand side by side, in panels. A panel of fewer rows is narrower:
+// blocks of one row that lie 2 kB apart are lines of the same few places of a cache, and throw each other out.
 //
 // Where integers are added up in 32 bits and blocks are short (kCounted), a block of x is 32 values and a scale that is a
 // power of two, as in MXINT8 (Open Compute Project, Microscaling Formats). Such scales cost no products: between 2^23 and
@@ -7,13 +8,12 @@
 // base, is a float32 at its end, and less the base it is the sum times the scale, exactly.
 #pragma once
 
-#include "common.h"
-#include "tiles.h"
+#include "fetch.h"
 
 namespace gpt_fast {
 
 constexpr int64_t kBlock = 32;                       // neighbours along k that packed weights are a whole number of
-constexpr int64_t kPanel = kTiles ? kTileRows : 1;   // rows
+constexpr int64_t kPanel = kTiles ? kTileRows : 1;   // rows, at most
 constexpr int64_t kRounded = kTiles ? 128 : kBlock;  // values with one scale; more of them cost tiles less
 constexpr int64_t kParts = kRounded / kBlock;        // blocks of weights for one of x
 constexpr int64_t kChunk = kTiles ? 16 : 1;          // blocks of x: a row's scales fill a line, which one thread writes
@@ -26,9 +26,12 @@ constexpr bool kCounted = !kTiles && !kPairedDots;
 // with, -8 times a sum. Without tiles an eighth of a sum, times the scale if kCounted.
 using PartSum = std::conditional_t<kTiles, int32_t, float>;
 
-// kChunk blocks of kPanel rows.
+// The rows of each panel where there are `rows`.
+inline int64_t panel_rows(int64_t rows) { return rows < kPanel ? std::max<int64_t>(rows, 1) : kPanel; }
+
+// kChunk blocks of the rows of a panel.
 struct QuantizedBlocks {
-    int8_t values[kChunk][kPanel][kRounded];
+    int8_t values[kChunk * kPanel * kRounded];  // [blocks, rows of the panel, kRounded]
     float scale[kPanel][kChunk];  // the base if kCounted
     PartSum sum[kPanel][kChunk][kSums];  // if kTiles: [kParts / 2] of two parts each, then [kParts] of one to begin with
     int32_t begin[kPanel][kChunk];  // what sums of products begin with, of weights as dot() takes them
@@ -37,11 +40,11 @@ struct QuantizedBlocks {
 // One row: its block b of kRounded values.
 struct QuantizedRow {
     QuantizedBlocks* chunks;
-    int64_t lane;
+    int64_t lane, rows;  // rows of the panel
 
     QuantizedBlocks& chunk(int64_t b) const { return chunks[b / kChunk]; }
 
-    const int8_t* values(int64_t b) const { return chunk(b).values[b % kChunk][lane]; }
+    int8_t* values(int64_t b) const { return chunk(b).values + (kTiles ? (b % kChunk * rows + lane) * kRounded : 0); }
     float scale(int64_t b) const { return chunk(b).scale[lane][b % kChunk]; }
     PartSum sum(int64_t b) const { return chunk(b).sum[lane][b % kChunk][0]; }
 
@@ -67,18 +70,26 @@ inline F16 plus_scaled(F16 sum, I16 counts, F16 scale) {
 struct QuantizedRows {
     QuantizedBlocks* data;  // [panels, chunks], the last block of a row filled up with zeros
     int64_t chunks;         // of a panel
+    int64_t rows;           // of a panel
     int64_t first;          // row
 
-    QuantizedRow row(int64_t m) const {
-        return {data + (first + m) / kPanel * chunks, (first + m) % kPanel};
+    QuantizedRow row(int64_t m) const { return {data + (first + m) / kPanel * chunks, (first + m) % kPanel, rows}; }
+    QuantizedRows from(int64_t row) const { return {data, chunks, rows, first + row}; }
+
+    // `count` rows from the first of all.
+    void fetch(int64_t count) const {
+        if (!kTiles) return fetch_written(data, count * chunks);
+        for (int64_t c = 0; c < ceil_div(count, kPanel) * chunks; ++c) {
+            fetch_written(data[c].values, rows * kChunk * kRounded);
+            fetch_written(data[c].scale, rows), fetch_written(data[c].sum, rows), fetch_written(data[c].begin, rows);
+        }
     }
-    QuantizedRows from(int64_t row) const { return {data, chunks, first + row}; }
 
     static int64_t num_bytes(int64_t rows, int64_t k) {
         return ceil_div(rows, kPanel) * chunks_of(k) * static_cast<int64_t>(sizeof(QuantizedBlocks));
     }
-    static QuantizedRows in(uint8_t* memory, int64_t k) {
-        return {reinterpret_cast<QuantizedBlocks*>(memory), chunks_of(k), 0};
+    static QuantizedRows in(uint8_t* memory, int64_t rows, int64_t k) {
+        return {reinterpret_cast<QuantizedBlocks*>(memory), chunks_of(k), panel_rows(rows), 0};
     }
 
 private:
@@ -120,19 +131,21 @@ using DotRows = std::conditional_t<kPairedDots, PairedRows, QuantizedRows>;
 // A piece of the rows of one panel from `x` on, as products by tiles take it.
 struct TiledPiece {
     int64_t blocks;
-    const uint8_t* values;  // [blocks, kPanel, kRounded]
+    int64_t step;           // bytes from block to block
+    const uint8_t* values;  // [blocks, rows of the panel, kRounded]
     const float* scales;    // [rows, kChunk]
     const PartSum* sums;    // [rows, kChunk, kSums]
 
     // k and k_end are in one chunk.
-    TiledPiece(const QuantizedRow& x, int64_t k, int64_t k_end) : blocks(ceil_div(k_end - k, kRounded)) {
+    TiledPiece(const QuantizedRow& x, int64_t k, int64_t k_end)
+        : blocks(ceil_div(k_end - k, kRounded)), step(x.rows * kRounded) {
         const QuantizedBlocks& chunk = x.chunk(k / kRounded);
         const int64_t first = k / kRounded % kChunk;
-        values = reinterpret_cast<const uint8_t*>(chunk.values[first][x.lane]);
+        values = reinterpret_cast<const uint8_t*>(x.values(k / kRounded));
         scales = chunk.scale[x.lane] + first;
         sums = chunk.sum[x.lane][first];
     }
-    const uint8_t* at(int64_t b) const { return values + b * kPanel * kRounded; }
+    const uint8_t* at(int64_t b) const { return values + b * step; }
     // Of one part of a block of a row.
     int32_t sum(int64_t r, int64_t b, int64_t part) const {
         const auto two = static_cast<uint32_t>(sums[(r * kChunk + b) * kSums + part / 2]);
@@ -197,7 +210,7 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
         I8 q[each];
         for (int i = 0; i < each; ++i) q[i] = nearest(v[part * each + i] * splat(inverse));
         const int32_t sum = lane_sum(add(add(q[0], q[1]), add(q[2], q[3])));
-        store_int8(to.values[at][lane] + part * kBlock, q);
+        store_int8(row.values(b) + part * kBlock, q);
         total += sums[part] = static_cast<uint32_t>(sum);
     }
     PartSum* kept = to.sum[lane][at];
@@ -226,22 +239,26 @@ inline void quantize_part(const float* x, int64_t begin, int64_t end, int64_t k,
     }
 }
 
-// bfloat16 in blocks of kBlock: [panels, blocks, kPanel, kBlock], each row filled up with zeros to whole blocks.
+// bfloat16 in blocks of kBlock: [panels, blocks, rows of a panel, kBlock], each row filled up with zeros to whole blocks.
 struct Bfloat16Rows {
     uint16_t* data;
     int64_t stride;  // of a row, filled up
+    int64_t rows;    // of a panel
     int64_t first;   // row
 
-    // Where a row's values are.
+    // Where a row's values are; `step`: from block to block.
     struct Row {
         uint16_t* data;
-        uint16_t* operator+(int64_t k) const { return data + (k / kBlock * kPanel * kBlock + k % kBlock); }
+        int64_t step;
+        uint16_t* operator+(int64_t k) const { return data + (kTiles ? k / kBlock * step + k % kBlock : k); }
     };
     Row row(int64_t m) const {
         const int64_t row = first + m;
-        return {data + row / kPanel * kPanel * stride + row % kPanel * kBlock};
+        return {data + row / kPanel * rows * stride + row % kPanel * kBlock, rows * kBlock};
     }
-    Bfloat16Rows from(int64_t row) const { return {data, stride, first + row}; }
+    Bfloat16Rows from(int64_t row) const { return {data, stride, rows, first + row}; }
+
+    void fetch(int64_t count) const { fetch_written(data, count * stride); }
 };
 
 inline void round_part(const float* x, int64_t begin, int64_t end, const Bfloat16Rows& to, int64_t row) {
@@ -271,9 +288,9 @@ struct RoundedRows {
     }
     static RoundedRows in(uint8_t* memory, int64_t rows, int64_t k) {
         uint8_t *dots = memory + (kKinds - 1) * int8_bytes(rows, k), *last = dots + int8_bytes(rows, k);
-        return {QuantizedRows::in(memory, k),
-                {QuantizedRows::in(dots, k)},
-                {reinterpret_cast<uint16_t*>(last), ceil_div(k, kBlock) * kBlock, 0}};
+        return {QuantizedRows::in(memory, rows, k),
+                {QuantizedRows::in(dots, rows, k)},
+                {reinterpret_cast<uint16_t*>(last), ceil_div(k, kBlock) * kBlock, panel_rows(rows), 0}};
     }
     RoundedRows from(int64_t row) const { return {plain.from(row), dots.from(row), bfloat16.from(row)}; }
 

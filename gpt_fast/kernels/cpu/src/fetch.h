@@ -97,6 +97,14 @@ template <int T>
     for (int64_t i = 0; i < count; i += kLine) fetch.line<1, T>(next + i, tile_bytes, 0);
 }
 
+// Brings what other threads may have written into the second level of the cache: `count` of what is at `from`. Else each
+// of its lines would be waited for by itself.
+template <class T>
+inline void fetch_written(const T* from, int64_t count) {
+    const auto* at = reinterpret_cast<const uint8_t*>(from);
+    for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(T)); i += kLine) prefetch_to_level2(at + i);
+}
+
 // Brings what follows [k, k_end) of some tiles of weights into the second level of the cache, a part after each of some
 // groups of rows: so that memory is read while products are made.
 class FetchPieces {

@@ -9,6 +9,7 @@ struct FloatRows {
     const float* data;
     int64_t stride;
     const float* row(int64_t m) const { return data + m * stride; }
+    void fetch(int64_t count) const { fetch_written(data, count * stride); }
 };
 
 struct Float32 {

@@ -202,7 +202,7 @@ struct Int4 : FewInt4 {
             count = piece.blocks - b < Registers::kBlocks ? piece.blocks - b : Registers::kBlocks;
             const int64_t first = b * kParts;
             registers.template products<kRounded / kTileBytes>(
-                count, piece.at(b), kRounded, kPanel * kRounded,
+                count, piece.at(b), kRounded, piece.step,
                 {w->high[first], w->low[first], second.high[first], second.low[first]}, kRoundedBytes, exact);
             for (int64_t t = 0; t < tiles; ++t) {
                 const Sums to = acc.after(b).from(0, t);

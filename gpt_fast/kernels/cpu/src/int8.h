@@ -151,7 +151,7 @@ struct Int8 {
             const int64_t most = few ? 1 : Registers::kBlocks, whole = w->whole - b;
             count = whole < most ? std::max<int64_t>(whole, 1) : most;
             // If there is one tile, it is taken twice.
-            registers.template products<kRounded / kTileBytes>(count, piece.at(b), kRounded, kPanel * kRounded,
+            registers.template products<kRounded / kTileBytes>(count, piece.at(b), kRounded, piece.step,
                                                                {weights(0, b), weights(tiles - 1, b)}, kRoundedBytes,
                                                                exact);
             for (int64_t t = 0; t < tiles; ++t) {

@@ -373,6 +373,7 @@ void share_tiles(Team& team, int64_t rows, const TileRuns& runs, Body body) {
 template <class Format>
 void linear_packed(Team& team, const typename Format::Rows& x, int64_t rows, const Format& w, const Linear& layer,
                    float* out, const float* residual) {
+    if (rows <= kMemoryRows) x.fetch(rows);
     const int64_t tiles = ceil_div(layer.n, kTile), step = tiles_at_a_time(w, rows, tiles, team.size);
     // Of few rows long runs: memory stands still while sums are finished.
     const int64_t sums = std::max<int64_t>(rows, 1) * kTile;
