@@ -30,9 +30,9 @@ struct KeysOfCache<int8_t> {
 template <class Cached>
 using KeysOf = typename KeysOfCache<Cached>::Type;
 
-// A head of a block is a few pieces of memory. They are fetched so many heads before they are needed: all heads of the
-// next block would not fit the first level of a core's cache.
-constexpr int64_t kHeadsAhead = kTiles ? 1 : 2;
+// A head of a block is a few pieces of memory. Unless all heads of the next block are fetched together (Ahead), they are
+// fetched so many heads before they are needed: more would not fit the first level of a core's cache.
+constexpr int64_t kHeadsAhead = 2;
 
 // Whether so many bytes are fetched into the first level of a core's cache; else they go into the second. On Zen 4, whose
 // first level is small, attention took a third longer when it was fetched into.
@@ -43,11 +43,26 @@ struct Piece {
     int64_t slot, first, last, split_begin, split_end;
 };
 
+// Keys of one sequence.
+struct KeyRange {
+    int64_t slot = 0, begin = 0, end = 0;
+};
+
+// Those that a piece sees of a split.
+template <class Cached>
+KeyRange keys_of(const Paged<Cached>& p, const Piece& piece, int64_t split) {
+    const int64_t end = p.query_start[piece.slot + 1], length = p.context_len[piece.slot];
+    const int64_t top = length - end + piece.last;  // positions that the last of the queries may see
+    const int64_t lowest = p.window ? length - end + piece.first + 1 - p.window : 0;
+    return {piece.slot, std::max(split * kSplit, lowest), std::min((split + 1) * kSplit, top)};
+}
+
 // Tokens [first, last) of a piece, heads [kv_begin, kv_end) of the cache, which `block` was made for, against keys of
-// [split, split + 1) * kSplit; into states of [token - first, query head of kv_head], one for each kv_head.
+// [split, split + 1) * kSplit; into states of [token - first, query head of kv_head], one for each kv_head. `then`: keys
+// whose beginning is fetched, of the same heads.
 template <class Cached>
 void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, int64_t kv_end, int64_t split,
-                  AttentionBlock<Cached, KeysOf<Cached>>& block, float* memory) {
+                  AttentionBlock<Cached, KeysOf<Cached>>& block, float* memory, const KeyRange& then = {}) {
     constexpr int64_t kKeys = KeysOf<Cached>::kKeys;
     const int64_t first = piece.first, last = piece.last, kv_heads = kv_end - kv_begin;
     const int64_t queries = (last - first) * p.group(), dim = p.state_dim();
@@ -56,11 +71,11 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
     };
     const int64_t end = p.query_start[piece.slot + 1], length = p.context_len[piece.slot];
     for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) clear(states(kv_head), queries);
-    const int64_t top = length - end + last;  // positions that the last of the queries may see
-    const int64_t lowest = p.window ? length - end + first + 1 - p.window : 0;
-    const int64_t key_end = std::min((split + 1) * kSplit, top), begin = std::max(split * kSplit, lowest);
-    int64_t places[kSplit];
-    p.locate(piece.slot, begin, key_end, places);
+    const auto [slot, begin, key_end] = keys_of(p, piece, split);
+    int64_t places[kSplit], places_then[kKeys];
+    p.locate(slot, begin, key_end, places);
+    const int64_t count_then = std::min(then.end, then.begin / kKeys * kKeys + kKeys) - then.begin;
+    if (count_then > 0) p.locate(then.slot, then.begin, then.begin + count_then, places_then);
     const int64_t head_bytes = 2 * kKeys * p.head_dim * static_cast<int64_t>(sizeof(Cached));
     const bool near = last - first == 1 && fits_level1(head_bytes * kHeadsAhead);
     for (int64_t base = begin / kKeys * kKeys; base < key_end; base += kKeys) {
@@ -69,14 +84,16 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
         for (int64_t i = 0; i < kKeys; ++i)
             rows.place[i] = places[base - begin + std::clamp(i, rows.from, rows.end - 1)];
         const Views views{length - end + first - base, rows.end, p.window};
-        const int64_t* next = places + (base + kKeys - begin);
-        const int64_t count = std::clamp<int64_t>(key_end - base - kKeys, 0, kKeys);
+        const bool last_block = base + kKeys >= key_end;
+        const int64_t* next = last_block ? places_then : places + (base + kKeys - begin);
+        const int64_t count = last_block ? count_then : std::min(key_end - base - kKeys, kKeys);
         auto ahead_of = [&](int64_t kv_head) {
-            const int64_t later = kv_head + kHeadsAhead;
-            if (later < kv_end)
-                return Ahead<Cached>(p, later, places + (base + rows.from - begin), rows.end - rows.from, block.work(),
-                                     near);
-            return Ahead<Cached>(p, std::min(later - kv_heads, kv_end - 1), next, count, block.work(), near);
+            if (Ahead<Cached>::kInTurns)
+                return Ahead<Cached>(p, kv_begin, kv_end, kv_head - kv_begin, kv_heads, next, count, block.work(), near);
+            const int64_t later = kv_head + kHeadsAhead, of_next = std::min(later - kv_heads, kv_end - 1);
+            if (later >= kv_end) return Ahead<Cached>(p, of_next, of_next + 1, 0, 1, next, count, block.work(), near);
+            return Ahead<Cached>(p, later, later + 1, 0, 1, places + (base + rows.from - begin), rows.end - rows.from,
+                                 block.work(), near);
         };
         for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) {
             Ahead<Cached> ahead = ahead_of(kv_head);
@@ -171,9 +188,15 @@ void paged_attention(Team& team, const Paged<Cached>& p, float* shared) {
         const int64_t which = index / parts / most, split = index / parts % most, kv_head = index % parts * together;
         const Piece piece = find_piece(p, kQueryPiece, which);
         if (piece.split_begin + split >= piece.split_end) return;
+        KeyRange then;  // threads that are as fast as each other take items in turns
+        if (const int64_t later = index + team.size; parts == 1 && later < pieces * most) {
+            const Piece other = find_piece(p, kQueryPiece, later / most);
+            const int64_t its_split = other.split_begin + later % most;
+            if (its_split < other.split_end) then = keys_of(p, other, its_split);
+        }
         AttentionBlock<Cached, KeysOf<Cached>> block(p, piece.first, piece.last, kv_head, kv_head + together);
         attend_split(p, piece, kv_head, kv_head + together, piece.split_begin + split, block,
-                     part_of(which, split, kv_head));
+                     part_of(which, split, kv_head), then);
         if (most > 1) return;
         const int64_t queries = (piece.last - piece.first) * p.group();
         for (int64_t head = kv_head; head < kv_head + together; ++head)

@@ -112,13 +112,13 @@ private:
 
     // Tiles take the values of a whole block, one pair of keys behind the other; the cache has 16 keys together.
     void join(Ahead<Cached>& ahead) {
+        auto* to = reinterpret_cast<uint8_t*>(joined_);
         for (int64_t i = 0; i < kKeys / 2; ++i) {
-            ahead.fetch(kLoadRows * columns_ * 2 / kKeys);
-            uint16_t* to = joined_ + 2 * i * columns_;
-            if (first_ <= i && i < last_)
-                std::memcpy(to, values_[i], static_cast<size_t>(4 * columns_));
-            else
-                std::memset(to, 0, static_cast<size_t>(4 * columns_));
+            if (i % 4 == 0) ahead.fetch(kLoadRows * columns_ * 8 / kKeys);
+            const bool there = first_ <= i && i < last_;
+            const auto* from = reinterpret_cast<const uint8_t*>(values_[there ? i : first_]);
+            for (int64_t line = 0; line < 4 * columns_; line += kLine, to += kLine)
+                store64(to, there ? load64(from + line) : splat16(0));
         }
     }
 

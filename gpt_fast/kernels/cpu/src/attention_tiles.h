@@ -180,23 +180,27 @@ public:
         }
         shape(R);
         registers_.template load<4>(bytes(kOnes.all), kTileBytes);
-        // Weighs rows from `row` on. `alone`: no other rows are near, so memory is asked for a few lines at a time.
+        // Weighs rows from `row` on. `alone`: no other rows are near, so memory is asked for a few lines at a time: three
+        // quarters beside products, each of which is as much work, and a quarter beside weights.
         auto turn = [&](int64_t row, auto has_last, auto has_now, auto has_next, auto alone)
                         __attribute__((always_inline)) {
             TileWeights<R>&now = two[row / R & 1], &other = two[~(row / R) & 1];
             const States these = states.from(row), last = states.from(row - R);
             bool any = false;
             if (has_now) any = prepare(row, now.scores), now.begin(by, these);
-            const int64_t work = R * ((has_next ? b.dim : 0) + (has_last ? b.columns : 0)) / kParts;
-            if (!alone) ahead.fetch(kParts * work);
+            if (!alone) ahead.fetch(R * ((has_next ? b.dim : 0) + (has_last ? b.columns : 0)));
+            auto before_product = [&]() __attribute__((always_inline)) {
+                if (alone) ahead.fetch(R * (kBlockOfHead * 3 / 4 / kParts));
+            };
             TakenGiven bits;
 #pragma GCC unroll 4
             for (int part = 0; part < kParts; ++part) {
-                if (alone && work) ahead.fetch(work);
                 float* sums = nullptr;
-                if (has_next) add_keys(b, q + (row + R) * b.dim, part);
+                if (has_next) add_keys(b, q + (row + R) * b.dim, part, before_product);
                 if (has_last && part == 0) add_weights(other.sums);
-                if (has_last) sums = add_values(b, part, last);
+                if (has_last && alone && kInCache<Cached>) bring_keys(b, part);
+                if (has_last) sums = add_values(b, part, last, before_product);
+                if (has_now && alone) ahead.fetch(R * (b.dim + b.columns) / (4 * kParts));
                 if (has_now) now.weigh(by, part, kParts, any, bits);
                 if (has_next) registers_.template store<0>(bytes(other.scores[0] + part * kTileRows), kScoreBytes);
                 if (sums) registers_.template store<7>(bytes(sums), 4 * last.dim);
@@ -233,17 +237,30 @@ private:
         registers_.begin();
     }
 
+    // Whether a block's keys are where the cache has them.
+    template <class Cached>
+    static constexpr bool kInCache = std::is_same_v<Cached, uint16_t>;
+
+    // Brings a part of the next head's keys, which lie behind this one's, into the first level of the CPU's cache.
+    static void bring_keys(const TileBlock& b, int part) {
+        const int64_t numbers = kTileRows * b.dim;
+        for (int64_t i = 0; i < numbers; i += kLine / 2) prefetch(b.keys[part] + numbers + i);
+    }
+
     // Scores of a part of the keys, to be stored.
-    [[gnu::always_inline]] void add_keys(const TileBlock& b, const uint16_t* q, int part) {
+    template <class Before>
+    [[gnu::always_inline]] void add_keys(const TileBlock& b, const uint16_t* q, int part, Before before_product) {
         const bool there = part > 0 && b.dim <= 2 * kBlockOfHead;  // x, in its registers
         const uint16_t* keys = b.keys[part];
         registers_.template zero<0>();
         for (int64_t d = 0; d < b.dim; d += 2 * kBlockOfHead) {
             if (!there) registers_.template load<1>(bytes(q + d), 2 * b.dim);
+            before_product();
             add<0, 1>(keys + d * kTileRows, kTileBytes);
             const int64_t next = d + kBlockOfHead;
             if (next == b.dim) break;
             if (!there) registers_.template load<2>(bytes(q + next), 2 * b.dim);
+            before_product();
             add<0, 2>(keys + next * kTileRows, kTileBytes);
         }
     }
@@ -264,7 +281,8 @@ private:
 
     // Of a part of the columns: what stands there and the loaded weights times values. Returns where the last sums are
     // to be stored, or null.
-    [[gnu::always_inline]] float* add_values(const TileBlock& b, int part, const States& states) {
+    template <class Before>
+    [[gnu::always_inline]] float* add_values(const TileBlock& b, int part, const States& states, Before before_product) {
         const int64_t all = b.columns / kTileRows, end = all * (part + 1) / kParts;
         float* sums = nullptr;
         for (int64_t i = all * part / kParts; i < end; ++i) {
@@ -272,7 +290,9 @@ private:
             sums = states.values + i * kTileRows;
             const uint16_t* values = b.values + 2 * i * kTileRows;
             registers_.template load<7>(bytes(sums), 4 * states.dim);
+            before_product();
             add<7, 5>(values, 4 * b.columns);
+            before_product();
             add<7, 6>(values + kBlockOfHead * b.columns, 4 * b.columns);
         }
         return sums;
