@@ -28,8 +28,8 @@ inline bool activates(int64_t rows, int64_t width, int threads) {
     return width >= 4 * threads * activated_unit(rows) * kTile;
 }
 
-// Floats, so that they stay in the second-level cache. Of few rows in the first level: they were written long ago, when
-// as many weights have been read since as the second level holds.
+// Floats, so that they stay in the second-level cache. Those of few rows stay in the first level: from one product to the
+// next more weights are read than the second level holds, so all that is kept there comes from memory again.
 constexpr int64_t activated_sums(int64_t rows) { return rows <= kMemoryRows ? 1 << 13 : 1 << 16; }
 
 // As linear_tiles(); tiles are those of the result.

@@ -71,9 +71,10 @@ void attend_split(const Paged<Cached>& p, const Piece& piece, int64_t kv_begin, 
     };
     const int64_t end = p.query_start[piece.slot + 1], length = p.context_len[piece.slot];
     for (int64_t kv_head = kv_begin; kv_head < kv_end; ++kv_head) clear(states(kv_head), queries);
-    const auto [slot, begin, key_end] = keys_of(p, piece, split);
+    const KeyRange keys = keys_of(p, piece, split);
+    const int64_t begin = keys.begin, key_end = keys.end;
     int64_t places[kSplit], places_then[kKeys];
-    p.locate(slot, begin, key_end, places);
+    p.locate(keys.slot, begin, key_end, places);
     const int64_t count_then = std::min(then.end, then.begin / kKeys * kKeys + kKeys) - then.begin;
     if (count_then > 0) p.locate(then.slot, then.begin, then.begin + count_then, places_then);
     const int64_t head_bytes = 2 * kKeys * p.head_dim * static_cast<int64_t>(sizeof(Cached));
