@@ -23,9 +23,9 @@ def hold_open(connection: socket.socket) -> subprocess.Popen[bytes] | None:
     shell = shutil.which("sh")
     if shell is None:
         return None
-    wait = ["-c", f"read -r _; exec sleep {HELD_S}"]
-    return subprocess.Popen(  # reads nothing of this process, such as the variables by which ranks are told apart
-        [shell, *wait],
+    # Without this process's variables: those of a rank would make it look like one.
+    return subprocess.Popen(
+        [shell, "-c", f"read -r _; exec sleep {HELD_S}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
