@@ -91,7 +91,8 @@ class GPTFastHandler:
         self.continuous = False
         self.silence_s = math.inf  # the most that a request may take between two messages to TorchServe
         self.place: socket.socket | None = None  # of the only worker; continuous batching alone
-        self.holder: subprocess.Popen[bytes] | None = None  # see hold_open(); continuous batching alone
+        self.held = False  # the connection has been given to hold_open(); continuous batching alone
+        self.holder: subprocess.Popen[bytes] | None = None  # what that returned
         self.lanes = Lanes.start()
         self.sessions: dict[str, Session] = {}  # by TorchServe's request id; continuous batching alone
         self.last_exchange = 0.0  # monotonic seconds
@@ -166,8 +167,8 @@ class GPTFastHandler:
 
     def handle(self, data: list[Mapping[str, Any]], ctx: Any) -> list[str]:
         """One piece for each entry of ``data``; a request's own fault never raises, it would fail the others."""
-        if self.continuous and self.holder is None:
-            self.holder = self.hold(ctx.cl_socket)
+        if self.continuous and not self.held:
+            self.held, self.holder = True, self.hold(ctx.cl_socket)
         if self.llm.follows:  # TorchServe sends every request to every rank, and takes the answers of rank 0
             ctx.stopping_criteria = [stops(None)] * len(data)
             return [""] * len(data)

@@ -42,6 +42,8 @@ def test_a_connection_ends_a_moment_after_its_process(number: signal.Signals) ->
     ours.close()
 
 
-def test_a_connection_that_its_process_ends_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_words.shutil, "which", lambda _: None)
-    assert hold_open(socket.socket()) is None
+@pytest.mark.parametrize("found", [None, "/nowhere/sh"])
+def test_without_a_shell_nothing_is_held_and_nothing_fails(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_words.shutil, "which", lambda _: found)
+    with socket.socket() as connection:
+        assert hold_open(connection) is None

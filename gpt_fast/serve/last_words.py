@@ -7,29 +7,36 @@ the requests of a running batch are forgotten, and their clients wait for ever.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
 import subprocess
 
+log = logging.getLogger(__name__)
+
 HELD_S = 0.3  # to hand out one answer takes a few milliseconds; requests that come meanwhile get an error
 
 
 def hold_open(connection: socket.socket) -> subprocess.Popen[bytes] | None:
-    """Let ``connection`` end HELD_S after this process does, however that ends. None: there is no shell, and it ends at
-    once.
+    """Let ``connection`` end HELD_S after this process does, however that ends. None: no shell can be started, and it
+    ends at once.
 
     A shell holds it as well, and waits for the end of a pipe from here."""
     shell = shutil.which("sh")
     if shell is None:
         return None
     # Without this process's variables: those of a rank would make it look like one.
-    return subprocess.Popen(
-        [shell, "-c", f"read -r _; exec sleep {HELD_S}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[connection.fileno()],
-        env={"PATH": os.environ.get("PATH", os.defpath)},
-        cwd="/",
-    )
+    try:
+        return subprocess.Popen(
+            [shell, "-c", f"read -r _; exec sleep {HELD_S}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[connection.fileno()],
+            env={"PATH": os.environ.get("PATH", os.defpath)},
+            cwd="/",
+        )
+    except OSError as why:  # no more processes are allowed: no reason to fail a request
+        log.warning("warning: clients may wait for ever if this worker is killed: %s", why)
+        return None
