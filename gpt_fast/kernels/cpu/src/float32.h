@@ -14,6 +14,7 @@ struct FloatRows {
 
 struct Float32 {
     using Rows = FloatRows;
+    static constexpr int64_t kWholeRows = kFewRows;
     static constexpr int64_t kTiledRows = 0;
     static constexpr int64_t kReadyRows = 0;
     static constexpr int kMostRows = kCachedRows;

@@ -8,7 +8,8 @@
 namespace gpt_fast {
 
 struct Int4 : FewInt4 {
-    static constexpr int64_t kTiledRows = kTiles ? kMaxRows + 1 : 0;  // fewer are faster without
+    static constexpr int64_t kWholeRows = 32;
+    static constexpr int64_t kTiledRows = kTiles ? kMaxRows : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 48 : 24;  // fewer are as fast without
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 16, kShortDepth = 512, kLongDepth = 2048;
@@ -23,8 +24,10 @@ struct Int4 : FewInt4 {
         return kRegisters < 32 ? tiles_of_integers(rows) : 2;
     }
 
+    // A template, so that it is made for CPUs with tiles only.
+    template <class Sum = Sums>
     void tiled(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
-               const Sums& acc) const {
+               const Sum& acc) const {
         if (rows > kMostTiledRows) return tiled_integers(*this, x, row, rows, tile, tiles, k, k_end, acc);
         add_by_tiles(x, row, rows, tile, tiles, k, k_end, acc);
     }

@@ -2,137 +2,9 @@
 // tiles, with the same bits. What a prompt does with tiles (int4.h) takes more preparation than so few rows pay for.
 #pragma once
 
-#include "int4_ready.h"
+#include "int4_pipeline.h"
 
 namespace gpt_fast {
-
-// Packed: [tiles, groups, 32 + 256 * group_size / 32] bytes: 16 scales and 16 zeros, then for every block [4, 16
-// outputs, 4] bytes, low halves the first 16 values of k and high halves the other 16. One stream to read.
-struct PackedInt4 {
-    static constexpr int64_t kHeader = 2 * kTile, kBlockBytes = kTile * kBlock / 2, kBlockLines = kBlockBytes / kLine,
-                             kRoundedBytes = kTile * kRounded;
-
-    const uint8_t* data;
-    int64_t k_total;
-    int64_t group_size;
-
-    int64_t depth() const { return k_total; }
-    int64_t group_bytes() const { return kHeader + group_size / kBlock * kBlockBytes; }
-    int64_t tile_bytes() const { return k_total / group_size * group_bytes(); }
-
-    const uint8_t* at(int64_t tile, int64_t k) const {
-        return data + tile * tile_bytes() + k / group_size * group_bytes();
-    }
-    // Of a block of x.
-    int64_t rounded_bytes() const { return kRounded / group_size * group_bytes(); }
-
-    // Both halves of a line of each of T tiles: codes at the same four k, and those 16 further on.
-    template <int T>
-    [[gnu::always_inline]] static void take_codes(const uint8_t* w, int64_t tile_bytes, I16 (&low)[T], I16 (&high)[T]) {
-#pragma GCC unroll 8
-        for (int t = 0; t < T; ++t) {
-            const I16 both = load64(w + t * tile_bytes);
-            low[t] = low_nibbles(both), high[t] = high_nibbles(both);
-        }
-    }
-};
-
-// By tiles: a register of weights is one group of kBlock codes, less 8.
-template <class Registers = Tiles>
-class FewInt4Rows {
-public:
-    static constexpr int64_t kGroupBytes = kTile * kBlock;
-
-    // A block of one tile of weights.
-    struct Weights {
-        alignas(64) int8_t codes[kParts][kGroupBytes];
-        TiledInt4Groups groups[ceil_div(kParts, 2)];
-        int64_t parts;
-        bool carries;
-
-        // `count` parts of `w`, where groups of `group_parts` begin with `header` bytes. `next`: what to fetch meanwhile.
-        void take(const uint8_t* w, const uint8_t* next, int64_t count, int64_t group_parts, int64_t header) {
-            parts = count, carries = false;
-            const uint8_t* scales = w;
-            for (int64_t part = 0; part < parts; ++part, w += kGroupBytes / 2, next += kGroupBytes / 2) {
-                if (part % group_parts == 0) scales = w, w += header, next += header;
-                if (part % 2)
-                    groups[part / 2].template set<1>(scales);
-                else
-                    groups[part / 2].template set<0>(scales);
-                carries |= any_large(scales + kTile);
-                prefetch(next + kGroupBytes / 2);  // of the header that may lie between two parts
-#pragma GCC unroll 4
-                for (int64_t g = 0; g < 4; ++g) {
-                    prefetch(next + g * kLine);
-                    const I16 both = load64(w + g * kLine);
-                    store64(reinterpret_cast<uint8_t*>(codes[part] + g * kLine), low_nibbles_less8(both));
-                    store64(reinterpret_cast<uint8_t*>(codes[part] + (g + 4) * kLine), high_nibbles_less8(both));
-                }
-            }
-        }
-    };
-
-    // Adds a block of some rows of one panel, from `x` on.
-    using Add = void (FewInt4Rows::*)(const PanelBlock& x, const Weights& w, const Sums& to);
-
-    template <int R = kTileRows>
-    static Add adder(int64_t rows) {
-        if constexpr (R > 1) {
-            if (rows < R) return adder<R - 1>(rows);
-        }
-        return &FewInt4Rows::add<R>;
-    }
-
-    // Sets the registers up for products of at most `rows` rows.
-    void shape(int64_t rows) {
-        registers_.shape(0, rows, kTileBytes), registers_.shape(1, rows, kBlock);
-        registers_.shape(2, kBlock / 4, kTileBytes);
-        registers_.begin();
-    }
-
-private:
-    template <int R>
-    void add(const PanelBlock& x, const Weights& w, const Sums& acc) {
-        alignas(64) int32_t exact[kParts][kTileRows][kTile];
-        for (int64_t part = 0; part < w.parts; ++part) {
-            registers_.template zero<0>();
-            registers_.template load<1>(reinterpret_cast<const uint8_t*>(x.values(0) + part * kBlock), kRounded);
-            registers_.template load<2>(reinterpret_cast<const uint8_t*>(w.codes[part]), kTileBytes);
-            registers_.template add_int8<0, 1, 2>();
-            registers_.template store<0>(reinterpret_cast<uint8_t*>(exact[part]), kTileBytes);
-        }
-        I16 inner[R];  // eight times the sums over the block
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) inner[r] = splat16(0);
-        auto add_part = [&](int64_t two, auto part) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r)
-                inner[r] = w.groups[two].template add<part>(
-                    inner[r], load64(reinterpret_cast<const uint8_t*>(exact[2 * two + part][r])));
-        };
-        for (int64_t two = 0; 2 * two < w.parts; ++two) {
-            add_part(two, std::integral_constant<int, 0>());
-            if (2 * two + 1 < w.parts) add_part(two, std::integral_constant<int, 1>());
-            auto row_sums = [&](int64_t r) { return x.sums(r, two); };
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) inner[r] = w.groups[two].add_zeros(inner[r], row_sums(r));
-            if (!w.carries) continue;
-            I16 totals[R];  // a copy, so that the others need not be in memory
-            std::memcpy(totals, inner, sizeof totals);
-            w.groups[two].add_carries(totals, row_sums);
-            std::memcpy(inner, totals, sizeof totals);
-        }
-        F16 sum[R][1];
-        load_sums(sum, acc);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r)
-            sum[r][0] = plus_product(sum[r][0], to_floats(inner[r]), splat16(x.scale(r) * 0.125f));
-        store_sums(sum, acc);
-    }
-
-    Registers registers_;
-};
 
 struct FewInt4 : PackedInt4 {
     using Rows = QuantizedRows;
@@ -141,37 +13,37 @@ struct FewInt4 : PackedInt4 {
     // Tiles in turns: two, which memory gives faster, or as many as give more rows time between their blocks.
     static constexpr int few_rows_tiles(int rows) { return rows <= 2 ? 2 : kStreams; }
 
-    // Up to kMostTiledRows: a block of four tiles in turns, while their next ones are fetched.
+    // Up to kMostTiledRows, by tiles: kStreams of them in turns, for one panel after the other.
+    template <class Sum>
     void add_by_tiles(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
-                      const Sums& acc) const {
-        struct Group {
-            FewInt4Rows<>::Add add;
-            QuantizedRow x;
-            int64_t begin;
-        } groups[3];
-        int64_t num_groups = 0, most = 0;
-        each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t count) {
-            groups[num_groups++] = {FewInt4Rows<>::adder(count), x.row(row + begin), begin};
-            most = std::max(most, count);
-        });
-        FewInt4Rows<> few;
-        few.shape(most);
-        FewInt4Rows<>::Weights weights;
-        const int64_t depth = (k_end - k) / acc.parts, block_bytes = rounded_bytes();
-        const Fetch following{block_bytes};
+                      const Sum& acc) const {
+        const int64_t depth = (k_end - k) / acc.parts;
         for (int64_t t = 0; t < tiles; t += kStreams)
-            for (int64_t p = 0; p < acc.parts; ++p) {
-                const int64_t from = k + p * depth, end = from + depth;
-                for (int64_t b = from / kRounded; b < ceil_div(end, kRounded); ++b)
-                    for (int64_t i = t; i < std::min<int64_t>(t + kStreams, tiles); ++i) {
-                        const uint8_t* w = at(tile + i, 0);
-                        weights.take(w + b * block_bytes, following.after<kStreams>(w, tile_bytes(), b * block_bytes),
-                                     std::min(kParts, end / kBlock - b * kParts), group_size / kBlock, kHeader);
-                        const Sums to = acc.only(p).from(0, i).after(b * kRounded - from);
-                        for (int64_t g = 0; g < num_groups; ++g)
-                            (few.*groups[g].add)(PanelBlock(groups[g].x, b), weights, to.from(groups[g].begin, 0));
+            each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t count) {
+                auto add_with = [&](auto pipeline) {
+                    const int64_t together = std::min<int64_t>(tiles - t, kStreams);
+                    for (int64_t p = 0; p < acc.parts; ++p) {
+                        const int64_t from = k + p * depth, end = from + depth;
+                        const Sums to = acc.only(p).from(begin, t);
+                        const bool carries = pipeline.add(tile + t, together, from / kRounded, end / kRounded, to);
+                        add_rest(carries, x, row + begin, count, tile + t, together, from, end, to);
                     }
-            }
+                };
+                if (count > kMaxRows)
+                    add_with(Int4Pipeline<kTileRows, 1>(*this, x.row(row + begin), count));
+                else
+                    add_with(Int4Pipeline<kMaxRows, 2>(*this, x.row(row + begin), count));
+            });
+    }
+
+    // What sums of whole blocks leave: all of [k, k_end), or the last block if it is not whole.
+    void add_rest(bool all, const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k,
+                  int64_t k_end, const Sums& acc) const {
+        const int64_t from = all ? k : k + (k_end - k) / kRounded * kRounded;
+        if (from == k_end) return;
+        const Sums to = acc.after(from - k);
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t t = 0; t < tiles; ++t) exact_row(x, row + r, tile + t, from, k_end, to.from(r, t));
     }
 
     // By vectors, R rows of one panel and T tiles. What is rare would cost many rows their registers, and is left to
@@ -179,11 +51,7 @@ struct FewInt4 : PackedInt4 {
     template <int R, int T>
     void exact_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
         const int64_t whole = k + (k_end - k) / kRounded * kRounded;
-        const bool carries = add_whole_blocks<R, T>(x, row, tile, k, whole, acc);
-        if (!carries && whole == k_end) return;
-        const Sums to = carries ? acc : acc.after(whole - k);
-        for (int r = 0; r < R; ++r)
-            for (int t = 0; t < T; ++t) exact_row(x, row + r, tile + t, carries ? k : whole, k_end, to.from(r, t));
+        add_rest(add_whole_blocks<R, T>(x, row, tile, k, whole, acc), x, row, R, tile, T, k, k_end, acc);
     }
 
     // Returns whether a zero was met that 16 bits do not hold; then the sums are as they were.
@@ -271,6 +139,16 @@ struct FewInt4 : PackedInt4 {
             sum[0][0] = plus_product(sum[0][0], to_floats(inner[0]), splat16(block.scale(0) * 0.125f));
         }
         store_sums(sum, acc);
+    }
+
+    // Both halves of a line of each of T tiles: codes at the same four k, and those 16 further on.
+    template <int T>
+    [[gnu::always_inline]] static void take_codes(const uint8_t* w, int64_t tile_bytes, I16 (&low)[T], I16 (&high)[T]) {
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) {
+            const I16 both = load64(w + t * tile_bytes);
+            low[t] = low_nibbles(both), high[t] = high_nibbles(both);
+        }
     }
 
     // The sums of one part of a block of x. The weights of each value serve all rows.

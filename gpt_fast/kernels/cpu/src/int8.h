@@ -33,6 +33,7 @@ template <bool raised, int R, int T, class X, class Before>
 
 struct Int8 {
     using Rows = DotRows;
+    static constexpr int64_t kWholeRows = kFewRows;
     static constexpr int64_t kTiledRows = kTiles ? kMaxRows + 1 : 0;  // fewer are faster without
     static constexpr int64_t kReadyRows = 0;
     static constexpr int kMostRows = kCachedRows;

@@ -221,8 +221,9 @@ inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, 
     if constexpr (Format::kTiledRows > 0)
         if (rows >= Format::kTiledRows) return w.tiled(x, row, rows, tile, tiles, k, k_end, acc);
     if constexpr (Format::kTiledRows > 1) {  // micro takes rows of one panel
+        constexpr int fewer = Format::kTiledRows - 1;
         return each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t count) {
-            micro_any<Format, most>(count, x, row + begin, w, tile, tiles, k, k_end, acc.from(begin, 0), fetch);
+            micro_any<Format, fewer>(count, x, row + begin, w, tile, tiles, k, k_end, acc.from(begin, 0), fetch);
         });
     }
     const int64_t pieces = ceil_div(rows, most);
@@ -241,7 +242,7 @@ void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64
                int64_t tiles, const Sums& acc) {
     const int64_t k = w.depth(), depth = k / acc.parts;
     constexpr bool tiled = Format::kTiledRows > 0 && Format::kTiledRows <= kFewRows;
-    if (rows <= (tiled ? kFewRows : kMaxRows))
+    if (rows <= (tiled ? Format::kWholeRows : kMaxRows))
         return all_rows<Format, kMaxRows>(x, row, count, w, tile, tiles, 0, k, acc);
     const bool few = rows <= kFewRows;
     const int64_t most = rows < kPromptRows ? Format::kManyRowsDepth : Format::kPromptDepth;
