@@ -8,8 +8,7 @@
 namespace gpt_fast {
 
 struct Int4 : FewInt4 {
-    static constexpr int64_t kWholeRows = 32;
-    static constexpr int64_t kTiledRows = kTiles ? kMaxRows : 0;  // fewer are faster without
+    static constexpr int64_t kTiledRows = kTiles ? kPipelineFrom : 0, kWholeRows = kPipelineRows;
     static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 48 : 24;  // fewer are as fast without
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 16, kShortDepth = 512, kLongDepth = 2048;
@@ -28,8 +27,8 @@ struct Int4 : FewInt4 {
     template <class Sum = Sums>
     void tiled(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                const Sum& acc) const {
-        if (rows > kMostTiledRows) return tiled_integers(*this, x, row, rows, tile, tiles, k, k_end, acc);
-        add_by_tiles(x, row, rows, tile, tiles, k, k_end, acc);
+        if (rows > kPipelineRows) return tiled_integers(*this, x, row, rows, tile, tiles, k, k_end, acc);
+        add_by_pipeline(x, row, rows, tile, tiles, k, k_end, acc);
     }
 
     template <int R, int T>
@@ -196,7 +195,7 @@ struct Int4 : FewInt4 {
     using Registers = TileBlocks<2 * kPreparedTiles>;
     template <int R>
     static void add_tiles(Registers& registers, const QuantizedRow& x, const Prepared* w, int64_t tiles, int64_t k,
-                          int64_t k_end, const Sums& acc, bool) {
+                          int64_t k_end, const Sums& acc) {
         const TiledPiece piece(x, k, k_end);
         registers.shape(R);
         alignas(64) Registers::Block exact[Registers::kBlocks];

@@ -1,5 +1,5 @@
-// Products of few rows with 4-bit weights where the CPU has registers of tiles: up to eight rows by vectors, up to 32 by
-// tiles, with the same bits. What a prompt does with tiles (int4.h) takes more preparation than so few rows pay for.
+// Products of few rows with 4-bit weights where the CPU has registers of tiles: up to five by vectors, more by a
+// pipeline, with the same bits. What a prompt does with tiles (int4.h) takes more preparation than so few rows pay for.
 #pragma once
 
 #include "int4_pipeline.h"
@@ -8,50 +8,40 @@ namespace gpt_fast {
 
 struct FewInt4 : PackedInt4 {
     using Rows = QuantizedRows;
-    static constexpr int64_t kMostTiledRows = 2 * kTileRows;
+    static constexpr int64_t kPipelineRows = 6 * kTileRows;
 
     // Tiles in turns: two, which memory gives faster, or as many as give more rows time between their blocks.
     static constexpr int few_rows_tiles(int rows) { return rows <= 2 ? 2 : kStreams; }
 
-    // Up to kMostTiledRows, by tiles: kStreams of them in turns, for one panel after the other.
+    // A template, so that it is made for CPUs with tiles only.
     template <class Sum>
-    void add_by_tiles(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
-                      const Sum& acc) const {
-        const int64_t depth = (k_end - k) / acc.parts;
-        for (int64_t t = 0; t < tiles; t += kStreams)
-            each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t count) {
-                auto add_with = [&](auto pipeline) {
-                    const int64_t together = std::min<int64_t>(tiles - t, kStreams);
-                    for (int64_t p = 0; p < acc.parts; ++p) {
-                        const int64_t from = k + p * depth, end = from + depth;
-                        const Sums to = acc.only(p).from(begin, t);
-                        const bool carries = pipeline.add(tile + t, together, from / kRounded, end / kRounded, to);
-                        add_rest(carries, x, row + begin, count, tile + t, together, from, end, to);
-                    }
-                };
-                if (count > kMaxRows)
-                    add_with(Int4Pipeline<kTileRows, 1>(*this, x.row(row + begin), count));
-                else
-                    add_with(Int4Pipeline<kMaxRows, 2>(*this, x.row(row + begin), count));
-            });
+    void add_by_pipeline(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k,
+                         int64_t k_end, const Sum& acc) const {
+        each_piece(x.first + row, row, rows, tile, tiles, k, k_end, acc, [&](const ProductPiece& piece) {
+            auto add_by = [&](auto pipeline) { add_rest(pipeline.add(piece), x, piece); };
+            if (piece.count > kMaxRows)
+                add_by(Int4Pipeline<kTileRows, 1>(*this, x.row(piece.row), piece.count));
+            else
+                add_by(Int4Pipeline<kMaxRows, 2>(*this, x.row(piece.row), piece.count));
+        });
     }
 
-    // What sums of whole blocks leave: all of [k, k_end), or the last block if it is not whole.
-    void add_rest(bool all, const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k,
-                  int64_t k_end, const Sums& acc) const {
-        const int64_t from = all ? k : k + (k_end - k) / kRounded * kRounded;
-        if (from == k_end) return;
-        const Sums to = acc.after(from - k);
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t t = 0; t < tiles; ++t) exact_row(x, row + r, tile + t, from, k_end, to.from(r, t));
+    // What whole blocks leave of a piece: all of it, or its last block if that is not whole.
+    void add_rest(bool all, const Rows& x, const ProductPiece& piece) const {
+        const int64_t from = all ? piece.k : piece.whole();
+        if (from == piece.k_end) return;
+        const Sums to = all ? piece.sums : piece.rest();
+        for (int64_t r = 0; r < piece.count; ++r)
+            for (int64_t t = 0; t < piece.tiles; ++t)
+                exact_row(x, piece.row + r, piece.tile + t, from, piece.k_end, to.from(r, t));
     }
 
     // By vectors, R rows of one panel and T tiles. What is rare would cost many rows their registers, and is left to
     // exact_row().
     template <int R, int T>
     void exact_blocks(const Rows& x, int64_t row, int64_t tile, int64_t k, int64_t k_end, const Sums& acc) const {
-        const int64_t whole = k + (k_end - k) / kRounded * kRounded;
-        add_rest(add_whole_blocks<R, T>(x, row, tile, k, whole, acc), x, row, R, tile, T, k, k_end, acc);
+        const ProductPiece piece{row, R, tile, T, k, k_end, acc};
+        add_rest(add_whole_blocks<R, T>(x, row, tile, k, piece.whole(), acc), x, piece);
     }
 
     // Returns whether a zero was met that 16 bits do not hold; then the sums are as they were.

@@ -1,9 +1,9 @@
-// Products of eight rows and more with 4-bit weights by registers of tiles, in a pipeline: a core makes codes ready for the
-// next tile, multiplies, and adds up what it multiplied two steps before, a quarter of each in turns. So nothing waits for
-// what has just been stored.
+// Products of some rows with 4-bit weights by registers of tiles, in a pipeline (pipeline.h), which makes codes ready
+// for the next tile as well.
 #pragma once
 
 #include "int4_ready.h"
+#include "pipeline.h"
 
 namespace gpt_fast {
 
@@ -28,8 +28,8 @@ struct PackedInt4 {
     int64_t rounded_bytes() const { return kRounded / group_size * group_bytes(); }
 };
 
-// Up to R rows of one panel. A register of weights holds P groups of kBlock codes, less 8. If two, there is room for twice
-// the rows in a register of x: it holds each row twice, with zeros in place of what belongs to the other group.
+// Up to R rows of one panel. A register of weights holds P groups of kBlock codes, less 8. If two, a register of x
+// holds each row twice, with zeros in place of what belongs to the other group.
 template <int R, int P, class Registers = Tiles>
 class Int4Pipeline {
 public:
@@ -40,26 +40,20 @@ public:
             codes_at_[part] = header_[part] + PackedInt4::kHeader + k % w.group_size / kBlock * PackedInt4::kBlockBytes;
         }
         const int64_t height = P > 1 ? P * R : rows;
-        for (int i = 0; i < 2; ++i) registers_.shape(i, height, kTileBytes);  // sums
+        for (int i = 0; i < 2; ++i) registers_.shape(i, height, kTileBytes);          // sums
         for (int i = 2; i < 4; ++i) registers_.shape(i, P * kBlock / 4, kTileBytes);  // weights
-        for (int i = 4; i < 8; ++i) registers_.shape(i, height, P * kBlock);
+        for (int i = 4; i < 8; ++i) registers_.shape(i, height, P * kBlock);          // x
         registers_.begin();
     }
 
-    // Adds blocks [b, end) of x to the sums of `tiles` tiles, at most kStreams. Returns whether a zero was met that 16 bits
-    // do not hold; then the sums are as they were.
-    bool add(int64_t tile, int64_t tiles, int64_t b, int64_t end, const Sums& acc) {
-        if (b == end) return false;
-        const int64_t tile_bytes = w_.tile_bytes(), first = b;
-        const Fetch following{w_.rounded_bytes()};
-        int64_t tile_at[kStreams];  // the last one again in place of those that are missing
-        for (int64_t t = 0; t < kStreams; ++t) tile_at[t] = std::min(t, tiles - 1) * tile_bytes;
-        F16 sum[kStreams][R];
-        for (int64_t t = 0; t < kStreams; ++t)
-            for (int64_t r = 0; r < R; ++r) {
-                const bool begun = acc.begun && t < tiles && r < rows_;
-                sum[t][r] = begun ? load16(acc.data + r * acc.stride + t * kTile) : splat16(0.0f);
-            }
+    // Adds the whole blocks of a piece. Returns whether a zero was met that 16 bits do not hold; then the sums are as
+    // they were.
+    bool add(const ProductPiece& of) {
+        const int64_t tile_bytes = w_.tile_bytes(), first = of.k / kRounded, end = of.whole() / kRounded;
+        const uint8_t* tiles = w_.at(of.tile, 0);
+        if (first == end) return false;
+        const Fetch following{2 * w_.rounded_bytes()};
+        PipelineSums<R> all(of, tile_bytes);
         I16 inner[R];              // eight times the sums over a block
         I16 largest = splat16(0);  // zeros
         TiledInt4Groups groups;
@@ -81,88 +75,77 @@ public:
                 if constexpr (P > 1) inner[r] = groups.template add<1>(inner[r], exact(R + r));
                 if constexpr (P > 1 || part % 2) inner[r] = groups.add_zeros(inner[r], x.rows.sums(r, part / 2));
                 if (piece == kPieces - 1)
-                    sum[t][r] = plus_product(sum[t][r], to_floats(inner[r]), splat16(eighth_scales_[x.parity][r]));
+                    all.sum[t][r] =
+                        plus_product(all.sum[t][r], to_floats(inner[r]), splat16(eighth_scales_[x.parity][r]));
             }
         };
 
-        Block before(*this, tile, b, 1), now(*this, tile, b, 0);
+        Block before(*this, tiles, first, 1), now(*this, tiles, first, 0);
         for (int64_t r = 0; r < rows_; ++r) take_row(now, r);
-        for (int line = 0; line < kLines; ++line) unpack(now.w, now.w, line, 0);
-        for (; b < end; ++b) {
-            const Block after(*this, tile, std::min(b + 1, end - 1), 1 - now.parity);
-            const uint8_t* next = following.template after<kStreams>(w_.at(tile, 0), tile_bytes, now.at);
-            const uint8_t* further = following.template after<kStreams>(w_.at(tile, 0), tile_bytes, after.at);
+        for (int line = 0; line < kLines; ++line) unpack(now.w, line, 0);
+        for (int64_t b = first; b < end; ++b) {
+            const Block after(*this, tiles, std::min(b + 1, end - 1), 1 - now.parity);
+            const uint8_t* next = following.template after<kStreams>(tiles, tile_bytes, b * w_.rounded_bytes());
             auto step = [&](auto number) __attribute__((always_inline)) {
                 constexpr int n = number, t = n / kPieces, piece = n % kPieces, sums = n % 2, weights = 2 + sums;
-                constexpr bool last = t + 1 == kStreams;
                 constexpr auto done = Number<(n + kSteps - 2) % kSteps>();
                 const bool begun = n > 1 || b > first;
                 const Block& finished = n < 2 ? before : now;
-                auto some_vectors = [&](int quarter) __attribute__((always_inline)) {
+                const uint8_t* coming = (t + 1 < kStreams ? now.w : after.w) + all.tile_at[(t + 1) % kStreams];
+                auto some_vectors = [&](auto quarter) __attribute__((always_inline)) {
                     constexpr int lines = kLines / kPieces;
+                    all.template fetch<kBlockLines, 4 * n + quarter, 4 * kSteps>(next);
 #pragma GCC unroll 2
                     for (int i = quarter * lines / 4; i < (quarter + 1) * lines / 4; ++i)
-                        unpack((last ? after.w : now.w) + tile_at[(t + 1) % kStreams],
-                               (last ? further : next) + tile_at[(t + 1) % kStreams], piece * lines + i, (t + 1) % 2);
+                        unpack(coming, piece * lines + i, (t + 1) % 2);
                     if (begun) finish(finished, done, quarter);
                 };
-                if (begun) take_groups(finished.w + tile_at[done / kPieces], done);
+                if (begun) take_groups(finished.w + all.tile_at[done / kPieces], done);
                 registers_.template zero<sums>();
-                some_vectors(0);
+                some_vectors(Number<0>());
                 if (n > 0 || begun) store_sums_of<1 - sums>();
                 if constexpr (t == 0) load_x<4 + piece>(now, piece);
-                some_vectors(1);
+                some_vectors(Number<1>());
                 registers_.template load<weights>(codes_[t % 2][P * piece], kTileBytes);
-                some_vectors(2);
+                some_vectors(Number<2>());
                 registers_.template add_int8<sums, 4 + piece, weights>();
-                some_vectors(3);
+                some_vectors(Number<3>());
                 // Behind the steps that finish the block before.
-                if constexpr (n > 1)
-                    for (int64_t r = (n - 2) * R / (kSteps - 2); r < std::min<int64_t>((n - 1) * R / (kSteps - 2), rows_); ++r)
-                        take_row(after, r);
+                constexpr int rows = (n - 1) * R / (kSteps - 2);
+                for (int r = (n - 2) * R / (kSteps - 2); n > 1 && r < rows && r < rows_; ++r) take_row(after, r);
             };
-            each_step(step, std::make_integer_sequence<int, kSteps>());
+            each_step<kSteps>(step);
             before = now, now = after;
         }
         store_sums_of<1>();
         auto end_with = [&](auto step) {
-            take_groups(before.w + tile_at[step / kPieces], step);
+            take_groups(before.w + all.tile_at[step / kPieces], step);
             for (int quarter = 0; quarter < 4; ++quarter) finish(before, step, quarter);
         };
         end_with(Number<kSteps - 2>()), end_with(Number<kSteps - 1>());
         if (any_above(largest, TiledInt4Groups::kMost)) return true;
-        for (int64_t t = 0; t < tiles; ++t)
-            for (int64_t r = 0; r < rows_; ++r) store16(acc.data + r * acc.stride + t * kTile, sum[t][r]);
+        all.store(of);
         return false;
     }
 
 private:
     static constexpr int kPieces = kParts / P;  // registers of weights of a tile's block, and steps
     static constexpr int kSteps = kStreams * kPieces, kLines = kParts * PackedInt4::kBlockLines;
+    static constexpr int kBlockLines = kLines + kParts / 2;  // with headers
     static_assert(P * R <= kTileRows && P <= 2 && kStreams % 2 == 0);
-    template <int number>
-    using Number = std::integral_constant<int, number>;
 
     // A block of x, and of weights from the first tile on.
     struct Block {
-        Block(const Int4Pipeline& of, int64_t tile, int64_t b, int parity_)
-            : at(b * of.w_.rounded_bytes()), w(of.w_.at(tile, 0) + at), rows(of.x_, b), parity(parity_) {}
-        int64_t at;
+        Block(const Int4Pipeline& of, const uint8_t* tiles, int64_t b, int parity_)
+            : w(tiles + b * of.w_.rounded_bytes()), rows(of.x_, b), parity(parity_) {}
         const uint8_t* w;
         PanelBlock rows;
         int parity;  // of two neighbours
     };
 
-    template <class Step, int... numbers>
-    [[gnu::always_inline]] static void each_step(Step step, std::integer_sequence<int, numbers...>) {
-        (step(Number<numbers>()), ...);
-    }
-
-    // Makes a line of a block's codes ready, and asks for the one at `next`.
-    [[gnu::always_inline]] void unpack(const uint8_t* w, const uint8_t* next, int line, int tile_parity) {
+    // Makes a line of a block's codes ready.
+    [[gnu::always_inline]] void unpack(const uint8_t* w, int line, int tile_parity) {
         const int part = line / 4, in_part = line % 4 * kLine;
-        if (line % 4 == 0) prefetch(next + codes_at_[part] - kLine);  // the header that may lie before
-        prefetch(next + codes_at_[part] + in_part);
         const I16 both = load64(w + codes_at_[part] + in_part);
         uint8_t* to = codes_[tile_parity][part] + in_part;
         store64(to, low_nibbles_less8(both)), store64(to + PackedInt4::kBlockBytes, high_nibbles_less8(both));

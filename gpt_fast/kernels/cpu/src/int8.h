@@ -4,8 +4,7 @@
 // exact integers; block sums are added in float32 in ascending order of k.
 #pragma once
 
-#include "activations.h"
-#include "linear.h"
+#include "int8_pipeline.h"
 
 namespace gpt_fast {
 
@@ -33,14 +32,14 @@ template <bool raised, int R, int T, class X, class Before>
 
 struct Int8 {
     using Rows = DotRows;
-    static constexpr int64_t kWholeRows = kFewRows;
-    static constexpr int64_t kTiledRows = kTiles ? kMaxRows + 1 : 0;  // fewer are faster without
+    static constexpr int64_t kPipelineRows = 4 * kTileRows;  // more are faster by tiled_integers
+    static constexpr int64_t kTiledRows = kTiles ? kPipelineFrom : 0, kWholeRows = kPipelineRows;
     static constexpr int64_t kReadyRows = 0;
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = kTiles ? 1024 : 512;
     static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;
     static constexpr int tiles_at_once(int rows) {
-        return !kTiles ? tiles_of_integers(rows) : rows < kMaxRows ? kStreams : 2;
+        return kTiles ? kStreams : tiles_of_integers(rows);
     }
     static constexpr int64_t kBlockBytes = kTile * kBlock, kRoundedBytes = kTile * kRounded;
 
@@ -52,9 +51,18 @@ struct Int8 {
 
     const uint8_t* at(int64_t tile, int64_t k) const { return data + tile * tile_bytes() + k * kTile; }
 
+    // A template, so that it is made for CPUs with tiles only.
+    template <class Sum = Sums>
     void tiled(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
-               const Sums& acc) const {
-        tiled_integers(*this, x, row, rows, tile, tiles, k, k_end, acc);
+               const Sum& acc) const {
+        if (rows > kPipelineRows) return tiled_integers(*this, x, row, rows, tile, tiles, k, k_end, acc);
+        each_piece(x.first + row, row, rows, tile, tiles, k, k_end, acc, [&](const ProductPiece& piece) {
+            Int8Pipeline<kTileRows>(data, tile_bytes(), x.row(piece.row), piece.count).add(piece);
+            constexpr int most = kPipelineFrom - 1;
+            for (int64_t r = 0; piece.whole() < piece.k_end && r < piece.count; r += most)
+                micro_any<Int8, most>(std::min<int64_t>(piece.count - r, most), x, piece.row + r, *this, piece.tile,
+                                      piece.tiles, piece.whole(), piece.k_end, piece.rest().from(r, 0), {});
+        });
     }
 
     template <int R, int T>
@@ -139,18 +147,18 @@ struct Int8 {
         std::memset(to.last + rest, 0, static_cast<size_t>(kRoundedBytes - rest));
     }
 
-    // R rows of one panel. Of few rows a block at a time, since the next one comes from memory meanwhile.
+    // R rows of one panel.
     using Registers = TileBlocks<kPreparedTiles>;
     template <int R>
     static void add_tiles(Registers& registers, const QuantizedRow& x, const Prepared* w, int64_t tiles, int64_t k,
-                          int64_t k_end, const Sums& acc, bool few) {
+                          int64_t k_end, const Sums& acc) {
         const TiledPiece piece(x, k, k_end);
         registers.shape(R);
         alignas(64) Registers::Block exact[Registers::kBlocks];
         auto weights = [&](int64_t t, int64_t b) { return b < w[t].whole ? w[t].data + b * kRoundedBytes : w[t].last; };
         for (int64_t b = 0, count; b < piece.blocks; b += count) {
-            const int64_t most = few ? 1 : Registers::kBlocks, whole = w->whole - b;
-            count = whole < most ? std::max<int64_t>(whole, 1) : most;
+            const int64_t whole = w->whole - b;
+            count = whole < Registers::kBlocks ? std::max<int64_t>(whole, 1) : Registers::kBlocks;
             // If there is one tile, it is taken twice.
             registers.template products<kRounded / kTileBytes>(count, piece.at(b), kRounded, piece.step,
                                                                {weights(0, b), weights(tiles - 1, b)}, kRoundedBytes,
@@ -159,28 +167,14 @@ struct Int8 {
                 const Sums to = acc.after(b).from(0, t);
                 F16 sum[R][1];
                 load_sums(sum, to);
-                if (few && whole > 0)
-                    add_block<R, true>(exact[0][t], piece, b, sum, w[t].data + (b + 1) * kRoundedBytes);
-                else
-                    for (int64_t i = 0; i < count; ++i) add_block<R, false>(exact[i][t], piece, b + i, sum, nullptr);
-                store_sums(sum, to);
-            }
-        }
-    }
-
-    // Adds a block of each row; meanwhile memory is asked for the block at `following`, some lines a row, and the second
-    // level of the cache for what comes kAhead bytes after it.
-    template <int R, bool fetch>
-    static void add_block(const int32_t (&exact)[kTileRows][kTileRows], const TiledPiece& piece, int64_t b,
-                          F16 (&sum)[R][1], const uint8_t* following) {
-        constexpr int lines = kRoundedBytes / kLine;
+                for (int64_t i = 0; i < count; ++i)
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const I16 integers = load64(reinterpret_cast<const uint8_t*>(exact[r]));
-            sum[r][0] = plus_product(sum[r][0], to_floats(integers), splat16(piece.scales[r * kChunk + b]));
-            for (int i = lines * r / R; fetch && i < lines * (r + 1) / R; ++i) {
-                prefetch(following + i * kLine);
-                prefetch_to_level2(following + kAhead + i * kLine);
+                    for (int r = 0; r < R; ++r) {
+                        const I16 integers = load64(reinterpret_cast<const uint8_t*>(exact[i][t][r]));
+                        const F16 scale = splat16(piece.scales[r * kChunk + b + i]);
+                        sum[r][0] = plus_product(sum[r][0], to_floats(integers), scale);
+                    }
+                store_sums(sum, to);
             }
         }
     }

@@ -193,7 +193,6 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
     typename Format::Registers registers;
     typename Format::Prepared weights[at_once];
     const int64_t depth = (k_end - k) / acc.parts;
-    const bool few = rows <= 2 * kTileRows;  // for which a piece of weights is soon used up
     for (int64_t t = 0; t < tiles; t += at_once) {
         const int64_t count = tiles - t < at_once ? tiles - t : at_once;
         for (int64_t p = 0; p < acc.parts; ++p) {
@@ -204,8 +203,8 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
                 FetchPieces next(w, tile + t, count, d, stop, rows);
                 each_group(x.first + row, rows, kTileRows, [&](int64_t begin, int64_t group) {
                     add_tiles_any<Format>(group, registers, x.row(row + begin), weights, count, d, stop,
-                                          to.from(begin, 0), few);
-                    if (!few) next.after(begin + group);
+                                          to.from(begin, 0));
+                    next.after(begin + group);
                 });
             }
         }
