@@ -14,9 +14,7 @@ struct FloatRows {
 
 struct Float32 {
     using Rows = FloatRows;
-    static constexpr int64_t kWholeRows = kFewRows;
-    static constexpr int64_t kTiledRows = 0;
-    static constexpr int64_t kReadyRows = 0;
+    static constexpr int64_t kTiledRows = 0, kReadyRows = 0, kWholeRows = kMaxRows;
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
     static constexpr int64_t kPromptDepth = kManyRowsDepth;

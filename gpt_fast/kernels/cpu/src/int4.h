@@ -8,7 +8,7 @@
 namespace gpt_fast {
 
 struct Int4 : FewInt4 {
-    static constexpr int64_t kTiledRows = kTiles ? kPipelineFrom : 0, kWholeRows = kPipelineRows;
+    static constexpr int64_t kTiledRows = kTiles ? kPipelineFrom : 0, kWholeRows = kTiles ? kPipelineRows : kMaxRows;
     static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 48 : 24;  // fewer are as fast without
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 16, kShortDepth = 512, kLongDepth = 2048;

@@ -33,7 +33,7 @@ template <bool raised, int R, int T, class X, class Before>
 struct Int8 {
     using Rows = DotRows;
     static constexpr int64_t kPipelineRows = 4 * kTileRows;  // more are faster by tiled_integers
-    static constexpr int64_t kTiledRows = kTiles ? kPipelineFrom : 0, kWholeRows = kPipelineRows;
+    static constexpr int64_t kTiledRows = kTiles ? kPipelineFrom : 0, kWholeRows = kTiles ? kPipelineRows : kMaxRows;
     static constexpr int64_t kReadyRows = 0;
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = kTiles ? 1024 : 512;

@@ -11,7 +11,8 @@
 // more: a tile or a piece of some is read from memory once and used for all rows out of the caches, while the next
 // piece is fetched. More rows than kFewRows: a piece of x stays in the first-level cache for a group of tiles, which
 // stays in the second-level cache for all rows. Of how many tiles, and of how many k, a multiple of every group size,
-// Format says (kManyRowsTiles, kManyRowsDepth; kPromptDepth from kPromptRows on).
+// Format says (kManyRowsTiles, kManyRowsDepth; kPromptDepth from kPromptRows on), and up to how many rows a product goes
+// along all of k at once (kWholeRows).
 //
 // A format may bring ready(), which makes another format of a piece of weights, in the caches, that takes less work for
 // each row and gives it the same bits. It says from how many rows on that pays (kReadyRows; 0: never).
@@ -240,8 +241,7 @@ template <class Format>
 void sum_tiles(const typename Format::Rows& x, int64_t row, int64_t count, int64_t rows, const Format& w, int64_t tile,
                int64_t tiles, const Sums& acc) {
     const int64_t k = w.depth(), depth = k / acc.parts;
-    constexpr bool tiled = Format::kTiledRows > 0 && Format::kTiledRows <= kFewRows;
-    if (rows <= (tiled ? Format::kWholeRows : kMaxRows))
+    if (rows <= Format::kWholeRows)
         return all_rows<Format, kMaxRows>(x, row, count, w, tile, tiles, 0, k, acc);
     const bool few = rows <= kFewRows;
     const int64_t most = rows < kPromptRows ? Format::kManyRowsDepth : Format::kPromptDepth;
@@ -320,9 +320,11 @@ void linear_tiles(const typename Format::Rows& x, int64_t row, int64_t count, in
 template <class Format>
 int64_t tiles_at_a_time(const Format& w, int64_t rows, int64_t tiles, int threads) {
     const int64_t even = tiles / (4 * threads);
-    if (rows > kFewRows) return std::max<int64_t>(1, std::min(even, Format::kManyRowsTiles));
+    const bool piped = Format::kTiledRows > 1 && rows >= Format::kTiledRows && rows <= Format::kWholeRows;
+    const int64_t unit = piped ? kStreams : 1;  // what is missing of one takes as long
+    if (rows > kFewRows) return std::max(unit, std::min(even, Format::kManyRowsTiles) / unit * unit);
     const int64_t run = std::min(kRunBytes / w.tile_bytes(), tiles / (8 * threads)) / kStreams * kStreams;
-    return std::max<int64_t>(1, std::max(run, std::min<int64_t>(even, kStreams)));
+    return std::max(unit, std::max(run, std::min<int64_t>(even, kStreams)));
 }
 
 // The runs of tiles that threads take one after the other, multiples of `unit` but for the last. Memory is slow at the
