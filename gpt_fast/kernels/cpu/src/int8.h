@@ -52,7 +52,7 @@ struct Int8 {
     const uint8_t* at(int64_t tile, int64_t k) const { return data + tile * tile_bytes() + k * kTile; }
 
     // A template, so that it is made for CPUs with tiles only.
-    template <class Sum = Sums>
+    template <class Sum>
     void tiled(const Rows& x, int64_t row, int64_t rows, int64_t tile, int64_t tiles, int64_t k, int64_t k_end,
                const Sum& acc) const {
         if (rows > kPipelineRows) return tiled_integers(*this, x, row, rows, tile, tiles, k, k_end, acc);

@@ -20,7 +20,7 @@ public:
     void add(const ProductPiece& piece) {
         const int64_t first = piece.k / kRounded, end = piece.whole() / kRounded;
         if (first == end) return;
-        const Fetch following{2 * kBlockBytes};
+        const Fetch following{2 * kRoundedBytes};
         const uint8_t* weights = data_ + piece.tile * tile_bytes_;
         PipelineSums<R> all(piece, tile_bytes_);
 
@@ -35,15 +35,15 @@ public:
         };
 
         for (int64_t b = first; b < end; ++b) {
-            const uint8_t* w = weights + b * kBlockBytes;
-            const uint8_t* next = following.template after<kStreams>(weights, tile_bytes_, b * kBlockBytes);
+            const uint8_t* w = weights + b * kRoundedBytes;
+            const uint8_t* next = following.template after<kStreams>(weights, tile_bytes_, b * kRoundedBytes);
             const PanelBlock now(x_, b), before(x_, b > first ? b - 1 : b);
             each_step<kStreams>([&](auto number) __attribute__((always_inline)) {
                 constexpr int t = number, sums = t % 2;
                 constexpr auto done = Number<(t + kStreams - 2) % kStreams>();
                 const bool begun = t > 1 || b > first;
                 auto some_vectors = [&](auto quarter) __attribute__((always_inline)) {
-                    all.template fetch<kBlockBytes / kLine, 4 * t + quarter, 4 * kStreams>(next);
+                    all.template fetch<kRoundedBytes / kLine, 4 * t + quarter, 4 * kStreams>(next);
                     if (begun) finish(t < 2 ? before : now, done, quarter);
                 };
                 registers_.template zero<sums>();
@@ -53,7 +53,7 @@ public:
                 if (t > 0 || begun) store_sums_of<1 - sums>();
                 registers_.template add_int8<sums, 4, 2>();
                 some_vectors(Number<1>());
-                registers_.template load<3>(w + all.tile_at[t] + kBlockBytes / 2, kTileBytes);
+                registers_.template load<3>(w + all.tile_at[t] + kRoundedBytes / 2, kTileBytes);
                 some_vectors(Number<2>());
                 registers_.template add_int8<sums, 5, 3>();
                 some_vectors(Number<3>());
@@ -67,7 +67,7 @@ public:
     }
 
 private:
-    static constexpr int64_t kBlockBytes = kTile * kRounded;
+    static constexpr int64_t kRoundedBytes = kTile * kRounded;
     static_assert((!kTiles || kRounded == 2 * kTileBytes) && kStreams % 2 == 0);
 
     template <int number>

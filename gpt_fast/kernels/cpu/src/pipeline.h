@@ -11,9 +11,6 @@ namespace gpt_fast {
 
 constexpr int kPipelineFrom = 6;  // rows; fewer are as fast by vectors, with the same bits
 
-template <int number>
-using Number = std::integral_constant<int, number>;
-
 namespace steps {
 template <class Body, int... numbers>
 [[gnu::always_inline]] inline void each(Body body, std::integer_sequence<int, numbers...>) {

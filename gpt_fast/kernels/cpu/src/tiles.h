@@ -21,6 +21,10 @@ namespace gpt_fast {
 
 constexpr int64_t kTileRows = 16, kTileBytes = 64;
 
+// Of a register, or of a step, where it has to be a constant.
+template <int number>
+using Number = std::integral_constant<int, number>;
+
 // The formulas of the instructions, on registers in memory.
 class PlainTiles {
 public:
@@ -218,9 +222,6 @@ public:
     }
 
 private:
-    template <int number>
-    using Number = std::integral_constant<int, number>;
-
     // body(number, first row, first byte of a row) for each register of sums that is used.
     template <int T, class Body>
     void each_sum(Body body) const {
