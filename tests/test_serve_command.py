@@ -135,6 +135,44 @@ def until_it_says(process: subprocess.Popen[str], words: str) -> None:
     assert line, process.communicate()[1]
 
 
+def test_after_the_first_signal_no_other_is_heard() -> None:
+    """Also before the server is being stopped: on a busy machine that may be long after the first signal."""
+    before = {number: signal.getsignal(number) for number in command._ENDING}
+    try:
+        with pytest.raises(SystemExit):
+            command._end(signal.SIGHUP, None)
+        for number in before:
+            signal.raise_signal(number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_signals_at_once_end_all_of_it(fake: Fake) -> None:
+    process = fake.stay()
+    for each in (signal.SIGSTOP, signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+        process.send_signal(each)
+    told, err = process.communicate(timeout=HANG_S)
+    assert (process.returncode, err) == (0, "")
+    assert told.endswith("Stopping\nStopped.\n")
+    assert not fake.running()
+
+
+def test_whoever_ignores_hangups_goes_on_doing_so(fake: Fake) -> None:
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup; the process inherits it
+    try:
+        process = fake.stay()
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(1.5)
+    assert process.poll() is None
+    assert len(fake.running()) == 2
+    process.send_signal(signal.SIGINT)
+    told, err = process.communicate(timeout=HANG_S)
+    assert (process.returncode, told, err) == (0, "Stopping\nStopped.\n", "")
+
+
 def test_after_sigterm_what_runs_ends_first(fake: Fake) -> None:
     process = fake.stay("--drain-seconds", "3600", state="ready busy")
     process.terminate()

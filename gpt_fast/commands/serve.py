@@ -27,7 +27,7 @@ from gpt_fast.user_cache import cache_dir, private_folder
 if TYPE_CHECKING:  # it needs psutil, of the extra serve
     from gpt_fast.serve.launch.record import Server
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)  # with SIGINT, of Ctrl-C: they ask for the end
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they ask for the end; SIGINT is Ctrl-C
 _LOOK_S = 0.5  # between two looks at whether the server still lives
 LOADING_S = 900  # without --timeout
 NEEDED = ("ts", "model_archiver", "psutil")  # modules of the extra serve
@@ -84,7 +84,8 @@ def begin(arguments: argparse.Namespace, run_dir: Path) -> int:
     from gpt_fast.serve.launch.server import stop
 
     for number in _ENDING:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+            signal.signal(number, _end)
     server = None
     try:
         server = find_or_start(arguments, run_dir)
@@ -103,8 +104,7 @@ def begin(arguments: argparse.Namespace, run_dir: Path) -> int:
             raise
     finally:
         if server is not None and not arguments.background:
-            for number in (signal.SIGINT, *_ENDING):
-                signal.signal(number, signal.SIG_IGN)  # a second one would leave something running
+            _hear_no_more()
             print("Stopping", flush=True)
             print(stop(run_dir) or "It was not running any more.", flush=True)
     return 0
@@ -200,7 +200,7 @@ def stay(server: Server, run_dir: Path, drain_s: int) -> None:
     def on_term(number: int, _: object) -> None:
         nonlocal asked
         if asked:
-            sys.exit(128 + number)
+            _end(number, None)
         asked = True
 
     signal.signal(signal.SIGTERM, on_term)
@@ -224,6 +224,17 @@ def finish_requests(server: Server, seconds: int) -> None:
     print(f"Finishing the requests that run, for {seconds} s at most", flush=True)
     if not drain(Place.of(server), seconds):
         print(f"{seconds} s are over: what still runs is cut off", flush=True)
+
+
+def _end(number: int, _: object) -> None:
+    """The first signal ends what runs. A second one would end that ending, and leave something running."""
+    _hear_no_more()
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def _hear_no_more() -> None:
+    for number in _ENDING:
+        signal.signal(number, lambda *_: None)  # Python complains of SIG_IGN when a signal has already come
 
 
 def _place(arguments: argparse.Namespace) -> list[str]:
