@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.convert import convert
 from gpt_fast.checkpoint.families import (
     GenerationDefaults,
     parse_config,
@@ -85,6 +86,9 @@ def test_experts_in_mxfp4(quantize: str | None, tmp_path: Path) -> None:
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     if quantize is None:
         assert_same_logits(plain.build(torch.float32), theirs)
+        convert(short, tmp_path / "converted", dtype=torch.float32)
+        converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+        assert all(torch.equal(p, theirs.get_parameter(name)) for name, p in converted.named_parameters())
     packed.popitem()
     save_file(kept | packed, short / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"missing: .*down_proj\.0\.weight.*unexpected: .*down_proj_blocks"):
@@ -209,12 +213,15 @@ def test_checkpoints_as_the_hub_has_them(
         "gpt-oss",
     ],
 )
-def test_a_saved_model_has_the_tensors_that_transformers_saves(name: str, tmp_path: Path) -> None:
+def test_what_is_written_has_the_tensors_that_transformers_saves(name: str, tmp_path: Path) -> None:
     save(families_table.FAMILIES[name](), tmp_path / "theirs")
-    save_checkpoint(Checkpoint.open(tmp_path / "theirs").build(torch.float32), tmp_path / "ours")
-    theirs, ours = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    save_checkpoint(Checkpoint.open(tmp_path / "theirs").build(torch.float32), tmp_path / "saved")
+    convert(tmp_path / "theirs", tmp_path / "converted")
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    for folder in ("saved", "converted"):
+        ours = load_file(tmp_path / folder / "model.safetensors")
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])

@@ -17,6 +17,7 @@ import torch
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.saving import write_checkpoint
+from gpt_fast.checkpoint.stacked import stacked
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
 from gpt_fast.quantize.gguf import GgufFormat
@@ -66,7 +67,7 @@ def convert(
         if isinstance(opened.format, GgufFormat) and opened.format.quant is not None and dtype is None:
             quantize_checkpoint(opened, partial, opened.format.quant, rounding=opened.format, progress=progress)
         else:
-            write_checkpoint(partial, opened.tensors, raw, dtype, progress)
+            write_checkpoint(partial, stacked(opened.tensors), raw, dtype, progress)
             opened.save_companions(partial)
         if out.exists():
             out.rmdir()

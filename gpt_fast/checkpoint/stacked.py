@@ -9,7 +9,7 @@ first in its low half, and 32 numbers share a power of two.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -77,14 +77,30 @@ def unstacked(tensors: Mapping[str, StoredTensor], wanted: Iterable[str]) -> dic
     return out
 
 
+class _Stack(StoredTensor):
+    """``each`` of some experts' tensors of one shape, transposed and stacked while they are read."""
+
+    def __init__(self, each: Sequence[StoredTensor]) -> None:
+        super().__init__(torch.empty(0))
+        self._each, self.dtype, self.shape = each, each[0].dtype, (len(each), *each[0].shape[::-1])
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Those of the experts [begin, end)."""
+        return torch.stack([tensor.rows(0, tensor.num_rows).t() for tensor in self._each[begin:end]])
+
+    def release(self, begin: int, end: int) -> None:
+        for tensor in self._each[begin:end]:
+            tensor.release(0, tensor.num_rows)
+
+
 def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The inverse of :func:`unstacked` for weights in floating point. What it stacks it copies."""
-    out, stacks = dict[str, StoredTensor](), dict[str, list[Tensor]]()
+    """The inverse of :func:`unstacked` for weights in floating point."""
+    out, stacks = dict[str, StoredTensor](), dict[str, dict[int, StoredTensor]]()
     for name, tensor in tensors.items():
         stem, _, kind = name.rpartition(".")
         base, _, expert = stem.rpartition(".")
         if expert.isdigit():
-            stacks.setdefault(base + "_bias" * (kind == "bias"), []).append(tensor.rows(0, tensor.num_rows).t())
+            stacks.setdefault(base + "_bias" * (kind == "bias"), {})[int(expert)] = tensor
         else:
             out[name] = tensor
-    return out | {name: StoredTensor(torch.stack(each)) for name, each in stacks.items()}
+    return out | {name: _Stack([each[i] for i in sorted(each)]) for name, each in stacks.items()}
