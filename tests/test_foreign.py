@@ -256,6 +256,19 @@ def test_options_that_need_a_description_are_refused(options: dict[str, Any], wo
         LLM(saved("helium")[0], **OPTIONS | options)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama4_text", {"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 96}),
+        ("phimoe", {"sliding_window": 16, "num_local_experts": 2}),
+    ],
+)
+def test_caches_that_lose_tokens_take_no_drafts(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES | sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"draft: .* keeps a state that wrong guesses cannot be taken out of"):
+        LLM(tmp_path, **OPTIONS, draft="lookup")
+
+
 def test_ranks_are_refused(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="torchrun: a model that transformers runs is not divided"):

@@ -29,6 +29,7 @@ _SCORING = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 # What attention layers say beside these, and what changes nothing in a causal step without dropout.
 _IDLE = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "position_embeddings"})
 _CACHES = ("past_key_values", "cache_params")  # what ``forward`` may call the cache that it takes and returns
+_WINDOWS = ("sliding_window", "attention_chunk_size")  # for which transformers' caches keep the last tokens alone
 
 
 class Way(Protocol):
@@ -246,8 +247,9 @@ class Cached(_OneByOne):
         names = [name for name in _CACHES if name in inspect.signature(model.forward).parameters]
         if not names:
             raise UnsupportedError("it takes no cache that is known")
-        if goes_back and getattr(model.config.get_text_config(decoder=True), "sliding_window", None):
-            raise UnsupportedError("its caches of sliding windows lose tokens, and a short trial would not see that")
+        text = model.config.get_text_config(decoder=True)
+        if goes_back and any(getattr(text, name, None) for name in _WINDOWS):
+            raise UnsupportedError("its caches of windows lose tokens, and a short trial would not see that")
         self._name = names[0]
         self._states: dict[int, tuple[Any, int]] = {}  # of each slot: its cache, and how many tokens are in it
         pieces = "" if takes_pieces else ", prompts in one piece"
