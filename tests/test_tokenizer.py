@@ -510,6 +510,30 @@ def test_special_tokens_in_text_are_text(load: Load, name: str) -> None:
         assert tokenizer.decode(allowed, skip_special=False).startswith(token)
 
 
+@pytest.mark.parametrize("kind", ["Unigram", "WordLevel"])
+def test_special_pieces_of_a_vocabulary_are_not_found_in_text(kind: str, tmp_path: Path) -> None:
+    """Such models take every piece for text, also those that the file calls special."""
+    import tokenizers
+
+    pieces = ["<unk>", "<s>", "</s>", "<", "/", "s", ">", "/s>", "a", "\u2581", "\u2581a", "\u2581<"]
+    if kind == "Unigram":
+        model: Any = tokenizers.models.Unigram([(piece, -1.0 * (i > 2)) for i, piece in enumerate(pieces)], 0, False)
+    else:
+        model = tokenizers.models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "<unk>")
+    library = tokenizers.Tokenizer(model)
+    metaspace = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never" if kind == "WordLevel" else "always")
+    library.pre_tokenizer, library.decoder = metaspace, tokenizers.decoders.Metaspace()
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    for text in ("</s>", "</s></s>", "a</s> a", "<s>"):
+        assert not {1, 2} & set(tokenizer.encode(text)), text
+        assert tokenizer.encode(text, allow_special=True) == library.encode(text).ids
+    assert tokenizer.encode("a a/s") == library.encode("a a/s").ids
+    if kind == "Unigram":
+        assert tokenizer.decode(tokenizer.encode("a</s> a</s>")) == "a</s> a</s>"
+
+
 @pytest.mark.parametrize(
     ("name", "bos", "prefix", "eos"),
     [

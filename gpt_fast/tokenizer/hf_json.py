@@ -156,6 +156,9 @@ def _load(spec: dict[str, Any], added: Mapping[int, AddedToken], source: str) ->
     import tokenizers
 
     spec["truncation"] = spec["padding"] = None
+    if spec["model"].get("type") != "BPE":  # the others find pieces of the vocabulary in any text, special ones too
+        steps = [spec.get("pre_tokenizer"), _cut_names([token.content for token in added.values() if token.special])]
+        spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [step for step in steps if step is not None]}
     # The library numbers tokens that are not in the vocabulary by their order.
     in_order = [added[id] for id in sorted(added)]
     spec["added_tokens"] = [vars(token) | {"normalized": token.normalized and not token.special} for token in in_order]
@@ -168,6 +171,13 @@ def _load(spec: dict[str, Any], added: Mapping[int, AddedToken], source: str) ->
     except BaseException as error:  # the library raises plain Exception, and where it panics not even that
         why = f"is refused by the tokenizers library ({error}); fetch the file again"
         raise TokenizerError(f"{source} {why}") from error
+
+
+def _cut_names(names: Sequence[str]) -> dict[str, Any] | None:
+    """The step that cuts a text behind the first character of each of ``names``: what is on both sides spells the name
+    without being it."""
+    cuts = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in names if len(name) > 1]
+    return split("|".join(cuts)) | {"behavior": "MergedWithPrevious"} if cuts else None
 
 
 def _bos(library: Any, settings: Settings) -> tuple[int | None, tuple[int, ...]]:
