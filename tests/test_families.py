@@ -333,6 +333,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope type": ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope_scaling.rope_type 'ntk'"),
     "yarn": ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "rope_scaling.factor"),
     "yarn's scale": ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": "1"}}, "mscale must be a number"),
+    "yarn's rotations": ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": -1}}, "beta_fast must be above"),
+    "yarn's base": ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_theta must be above 1"),
+    "rope's base": ({"rope_theta": 0}, "rope_theta must be above 0, not 0"),
+    "rope's local base": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": -1e4}},
+        },
+        "sliding_attention.rope_theta must be above 0",
+    ),
     "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor"),
     "rope by layer": ({"rope_parameters": {"chunked_attention": {"rope_type": "default"}}}, "chunked_attention"),
     "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),

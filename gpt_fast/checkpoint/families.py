@@ -213,10 +213,12 @@ def _rope(values: _Values, fields: dict[str, Any]) -> None:
         local = rope.inner("sliding_attention")
         if local.get("rope_type", "default") != "default":
             raise local.wrong("rope_type must be default")
-        fields["local_rope_theta"] = local.number("rope_theta")
+        fields["local_rope_theta"] = local.power("rope_theta", 1.0)
         rope = rope.inner("full_attention")
-    fields["rope_theta"] = (values if rope.get("rope_theta") is None else rope).number("rope_theta")
+    theta = fields["rope_theta"] = (values if rope.get("rope_theta") is None else rope).power("rope_theta", 1.0)
     scaling = fields["rope_scaling"] = _scaling(values, rope, fields["max_seq_len"])
+    if scaling is not None and scaling.type == "yarn" and theta <= 1:
+        raise values.wrong(f"rope_theta must be above 1 with yarn, not {theta:g}")
     if scaling is not None and scaling.type in ("dynamic", "yarn"):
         # For the first the key holds the length before stretching; for the second files have the one or the other.
         longest = max(fields["max_seq_len"], int(scaling.original_max_seq_len * scaling.factor))
@@ -253,7 +255,8 @@ def _scaling(values: _Values, rope: _Values, positions: int) -> RopeScaling | No
         return RopeScaling("llama3", factor, original, low, high)
     attention = rope.number("attention_factor") if rope.get("attention_factor") is not None else None
     if kind == "yarn":
-        fast, slow = (rope.number(n) if rope.get(n) else d for n, d in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+        betas = (("beta_fast", 32.0), ("beta_slow", 1.0))
+        fast, slow = (rope.power(name, 1.0) if rope.get(name) else usual for name, usual in betas)
         if attention is None:
             given = [rope.number(n) for n in ("mscale", "mscale_all_dim") if rope.get(n)]
             scales = [0.1 * m * math.log(factor) + 1 for m in (given if len(given) == 2 else (1.0, 0.0))]
