@@ -23,7 +23,7 @@ from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_completions import CompletionRequest, parse_completion
 from gpt_fast.serve.protocol.request import as_written, error_body
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
-from gpt_fast.tokenizer.chat import TOOL_USE, ChatTemplate, load_template
+from gpt_fast.tokenizer.chat import TOOL_USE, ChatTemplate, load_template, load_templates
 from gpt_fast.tokenizer.chat_formats import find_dialect
 from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
 from gpt_fast.tokenizer.hf_json import BYTE_OF_CHAR, HfJsonTokenizer
@@ -565,6 +565,9 @@ def test_requests_with_tools_get_the_template_for_tools(tmp_path: Path) -> None:
         assert byte_level().decode(parse_chat(chat(**fields), both).prompts[0]) == prompt
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": sources["default"]}))
     assert load_template(tmp_path, TOOL_USE) is None
+    unnamed = [{"name": [], "template": "a"}, {"template": "b"}, named[0]]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": unnamed}))
+    assert load_templates(tmp_path).keys() == {"default"}
 
 
 IN_PARTS = """{% for message in messages %}{{ message.role }}:

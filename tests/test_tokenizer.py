@@ -756,6 +756,25 @@ def test_values_that_make_no_sense(tmp_path: Path, vocabularies: Path) -> None:
         load_tokenizer(damaged)
 
 
+@pytest.mark.parametrize(
+    ("folder", "change", "message"),
+    [
+        ("mistral-json", {"decoder": ["Fuse"]}, r"tokenizer\.json: its decoder is malformed"),
+        ("mistral-json", {"model": {"type": "BPE", "vocab": {"<s>": []}}}, "is refused by the tokenizers library"),
+        ("mistral-sentencepiece", {"normalizer": True}, r"the tokenizer\.json beside .*: its steps are malformed"),
+        ("mistral-sentencepiece", {"normalizer": {}}, r"the tokenizer\.json beside .*: its steps are malformed"),
+    ],
+)
+def test_json_of_other_types(
+    folder: str, change: dict[str, Any], message: str, tmp_path: Path, vocabularies: Path
+) -> None:
+    shutil.copytree(vocabularies / folder, tmp_path, dirs_exist_ok=True)
+    spec = json.loads((vocabularies / "mistral-json" / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec | change))
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(tmp_path)
+
+
 def test_sentencepiece_with_a_piece_that_is_no_text(tmp_path: Path, vocabularies: Path) -> None:
     data = (vocabularies / "mistral-sentencepiece" / "tokenizer.model").read_bytes()
     for piece, broken in (

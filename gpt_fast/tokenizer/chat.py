@@ -112,7 +112,7 @@ def load_templates(checkpoint: str | Path) -> dict[str, ChatTemplate]:
     config = {key: value for each in said for key, value in each.items() if value is not None}
     given = config.get("chat_template")
     listed = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]
-    sources = {each.get("name"): (each.get("template"), where) for each in listed if isinstance(each, Mapping)}
+    sources = {str(each.get("name")): (each.get("template"), where) for each in listed if isinstance(each, Mapping)}
     if alone.is_file():
         sources[DEFAULT] = _text_of(alone), alone
     tokens = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}

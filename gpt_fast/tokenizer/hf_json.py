@@ -21,6 +21,8 @@ _BYTES = [*_PRINTABLE, *(value for value in range(256) if value not in _PRINTABL
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BYTE_OF_CHAR = dict(zip(map(chr, [*_PRINTABLE, *range(0x100, 0x200)]), _BYTES, strict=False))
 
+MALFORMED = (AttributeError, KeyError, TypeError)  # what steps of other types and without their fields raise below
+
 
 class HfJsonTokenizer(Tokenizer):
     """A tokenizer.json, given as its parsed object (which is changed), plus the settings beside it.
@@ -37,15 +39,19 @@ class HfJsonTokenizer(Tokenizer):
             why = "is JSON, but not a tokenizer.json of the tokenizers library"
             raise TokenizerError(f"{source} {why}: {error!r}") from error
         vocab = vocab if isinstance(vocab, dict) else {}  # Unigram has a list; its special tokens are all added ones
+        named = {name: vocab[name] for name in settings.special_names if isinstance(vocab.get(name), int)}
         layers = (read_added_tokens(spec, source), settings.added)
-        added = merge_added_tokens(*layers, vocab=vocab, special_names=settings.special_names)
+        added = merge_added_tokens(*layers, vocab=named, special_names=settings.special_names)
         self._library = _load(spec, added, source)
         self._lock = threading.Lock()  # over the library's switch for special tokens, which is not a call's own
         for token in added.values():
             if (found := self._library.token_to_id(token.content)) != token.id:
                 why = f"the added token {token.content!r} has id {token.id}, but loads as {found}"
                 raise TokenizerError(f"{source}: {why}")
-        decoder = bytes_decoder(spec.get("decoder"))
+        try:
+            decoder = bytes_decoder(spec.get("decoder"))
+        except MALFORMED as error:
+            raise TokenizerError(f"{source}: its decoder is malformed: {error!r}") from error
         self.bytewise = decoder is not None
         piece_to_bytes, dropped = decoder or (str.encode, 0)
         pieces = {id: piece_to_bytes(piece) for piece, id in self._library.get_vocab(with_added_tokens=False).items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpt_fast.errors import TokenizerError
 from gpt_fast.tokenizer.base import Tokenizer
-from gpt_fast.tokenizer.hf_json import prefixes_every_segment
+from gpt_fast.tokenizer.hf_json import MALFORMED, prefixes_every_segment
 from gpt_fast.tokenizer.settings import AddedToken, AddedTokenSplitter, Settings, merge_added_tokens, read_added_tokens
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space within a piece
@@ -34,11 +34,16 @@ class SentencePieceTokenizer(Tokenizer):
         self._bare_processor = _load(model + _NO_DUMMY_PREFIX, source)
         if settings.add_prefix_space is False:
             self._processor = self._bare_processor
-        self._prefix_every_segment = prefixes_every_segment(converted) if converted else settings.legacy is not False
+        beside = f"the tokenizer.json beside {source}"
+        try:
+            every = prefixes_every_segment(converted) if converted else settings.legacy is not False
+        except MALFORMED as error:
+            raise TokenizerError(f"{beside}: its steps are malformed: {error!r}") from error
+        self._prefix_every_segment = every
         names = _names(sp, source)
         vocab = {name: id for id, name in enumerate(names)}
         controls = {id: AddedToken(id, name, True) for id, name in enumerate(names) if _is_control(sp, id)}
-        declared = (*read_added_tokens(converted, f"the tokenizer.json beside {source}"), *settings.added)
+        declared = (*read_added_tokens(converted, beside), *settings.added)
         layers = ({token.id: token for token in declared}.values(), controls.values())
         added = merge_added_tokens(*layers, vocab=vocab, special_names=settings.special_names)
         for id, token in added.items():
