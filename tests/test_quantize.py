@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import weakref
 from collections.abc import Callable
@@ -515,6 +516,23 @@ def test_the_command_writes_a_checkpoint_that_others_take(tmp_path: Path, capsys
     status, said = run("--mode", "int8", "--group-size", "64", "--out", str(tmp_path / "c"))
     assert status == 1
     assert "--group-size means nothing" in said
+
+
+def test_a_run_that_a_full_disk_stopped_at_once_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, quant = Checkpoint.open(write(tmp_path / "a")), quant_config("int8")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "_note", full)
+        with pytest.raises(OSError, match="No space"):
+            quantize_checkpoint(source, tmp_path / "b", quant)
+    assert (tmp_path / "b.partial" / "model.safetensors").exists()
+    quantize_checkpoint(source, tmp_path / "b", quant, resume=True)
+    quantize_checkpoint(source, tmp_path / "whole", quant)
+    whole, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "b"))
+    assert whole == other
 
 
 def test_an_interrupted_rounding_goes_on_with_the_next_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

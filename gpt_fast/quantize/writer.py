@@ -86,9 +86,11 @@ class CheckpointWriter:
     def _take_up(self, resume: bool) -> None:
         if not resume:
             raise CheckpointError(f"{self.partial} is left from an interrupted run: go on with --resume, or delete it")
-        if not self.path.exists():
-            return  # interrupted before anything was written
-        left = read_json(self.partial / _PROGRESS)
+        noted = self.partial / _PROGRESS
+        if not (noted.exists() and self.path.exists()):
+            self.path.unlink(missing_ok=True)  # interrupted before anything was noted
+            return
+        left = read_json(noted)
         if left.get("made_from") != self.made_from:
             raise CheckpointError(
                 f"{self.partial} was begun with other settings or another checkpoint ({left.get('made_from')}), "
