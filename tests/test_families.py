@@ -343,6 +343,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "sliding_attention.rope_theta must be above 0",
     ),
+    "rope's older local base": (
+        {"architectures": ["Gemma3ForCausalLM"], "rope_local_base_freq": 0},
+        "rope_local_base_freq must be above 0",
+    ),
     "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor"),
     "rope by layer": ({"rope_parameters": {"chunked_attention": {"rope_type": "default"}}}, "chunked_attention"),
     "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from vocabularies import library_for_ranks, write_all
 
-from gpt_fast.errors import TokenizerError
+from gpt_fast.errors import RequestError, TokenizerError
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, gpt2_spec
 from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
@@ -532,6 +532,18 @@ def test_special_pieces_of_a_vocabulary_are_not_found_in_text(kind: str, tmp_pat
     assert tokenizer.encode("a a/s") == library.encode("a a/s").ids
     if kind == "Unigram":
         assert tokenizer.decode(tokenizer.encode("a</s> a</s>")) == "a</s> a</s>"
+
+
+def test_a_text_that_a_vocabulary_cannot_spell_is_refused(tmp_path: Path) -> None:
+    """A vocabulary should have a token for what it does not know; this one has none."""
+    import tokenizers
+
+    library = tokenizers.Tokenizer(tokenizers.models.Unigram([("a", 0.0), ("b", -1.0)], None, False))
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("ab") == [0, 1]
+    with pytest.raises(RequestError, match="has no tokens for all of this text"):
+        tokenizer.encode("abc")
 
 
 @pytest.mark.parametrize(

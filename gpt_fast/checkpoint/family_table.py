@@ -149,8 +149,8 @@ _ROWS = (
     Family(
         "gemma3_text", ("Gemma3ForCausalLM",), "gemma3_text", _GEMMA3, _GEMMA2_NAMES,
         fields={"norm_offset": 1.0, "norms": "both", "qk_norm": "head"},
-        keys=_GEMMA2_KEYS | {"local_rope_theta": "rope_local_base_freq"}, powers=_GEMMA2_POWERS, windows="listed",
-        refused=_BOTH_WAYS,
+        keys=_GEMMA2_KEYS, powers=_GEMMA2_POWERS | {"local_rope_theta": ("rope_local_base_freq", 1.0)},
+        windows="listed", refused=_BOTH_WAYS,
     ),
     Family(
         "olmo2", ("Olmo2ForCausalLM",), "olmo2", _OLMO, _OLMO_NAMES, fields={"norms": "after", "qk_norm": "row"},

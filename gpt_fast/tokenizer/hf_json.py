@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gpt_fast.errors import TokenizerError
+from gpt_fast.errors import RequestError, TokenizerError
 from gpt_fast.tokenizer.base import Tokenizer
 from gpt_fast.tokenizer.settings import MAX_IDS, AddedToken, Settings, merge_added_tokens, read_added_tokens
 from gpt_fast.tokenizer.tiktoken_ranks import QWEN_PATTERN
@@ -71,7 +71,10 @@ class HfJsonTokenizer(Tokenizer):
     def _encode(self, text: str, allow_special: bool) -> list[int]:
         with self._lock:
             self._library.encode_special_tokens = not allow_special
-            return list(self._library.encode(text, add_special_tokens=False).ids)
+            try:
+                return list(self._library.encode(text, add_special_tokens=False).ids)
+            except Exception as error:  # there is no token for what the vocabulary does not know
+                raise RequestError(f"the model's vocabulary has no tokens for all of this text: {error}") from error
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         if self.bytewise:
