@@ -39,7 +39,7 @@ class Tokenizer:
     def encode(self, text: str, bos: bool = True, allow_special: bool = False) -> list[int]:
         """The text's token ids. ``bos`` puts BOS in front if the checkpoint wants one; EOS is never appended. Strings
         that look like special tokens are plain text unless ``allow_special``, so that a user cannot forge a turn of a
-        chat."""
+        chat. Raises RequestError for a text that the vocabulary cannot spell, which few vocabularies have."""
         if not text.isascii():  # JSON may spell half of a UTF-16 pair, which is no character and which no library takes
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = self._encode(text, allow_special) if text else []
