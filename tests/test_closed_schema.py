@@ -154,13 +154,24 @@ def test_closing_only_takes_values_away(case: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [{"$ref": "#/nowhere"}, {"allOf": [{"$ref": "http://x/y"}]}, {"allOf": 3}, {"$ref": 5}]
-)
+    "schema",
+    [
+        {"$ref": "#/nowhere"}, {"allOf": [{"$ref": "http://x/y"}]}, {"allOf": 3}, {"$ref": 5},
+        {"properties": None}, {"type": "object", "patternProperties": ["a"]},
+        {"$ref": "#", "properties": 5, "$defs": 5},
+    ],
+)  # fmt: skip
 def test_what_is_no_schema_is_the_compiler_s_to_refuse(schema: dict[str, Any]) -> None:
     close_objects(schema, "json_schema")
     with pytest.raises(RequestError) as caught:
         compiler().compile(SamplingParams(json_schema=schema))
     assert caught.value.param == "json_schema"
+
+
+@pytest.mark.parametrize("wrong", [None, 5, ["part-0"]])
+def test_definitions_that_are_none_do_no_harm(wrong: Any) -> None:
+    schema = {"$defs": wrong, "$ref": "#/properties/a", **thing(a={"type": "object"})}
+    assert close_objects(schema, "json_schema")["$defs"] == {"part-0": {"type": "object"}}
 
 
 def test_too_much_composed_of_too_much_is_refused() -> None:

@@ -47,7 +47,7 @@ class _Closing:
 
     def closed(self) -> dict[str, Any]:
         closed: dict[str, Any] = self._visit(self._root, part=False)
-        return closed | {"$defs": {**closed.get("$defs", {}), **self._open}} if self._open else closed
+        return closed | {"$defs": {**_definitions(closed), **self._open}} if self._open else closed
 
     def _visit(self, node: Any, part: bool) -> Any:
         """``node`` closed; one that is a ``part`` of something composed stays open itself."""
@@ -84,7 +84,7 @@ class _Closing:
             return new
         for key in _NAMES:
             named = [name for each in parts if isinstance(each.get(key), Mapping) for name in each[key]]
-            if named or key in new:
+            if (named or key in new) and isinstance(new.get(key, {}), Mapping):  # else the compiler refuses it
                 new[key] = {**new.get(key, {}), **{name: {} for name in named if name not in new.get(key, {})}}
         if any(key in new for key in _NAMES):
             new["additionalProperties"] = False
@@ -114,7 +114,7 @@ class _Closing:
             return pointer  # the compiler refuses it
         if pointer not in self._open_names:
             name = f"part-{len(self._open_names)}"
-            while name in self._root.get("$defs", ()):
+            while name in _definitions(self._root):
                 name += "-"
             self._open_names[pointer] = name
             self._open[name] = {}
@@ -130,3 +130,9 @@ class _Closing:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             node = node.get(name) if isinstance(node, Mapping) else None
         return node
+
+
+def _definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The definitions of ``schema``; none where what stands there is no object."""
+    found = schema.get("$defs")
+    return found if isinstance(found, Mapping) else {}
