@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import io
+import itertools
 import json
 import os
 import shutil
@@ -576,6 +578,29 @@ def test_a_request_that_must_wait_for_others_waits(model: Path, monkeypatch: pyt
         found = list(answering.Answerer(llm, ("x",)).answers(iter(jobs)))
     assert [digest for digest, _ in found] == [job.digest for job in jobs]
     assert [error_in(answer) is None for _, answer in found] == [True] * 5 + [False]
+
+
+def test_jobs_that_wait_again_and_again_leave_no_trace(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iterator around an iterator for each of them would be as deep in the end as Python's stack is."""
+
+    def chains() -> int:
+        return sum(type(each) is itertools.chain for each in gc.get_objects())
+
+    raw = json.dumps({"prompt": "Once", "max_new_tokens": 1}).encode()
+    with LLM(model, dtype="float32") as llm:
+        submit, found = llm.submit_all, []
+
+        def one_at_a_time(parts: Any) -> Any:
+            if llm.engine._handles:
+                raise try_later("too many grammars")
+            return submit(parts)
+
+        monkeypatch.setattr(llm, "submit_all", one_at_a_time)
+        before = chains()
+        for digest, _ in answering.Answerer(llm, ("x",)).answers(answering.Job(f"{i:032x}", raw) for i in range(40)):
+            found.append(digest)
+            assert chains() < before + 10
+    assert found == [f"{i:032x}" for i in range(40)]
 
 
 def test_leaving_early_cancels_what_runs(model: Path) -> None:

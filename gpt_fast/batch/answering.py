@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import logging
 from collections.abc import Generator, Iterator
@@ -69,16 +68,20 @@ class Answerer:
         """Digest and answer of each of ``jobs``, in the order in which they end. A job is fetched when there is room
         for it. Raises EngineError when the engine stops."""
         asked: list[_Asked] = []
+        held: Job | None = None  # that has to wait
         try:
             while True:
-                while sum(len(one.handles) for one in asked) < self._most and (job := next(jobs, None)) is not None:
+                while sum(len(one.handles) for one in asked) < self._most:
+                    if (job := held or next(jobs, None)) is None:
+                        break
+                    held = None
                     begun = self._begin(job, may_wait=bool(asked))
                     if isinstance(begun, _Asked):
                         asked.append(begun)
                     elif begun is not None:
                         yield job.digest, begun
                     else:
-                        jobs = itertools.chain([job], jobs)
+                        held = job
                         break
                 if not asked:
                     return
