@@ -475,6 +475,16 @@ def test_input_and_output_are_two_files(work: Work) -> None:
     assert (status, "are the same file" in err) == (1, True)
 
 
+@pytest.mark.parametrize("name", ["out.jsonl.part", "out.jsonl.new"])
+def test_an_input_that_is_needed_on_the_way_to_the_output_stays_as_it_is(work: Work, name: str) -> None:
+    work.write(*GOOD)
+    work.input = work.input.rename(work.input.with_name(name))
+    before = work.input.read_bytes()
+    status, _, err = work.run()
+    assert (status, "would be overwritten" in err) == (1, True)
+    assert work.input.read_bytes() == before
+
+
 def test_an_unwritable_folder(work: Work) -> None:
     if os.getuid() == 0:
         pytest.skip("root may write anywhere")

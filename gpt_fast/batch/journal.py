@@ -27,13 +27,18 @@ class _Place(NamedTuple):
     length: int
 
 
+def beside(output: Path) -> tuple[Path, Path]:
+    """The journal of ``output``, and the file of its rows until they are all there. Neither stays."""
+    return output.with_name(output.name + ".part"), output.with_name(output.name + ".new")
+
+
 class Journal:
     """The answers that are known for ``output``, by digest: those of a finished output and of the journal. Only one
     process at a time may have it. Raises BatchError if another one does, and for an output that is none of ours."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
-        self.path = output.with_name(output.name + ".part")
+        self.path, self._new = beside(output)
         self._places: dict[str, _Place] = {}
         self._finished: int | None = None
         self._file = _locked(self.path)  # before the output is opened: who has the lock may replace it
@@ -68,17 +73,16 @@ class Journal:
     def finish(self, rows: Iterable[bytes]) -> None:
         """Make ``rows`` the output, and remove the journal. Raises BatchError when they cannot be written, and what
         ``rows`` raises."""
-        new = self.output.with_name(self.output.name + ".new")
         try:
-            with open(new, "wb") as file:
+            with open(self._new, "wb") as file:
                 file.writelines(rows)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(new, self.output)
+            os.replace(self._new, self.output)
         except OSError as error:
-            raise self._unwritable(new, error) from None
+            raise self._unwritable(self._new, error) from None
         finally:
-            new.unlink(missing_ok=True)  # whatever went wrong: there is none once it has become the output
+            self._new.unlink(missing_ok=True)  # whatever went wrong: there is none once it has become the output
         self.path.unlink()
 
     def close(self) -> None:

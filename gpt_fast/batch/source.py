@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from gpt_fast.batch.journal import beside
 from gpt_fast.batch.lines import MAX_LINE_BYTES, Line, read_line
 from gpt_fast.errors import BatchError
 
@@ -99,4 +100,6 @@ def check_files(input_path: str, output: Path) -> Path:
         raise BatchError(f"--output: {output} is not a file; a run that was interrupted goes on from a file")
     if input_path != "-" and Path(input_path).resolve() == output:
         raise BatchError(f"--input and --output are the same file, {output}")
+    if input_path != "-" and any(each.exists() and each.samefile(input_path) for each in beside(output)):
+        raise BatchError(f"--input: {input_path} would be overwritten on the way to {output}; rename one of the two")
     return output
