@@ -111,6 +111,13 @@ class FastModel(nn.Module):
         self._count = 0  # tokens in the cache that are to be kept
         self.num_guesses = self.num_right = 0  # of the last generate
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a sequence may have. A table of positions ends where it ends, whatever ``max_length`` says."""
+        config = self._model.config
+        longest, tabled = self.max_length or config.max_seq_len, config.learned_positions is not None
+        return min(longest, config.max_seq_len) if tabled and not isinstance(self._model, ForeignModel) else longest
+
     def forward(self, input_ids: Tensor) -> Tensor:
         """Whole sequences [B, T] int64 -> logits [B, T, V], without the cache."""
         return self._model.forward(input_ids.to(self.device))
@@ -133,12 +140,13 @@ class FastModel(nn.Module):
         """
         tokens, guesses = self._checked(cur_tokens, max_tokens, speculate_k)
         self._begin(max_tokens)
-        if guesses and self.draft_model is not None:
-            self.draft_model._begin(max_tokens)
+        draft = self.draft_model if guesses else None
+        if draft is not None:
+            draft._begin(min(max_tokens, draft.longest))
         self.num_guesses = self.num_right = 0
         while len(tokens) < max_tokens:
-            room = min(guesses, _CHUNK - 1, max_tokens - len(tokens) - 1)
-            guessed = self.draft_model._guess(tokens, room, sampling_kwargs) if room and self.draft_model else []
+            room = min(guesses, _CHUNK - 1, max_tokens - len(tokens) - 1, draft.longest - len(tokens) if draft else 0)
+            guessed = draft._guess(tokens, room, sampling_kwargs) if draft and room > 0 else []
             logits = self._extend([*tokens, *guessed], 1 + len(guessed))
             for i in range(1 + len(guessed)):
                 token = self._draw(logits[i : i + 1], sampling_kwargs)
@@ -160,7 +168,7 @@ class FastModel(nn.Module):
         tokens: list[int] = cur_tokens[0].tolist()
         if not all(0 <= token < self.vocab_size for token in tokens):
             raise ConfigError(f"cur_tokens has a token that is not between 0 and {self.vocab_size - 1}")
-        longest = self.max_length or self._model.config.max_seq_len
+        longest = self.longest
         if not len(tokens) < max_tokens <= longest:
             limits = f"more than the {len(tokens)} tokens of cur_tokens, which it counts too, and at most {longest}"
             raise ConfigError(f"max_tokens must be {limits}, not {max_tokens}")
@@ -173,7 +181,7 @@ class FastModel(nn.Module):
         """An empty sequence of up to ``length`` tokens, in a cache that is made when it is first needed."""
         self._count = 0
         if self._runner is None or self._runner.pages_per_sequence * self._runner.page_size < length:
-            options = EngineConfig(max_seq_len=self.max_length or length, prefill_chunk=_CHUNK)
+            options = EngineConfig(max_seq_len=self.longest if self.max_length else length, prefill_chunk=_CHUNK)
             if isinstance(self._model, ForeignModel):
                 options = self._model.adapted(options)
             longest, chunk = options.max_seq_len or length, options.prefill_chunk or _CHUNK

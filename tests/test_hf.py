@@ -47,8 +47,8 @@ def tiny(kind: Any, config: Any, seed: int) -> Any:
     return model
 
 
-def gpt2(seed: int, layers: int = 2) -> Any:
-    sizes: dict[str, Any] = {"vocab_size": 120, "n_embd": 32, "n_head": 4, "n_positions": 128}
+def gpt2(seed: int, layers: int = 2, positions: int = 128) -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 120, "n_embd": 32, "n_head": 4, "n_positions": positions}
     return tiny(GPT2LMHeadModel, GPT2Config(n_layer=layers, bos_token_id=0, eos_token_id=0, **sizes), seed)
 
 
@@ -138,6 +138,30 @@ def test_a_prompt_in_pieces_and_a_longer_one_later(folders: tuple[Path, Path], m
     for length in (20, 90):
         prompt = torch.arange(length)[None] % 120
         assert torch.equal(model.generate(prompt, length + 20), by_transformers(plain, length + 20, prompt))
+
+
+def test_no_position_is_read_that_the_model_does_not_have(folders: tuple[Path, Path]) -> None:
+    model = hf.gpt_fast(str(folders[0]), max_length=1000)
+    assert model.generate(PROMPT, 128).shape == (1, 128)
+    with pytest.raises(ConfigError, match="at most 128, not 129"):
+        model.generate(PROMPT, 129)
+
+
+@pytest.mark.parametrize("draft", ["fewer positions", "max_length", "of transformers"])
+def test_a_draft_model_of_a_shorter_context_guesses_up_to_its_end(
+    draft: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    short = gpt2(0, positions=32)
+    short.save_pretrained(tmp_path)
+    drafts = {
+        "fewer positions": lambda: hf.gpt_fast(str(tmp_path)),
+        "max_length": lambda: hf.gpt_fast(str(folders[0]), max_length=32),
+        "of transformers": lambda: short,
+    }
+    model = hf.add_speculative_decode_kv_cache(hf.gpt_fast(str(folders[0])), drafts[draft]())
+    found = model.generate(PROMPT, 90)
+    assert torch.equal(found, by_transformers(AutoModelForCausalLM.from_pretrained(folders[0]), 90))
+    assert 0 < model.num_guesses <= 4 * 25
 
 
 @pytest.mark.parametrize(
