@@ -19,11 +19,12 @@ class Pieces:
         return ""
 
 
-def run(pieces: list[str], stop: list[str]) -> tuple[list[str], bool]:
+def run(pieces: list[str], stop: list[str], first: int = 0) -> tuple[list[str], bool]:
+    """What comes out, and whether it stopped. Pieces before the ``first`` may not stop."""
     stream = TextStream(Pieces(pieces), stop)
     out = []
     for i in range(len(pieces)):
-        out.append(stream.push(i))
+        out.append(stream.push(i, may_stop=i >= first))
         if stream.stopped:
             break
     else:
@@ -53,17 +54,27 @@ def test_may_stop_false_lets_it_pass() -> None:
     assert stream.stopped
 
 
-@given(st.lists(st.text("ab.", max_size=4), max_size=12), st.lists(st.text("ab.", min_size=1, max_size=3), max_size=3))
-def test_equals_cutting_the_whole_text(pieces: list[str], stop: list[str]) -> None:
-    out, stopped = run(pieces, stop)
+def test_a_stop_string_counts_where_it_ends() -> None:
+    assert run(["x E", "N", "D"], ["END"], first=2) == (["x ", "", ""], True)
+    assert run(["x E", "N", "D", " y"], ["END"], first=3) == (["x ", "", "END", " y", ""], False)
+    assert run(["ab", "x"], ["abc", "b"], first=1) == (["", "abx", ""], False)
+
+
+@given(
+    st.lists(st.text("ab.", max_size=4), max_size=12),
+    st.lists(st.text("ab.", min_size=1, max_size=3), max_size=3),
+    st.integers(0, 4),
+)
+def test_equals_cutting_the_whole_text(pieces: list[str], stop: list[str], first: int) -> None:
+    out, stopped = run(pieces, stop, first)
     whole = "".join(pieces)
-    # A stop string ends the text at the first token in which any is complete, at the earliest begin there.
+    # A stop string ends the text at the first token that may stop and completes one, at the earliest begin there.
     expected, found = whole, False
     so_far = ""
-    for piece in pieces:
-        so_far += piece
-        begins = [i for i in (so_far.find(s) for s in stop) if i >= 0]
-        if begins:
+    for number, piece in enumerate(pieces):
+        before, so_far = len(so_far), so_far + piece
+        begins = [i for s in stop if (i := so_far.find(s, max(0, before + 1 - len(s)))) >= 0]
+        if begins and number >= first:
             expected, found = so_far[: min(begins)], True
             break
     assert ("".join(out), stopped) == (expected, found)

@@ -24,25 +24,27 @@ class TextStream:
         return "".join(self._parts)
 
     def push(self, token: int, may_stop: bool = True) -> str:
-        """Add one token; returns the text that is now certain."""
-        self._withheld += self._detokenizer.push(token)
-        return self._release(may_stop, final=False)
+        """Add one token; returns the text that is now certain. A stop string that ends in a token which may not stop
+        passes."""
+        return self._release(self._detokenizer.push(token), may_stop, final=False)
 
     def flush(self) -> str:
         """The completion ends: returns what was withheld, up to a stop string."""
         if self.stopped:
             return ""
-        self._withheld += self._detokenizer.flush()
-        return self._release(may_stop=True, final=True)
+        return self._release(self._detokenizer.flush(), may_stop=True, final=True)
 
-    def _release(self, may_stop: bool, final: bool) -> str:
-        text, keep = self._withheld, 0
-        if self._stop and may_stop:
-            found = [(begin, begin + len(stop)) for stop in self._stop if (begin := text.find(stop)) >= 0]
-            if found:
-                self.stopped, text = True, text[: min(found)[self._keep_stop]]
-            elif not final:
-                keep = max(_overlap(text, s) for s in self._stop)
+    def _release(self, new: str, may_stop: bool, final: bool) -> str:
+        known, text, keep = len(self._withheld), self._withheld + new, 0
+        found = [
+            (begin, begin + len(stop))
+            for stop in self._stop
+            if may_stop and (begin := text.find(stop, max(0, known + 1 - len(stop)))) >= 0
+        ]
+        if found:
+            self.stopped, text = True, text[: min(found)[self._keep_stop]]
+        elif not final:
+            keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         text, self._withheld = text[: len(text) - keep], text[len(text) - keep :]
         if text:
             self._parts.append(text)
