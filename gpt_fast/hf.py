@@ -222,7 +222,10 @@ class FastModel(nn.Module):
         function = self.sample_function
         if function is None:
             return int(logits.argmax())
-        first = next(iter(inspect.signature(function).parameters), None)
+        try:
+            first = next(iter(inspect.signature(function).parameters), None)
+        except ValueError:  # a built-in function, such as torch.argmax, does not tell
+            first = None
         bound = types.MethodType(function, self) if first == "self" else function
         drawn = bound(logits.float().softmax(-1), **sampling_kwargs)
         if not isinstance(drawn, Tensor) or drawn.numel() != 1 or not 0 <= int(drawn) < self.vocab_size:

@@ -91,6 +91,12 @@ def test_the_program_of_its_readme(folders: tuple[Path, Path]) -> None:
     assert model.num_guesses == 0
 
 
+def test_a_sample_function_may_be_built_in(folders: tuple[Path, Path]) -> None:
+    model = hf.gpt_fast(str(folders[0]), sample_function=torch.argmax)
+    wanted = by_transformers(AutoModelForCausalLM.from_pretrained(folders[0]), 20)
+    assert torch.equal(model.generate(PROMPT, 20), wanted)
+
+
 def test_a_draft_that_is_the_model_is_always_right(folders: tuple[Path, Path]) -> None:
     model = hf.gpt_fast(str(folders[0]), draft_model_name=str(folders[0]))
     found = model.generate(PROMPT, 47, speculate_k=4)
