@@ -236,6 +236,15 @@ def test_options_that_change_answers_make_all_rows_anew(work: Work, options: tup
     assert work.run(*options)[1]["answered"] == 2
 
 
+@pytest.mark.parametrize(
+    ("digits", "whole"), [("9" * 39, True), ("-" + "9" * 38, True), ("9" * 40, False), ("-" + "9" * 39, False)]
+)
+def test_a_number_is_the_name_of_a_row_as_it_is_or_not_at_all(digits: str, whole: bool) -> None:
+    line = read_line(f'{{"prompt": "The", "id": {digits}}}'.encode())
+    assert line.name == (int(digits) if whole else None)
+    assert (line.fault is None) == whole
+
+
 def test_a_mended_id_is_another_line(work: Work) -> None:
     good, bad = ({"prompt": "The", "max_new_tokens": 2, "id": name} for name in ("x", 1.5))
     found = []

@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from gpt_fast.errors import RequestError
-from gpt_fast.fields import Kind, OneOf, Struct, Text, json_object
-from gpt_fast.serve.protocol.body import parse_json
+from gpt_fast.fields import Kind, OneOf, Struct, Text, Whole, json_object
+from gpt_fast.serve.protocol.body import MAX_INT_DIGITS, parse_json
 
 MAX_LINE_BYTES = 2**24
 URLS = ("/v1/completions", "/v1/chat/completions")
 _ENVELOPE: dict[str, Kind] = {"custom_id": Text(1), "method": OneOf(("POST",)), "url": OneOf(URLS), "body": json_object}
+# The parser cuts the end off a longer one.
+_NUMBER = Whole(1 - 10 ** (MAX_INT_DIGITS - 2), 10 ** (MAX_INT_DIGITS - 1) - 1)
 _BATCH = Struct(_ENVELOPE, needed=tuple(_ENVELOPE))
 
 
@@ -59,7 +61,8 @@ def _read_plain(value: dict[str, Any]) -> Line:
     body = {name: inner for name, inner in value.items() if name != "id"}
     fault, name = None, value.get("id")
     if name != _name_or_none(name):
-        fault = RequestError("id must be a string or a whole number", "id", "invalid_type")
+        takes = f"a string or a whole number of less than {MAX_INT_DIGITS} digits"
+        fault = RequestError(f"id must be {takes}", "id", "invalid_type")
     content = _canonical(value if fault else body)  # a mended name makes another line of it
     return Line("plain", _name_or_none(name), "", body, fault, content)
 
@@ -67,7 +70,7 @@ def _read_plain(value: dict[str, Any]) -> Line:
 def _name_or_none(value: Any) -> str | int | None:
     """``value`` if it can stand in the output as the name of a row."""
     try:
-        return value if type(value) is int else Text()(value, "name")
+        return _NUMBER(value, "id") if type(value) is int else Text()(value, "id")
     except RequestError:
         return None
 
