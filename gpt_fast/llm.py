@@ -201,7 +201,8 @@ class LLM:
         long_from = scaling.original_max_seq_len if scaling is not None and scaling.grows else 0
         anew = scaling is not None and scaling.type == "longrope"
         pages = PageAllocator(num_pages, plan.page_size, o.prefix_cache)
-        scheduler = Scheduler(pages, plan.max_batch, chunk, long_from, anew)
+        whole = isinstance(self.model, ForeignModel) and not self.model.takes_pieces
+        scheduler = Scheduler(pages, plan.max_batch, chunk, long_from, anew, whole)
         drafter: Drafter | None = LookupDrafter(o.lookup_history) if o.drafter == "lookup" else None
         runners = [runner]
         if draft is not None:

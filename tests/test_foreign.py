@@ -217,6 +217,15 @@ def test_a_state_takes_no_drafts_and_whole_prompts(saved: Any) -> None:
         assert not llm.engine_config.prefix_cache
 
 
+def test_prompts_of_a_state_are_whole_in_any_company(saved: Any) -> None:
+    """Eight long prompts at once are more than one step computes; the later ones come beside tokens of the first."""
+    folder, model = saved("mamba")
+    prompts = [[3 + (7 * i + j * j) % 190 for j in range(60 + 3 * i)] for i in range(8)]
+    with LLM(folder, **OPTIONS) as llm:
+        found = [list(each.token_ids) for each in llm.generate(prompts, GREEDY)]
+    assert found == [by_transformers(model, prompt) for prompt in prompts]
+
+
 class Odd(nn.Module):
     """A stand-in for a causal model of transformers that breaks a rule."""
 

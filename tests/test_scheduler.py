@@ -68,6 +68,16 @@ def test_a_long_prompt_is_computed_in_chunks_and_in_smaller_ones_beside_decodes(
     assert turn(s) == [("a", 1), ("long", 1)]
 
 
+def test_whole_prompts_are_not_divided_beside_decodes_nor_beside_each_other() -> None:
+    s = Scheduler(PageAllocator(50, 4), 4, prefill_chunk=20, whole_prompts=True)
+    s.add(request("a", [1] * 15, max_tokens=6))
+    s.add(request("b", [2] * 18, max_tokens=6))
+    s.add(request("c", [3] * 19, max_tokens=6))
+    assert turn(s) == [("a", 15), ("b", 18)]
+    assert turn(s) == [("a", 1), ("b", 1), ("c", 19)]
+    assert turn(s) == [("a", 1), ("b", 1), ("c", 1)]
+
+
 def test_first_come_first_served_and_max_batch() -> None:
     s = scheduler(max_batch=2)
     for name in "abc":

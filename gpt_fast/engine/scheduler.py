@@ -65,13 +65,20 @@ class Scheduler:
     A request keeps one of ``max_batch`` slots while it runs. ``prefill_chunk``: prompt tokens computed per step, over
     all sequences; a quarter of it while others decode, since they wait for the step. ``long_from``: prompts of more
     tokens share prefixes only with those of equal length, because their cache depends on it (dynamic rotary scaling).
-    ``computed_anew``: a sequence that grows beyond ``long_from`` is computed again (longrope)."""
+    ``computed_anew``: a sequence that grows beyond ``long_from`` is computed again (longrope). ``whole_prompts``: no
+    prompt is divided among steps; the last one of a step may exceed what ``prefill_chunk`` leaves for it."""
 
     def __init__(
-        self, pages: PageAllocator, max_batch: int, prefill_chunk: int, long_from: int = 0, computed_anew: bool = False
+        self,
+        pages: PageAllocator,
+        max_batch: int,
+        prefill_chunk: int,
+        long_from: int = 0,
+        computed_anew: bool = False,
+        whole_prompts: bool = False,
     ) -> None:
         self.pages, self.max_batch, self.prefill_chunk = pages, max_batch, prefill_chunk
-        self._long_from, self._computed_anew = long_from, computed_anew
+        self._long_from, self._computed_anew, self._whole_prompts = long_from, computed_anew, whole_prompts
         self.waiting = Queue()
         self.running: list[Request] = []  # in order of admission
         self._free_slots = list(range(max_batch))  # a heap: the lowest first
@@ -104,7 +111,7 @@ class Scheduler:
                 self._preempt(request)
                 continue
             pending = request.num_pending
-            count = 1 if pending == 1 else min(pending, budget)
+            count = 1 if pending == 1 else self._part_of(pending, budget)
             drafts = request.drafts[: self.room_for_drafts(request, len(request.drafts))] if pending == 1 else ()
             if count and self._reserve(request, request.num_computed + count + len(drafts)):
                 chosen.append((request, count, drafts))
@@ -114,7 +121,7 @@ class Scheduler:
             admitted = self.waiting.next(self.running, among)
             if admitted is None or not self._admit(admitted):
                 break
-            chosen.append((admitted, min(admitted.num_pending, budget), ()))
+            chosen.append((admitted, self._part_of(admitted.num_pending, budget), ()))
             budget -= chosen[-1][1]
         chosen.sort(key=lambda choice: choice[0].slot)
         plan = StepPlan(tuple(self._sequence_plan(*choice) for choice in chosen))
@@ -165,6 +172,10 @@ class Scheduler:
         if count:
             self._reserve(request, request.num_tokens + count)
         return count
+
+    def _part_of(self, pending: int, budget: int) -> int:
+        """How many of ``pending`` tokens of a prompt a step computes that has ``budget`` left."""
+        return pending if self._whole_prompts and budget > 0 else max(0, min(pending, budget))
 
     def _sequence_plan(self, request: Request, count: int, drafts: tuple[int, ...]) -> SequencePlan:
         start = request.num_computed

@@ -63,6 +63,11 @@ class ForeignModel:
             config = replace(config, num_layers=count, num_heads=heads, num_kv_heads=heads, head_dim=width)
         self.config = config
 
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether a prompt may be computed in several steps."""
+        return self._way.takes_pieces
+
     def adapted(self, options: EngineConfig) -> EngineConfig:
         """``options`` as far as this model can follow them. Raises ConfigError for a draft that it cannot verify."""
         if options.drafter is not None and not self._way.goes_back:
