@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -74,6 +75,14 @@ def _tokenizer_of(opened: Opened) -> Tokenizer | None:
         # As a text: whoever keeps the record would keep the error's frames, and the whole model with them.
         log.warning("%s; until then prompts must be token ids, and completions have no text", str(error))
         return None
+
+
+def _listed(value: Any, name: str, takes: str) -> Any:
+    """``value``, a string or a sequence, as a list if it is an array of numpy or a tensor. Raises RequestError."""
+    given = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(given, Sequence) or isinstance(given, bytes):
+        refuse(name, takes, value, "invalid_type")
+    return given
 
 
 def _check_ranks(opened: Opened, options: EngineConfig, num_ranks: int) -> None:
@@ -285,7 +294,8 @@ class LLM:
 
         ``params``: for all prompts, or a list with one entry for each prompt. With ``n`` > 1 a prompt has that many
         completions, one after the other. Raises RequestError, before anything runs, for what cannot be served."""
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        prompts = _listed(prompts, "prompts", "a string, a list of token ids, or a list of these")
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         several = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
         params = SamplingParams() if params is None else params
         each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
@@ -362,15 +372,17 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of ``prompt``, with the beginning-of-sequence token where the checkpoint wants one. Token ids are
         taken as they are. Raises RequestError for an id out of range or an empty prompt."""
+        takes = "a string or a list of token ids"
+        prompt = _listed(prompt, "prompt", takes)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this checkpoint has no tokenizer: prompt must be a list of token ids", "prompt")
             ids = self.tokenizer.encode(prompt)
         else:
-            ids = list(prompt)
-            for token in ids:
-                if isinstance(token, bool) or not isinstance(token, int):
-                    refuse("prompt", "a string or a list of token ids", token, "invalid_type")
+            for token in prompt:
+                if isinstance(token, bool) or not isinstance(token, Integral):
+                    refuse("prompt", takes, token, "invalid_type")
+            ids = [int(token) for token in prompt]
         if not ids:
             raise RequestError("prompt is empty, and this tokenizer has no beginning-of-sequence token", "prompt")
         self._check_ids(ids, "prompt")

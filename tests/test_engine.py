@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import families_table
+import numpy as np
 import pytest
 import torch
 from fake_model import FakeModelLLM, check_idle, hit_rate
@@ -425,6 +426,20 @@ def test_several_samples_of_one_prompt(llm: LLM) -> None:
     assert len({c.token_ids for c in several}) == 3
     single = one(llm, [5, 6], SamplingParams(max_tokens=8, temperature=1.0, seed=4, ignore_eos=True))
     assert several[1].token_ids == single.token_ids
+
+
+def test_token_ids_come_in_lists_arrays_and_tensors(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    expected = [done.token_ids for done in cast(list[Completion], llm.generate([[5, 6], [7, 8]], params))]
+    array = np.array([[5, 6], [7, 8]])
+    for several in (array, torch.tensor(array), list(array), [[np.int64(5), 6], (7, 8)]):
+        made = cast(list[Completion], llm.generate(cast(Any, several), params))
+        assert [done.token_ids for done in made] == expected
+        assert one(llm, cast(Any, several[0]), params).token_ids == expected[0]
+    for wrong in (None, 7, b"abc", {5: 6}, [None], [1.5], [True], np.array([1.5]), torch.tensor(5), iter([5])):
+        with pytest.raises(RequestError, match=r"^prompts? must be a string(,| or) a list of token ids") as caught:
+            llm.generate(cast(Any, wrong), params)
+        assert caught.value.code == "invalid_type"
 
 
 def test_one_sampling_params_for_all_prompts_or_one_for_each(llm: LLM) -> None:
