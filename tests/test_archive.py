@@ -279,6 +279,13 @@ def test_a_new_archive_replaces_the_old_one_and_nothing_else(checkpoint: Path, t
 
 
 @needs_archiver
+@pytest.mark.parametrize("folder", ["a,b", "a [1]", "a*", "a=b ü;%20#?"])
+def test_an_archive_may_lie_in_a_folder_of_any_name(checkpoint: Path, tmp_path: Path, folder: str) -> None:
+    inside = names(build_archive(checkpoint, name="m", output=tmp_path / folder, archive_format="zip-store"))
+    assert {"gpt_fast/llm.py", "handler.py", "checkpoint/config.json"} <= inside
+
+
+@needs_archiver
 def test_a_file_stands_for_its_folder(checkpoint: Path, tmp_path: Path) -> None:
     path = build_archive(checkpoint / "model.safetensors", name="m", output=tmp_path / "store")
     config = yaml.safe_load((path / "model_config.yaml").read_text())

@@ -283,10 +283,11 @@ def _run_archiver(work: Path, staging: Path, name: str, version: str, archive_fo
     out.mkdir()
     temporary.mkdir()
     command = [sys.executable, "-m", "model_archiver.model_packaging", "--model-name", name, "--version", version]
-    command += ["--handler", str(handler.resolve()), "--config-file", str(work / NAME), "--extra-files", str(staging)]
+    # A path with a comma would be two files to it, and one with brackets a pattern: so it runs beside them.
+    command += ["--handler", str(handler.resolve()), "--config-file", str(work / NAME), "--extra-files", staging.name]
     command += ["--archive-format", archive_format, "--export-path", str(out)]
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, errors="replace")
+    where: dict[str, Any] = {"cwd": staging.parent, "env": {**os.environ, "TMPDIR": str(temporary)}}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace", **where)
     if done.returncode != 0:
         if reason := _no_room(done.stderr):
             raise OSError(reason)  # as when our own copies fail
