@@ -76,6 +76,7 @@ SWITCH_S = 0.001  # how long another Python thread may keep the engine's and the
 # Bodies of requests that have not been answered yet: TorchServe sends them again with every call.
 MAX_UNANSWERED_BYTES = 8 * 1024 * 1024
 MAX_DIGITS = 20  # of a number in a header
+STREAM_NEXT = "ts_stream_next"  # the header by which TorchServe tells a stream's last message
 SILENCE = 0.9  # of responseTimeout: TorchServe kills a worker that says nothing for all of it
 
 
@@ -241,14 +242,17 @@ class GPTFastHandler:
 
     def begin(self, index: int, entry: Mapping[str, Any], ctx: Any) -> Session:
         """:meth:`open`; raises where that is refused."""
+        length = content_length(ctx.get_all_request_header(index))
+        if length is None:
+            end_call(ctx, index)  # also if it is refused now
         num_bytes = sum(len(value) for value in entry.values() if isinstance(value, (bytes, bytearray, str)))
         unanswered = sum(session.num_bytes for session in self.sessions.values() if not session.started)
         if unanswered and unanswered + num_bytes > MAX_UNANSWERED_BYTES:
             raise try_later(TOO_MANY_LARGE)
-        length = content_length(ctx.get_all_request_header(index))
-        route = ctx.get_request_header(index, "url_path") or ""
+        route = ctx.get_request_header(index, "url_path")
         one_piece_s = self.settings.one_piece_timeout_s
-        read = functools.partial(self.routes.open, route, entry, length)
+        # A field of a form or a call that has this name is there as an object.
+        read = functools.partial(self.routes.open, route if isinstance(route, str) else "", entry, length)
         return Session(
             self.llm,
             read,
@@ -257,10 +261,13 @@ class GPTFastHandler:
             announce=self.continuous,
             one_piece_s=one_piece_s,
             silence_s=self.silence_s,
+            in_one_message=length is None,
         )
 
     def take(self, ctx: Any, index: int, session: Session) -> Piece | None:
         """The session's next piece, its status and content type set."""
+        if session.in_one_message:
+            end_call(ctx, index)
         try:
             piece = session.take()
         except RequestError as error:
@@ -297,6 +304,17 @@ class GPTFastHandler:
 def stops(piece: Piece | None) -> Callable[[Any], bool | None]:
     """What TorchServe asks after each piece: True, it was the last; False, more follows; None, it was all there is."""
     return lambda _: None if piece is None or piece.plain else piece.last
+
+
+def end_call(ctx: Any, index: int) -> None:
+    """Tell TorchServe that the message to this call over gRPC is the last. Such a call has no Content-Length, which
+    TorchServe gives to all that comes over HTTP.
+
+    TorchServe 0.12 ends the worker over a message to ``StreamPredictions`` without this header. It ends a call of
+    ``Predictions`` at the first message, and with continuous batching takes every client for gone that another message
+    is to follow to. So there is one message.
+    """
+    ctx.set_response_header(index, STREAM_NEXT, "false")
 
 
 def pick_device(name: str, gpu_id: int | None) -> str:

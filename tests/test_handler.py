@@ -88,17 +88,18 @@ class Worker:
         return self.call({f"id-{i}": body for i, body in enumerate(bodies)}, name, headers)
 
     def call(self, bodies: dict[str, object], name: str = "body", headers: dict[str, str] | None = None) -> Any:
-        """The same for requests with ids."""
-        batch = [
-            {
-                "requestId": request_id.encode(),
-                "headers": [{"name": k.encode(), "value": v.encode()} for k, v in (headers or {}).items()],
-                "parameters": [
-                    {"name": name, "contentType": "", "value": b if isinstance(b, bytes) else json.dumps(b).encode()}
-                ],
-            }
-            for request_id, b in bodies.items()
-        ]
+        """The same for requests with ids. They come over HTTP, those without any ``headers`` ({}) over gRPC."""
+        batch = []
+        for request_id, body in bodies.items():
+            value = body if isinstance(body, bytes) else json.dumps(body).encode()
+            sent = {} if headers == {} else {"Content-Length": str(len(value)), **(headers or {})}
+            batch.append(
+                {
+                    "requestId": request_id.encode(),
+                    "headers": [{"name": k.encode(), "value": v.encode()} for k, v in sent.items()],
+                    "parameters": [{"name": name, "contentType": "", "value": value}],
+                }
+            )
         self.wire.messages.clear()
         self.wire.sendall(self.service.predict(batch))
         return self.wire.messages
@@ -208,6 +209,35 @@ def test_predict_is_one_string(worker: Worker) -> None:
     body = {"prompt": "a", "max_new_tokens": 2}
     status, content_type, answer, _ = worker.one(body, headers={"url_path": "predict"})
     assert (status, content_type, json.loads(answer)) == (200, "application/json", "a w0 w1")
+
+
+@pytest.mark.parametrize("yaml", [None, CONTINUOUS], ids=["one by one", "continuous"])
+def test_a_call_over_grpc_is_answered_by_one_message(
+    yaml: dict[str, Any] | None, tmp_path: Path, exits: list[int]
+) -> None:
+    """TorchServe ends the worker over a message to StreamPredictions that does not say that it is the last, and a call
+    of Predictions at its first message."""
+    worker = Worker(FakeLLM(), tmp_path, yaml)
+
+    def told(body: object) -> list[tuple[int, bytes, str]]:
+        messages: list[Any] = []
+        while not messages:
+            messages = [answer for _, answers in worker.predict(body, name="data", headers={}) for answer in answers]
+        return [(status, text, headers["ts_stream_next"]) for _, _, status, headers, text in messages]
+
+    assert told({"prompt": "a", "max_new_tokens": 3}) == [(200, b" w0 w1 w2", "false")]
+    assert worker.handler.llm.calls[0][1].timeout_s == 600  # nobody tells whether the client is there
+    for body, code in (({"prompt": 5}, "invalid_type"), (b"", "empty_body"), ({"prompt": "a", "stream": False}, None)):
+        [(_, text, stream_next)] = told(body)
+        assert (json.loads(text).get("error", {}).get("code"), stream_next) == (code, "false")
+    worker.handler.llm.fail_after, worker.handler.llm.error = 1, ValueError("secret")
+    [(status, text, stream_next)] = told({"prompt": "a"})
+    assert (status, json.loads(text)["error"]["code"], stream_next) == (500, "internal_error", "false")
+
+
+def test_a_field_is_no_header(worker: Worker) -> None:
+    status, _, body, _ = worker.one({"prompt": "a"}, name="url_path")
+    assert (status, json.loads(body)["error"]["code"]) == (400, "form")
 
 
 def test_a_form_that_arrives_as_nothing_is_explained(worker: Worker) -> None:
@@ -525,7 +555,8 @@ def test_a_lost_connection_to_torchserve_ends_the_worker(worker: Worker, monkeyp
 
     monkeypatch.setattr(worker.wire, "sendall", sendall)
     ctx = worker.service.context
-    ctx.request_ids, ctx.request_processor, ctx.cl_socket = {0: "id"}, [RequestProcessor({})], worker.wire
+    processor = RequestProcessor({"Content-Length": "15"})
+    ctx.request_ids, ctx.request_processor, ctx.cl_socket = {0: "id"}, [processor], worker.wire
     with pytest.raises(BrokenPipeError):
         worker.handler.handle([{"body": b'{"prompt": "a"}'}], ctx)
 

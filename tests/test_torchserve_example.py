@@ -110,7 +110,7 @@ class Context(SimpleNamespace):
         super().__init__(system_properties=facts, model_yaml_config=config, model_name="m", request_ids={0: "r"})
 
     def get_all_request_header(self, index: int) -> dict[str, str]:
-        return {}
+        return {"content-length": "1"}
 
     def get_request_header(self, index: int, name: str) -> str | None:
         return None

@@ -45,7 +45,8 @@ class Session:
     no whole character yet. TorchServe notices a client that has gone only when it sends something: it notices early.
     ``one_piece_s``: the time limit of requests for one whole answer that give no ``timeout_s``. While such an answer is
     made, the server cannot notice that its client has gone; the limit bounds what is computed for nobody.
-    ``silence_s``: a session that has given out nothing for so long fails."""
+    ``silence_s``: a session that has given out nothing for so long fails.
+    ``in_one_message``: nothing is given out before the end, and then all pieces joined."""
 
     def __init__(
         self,
@@ -56,8 +57,9 @@ class Session:
         announce: bool,
         one_piece_s: float,
         silence_s: float = math.inf,
+        in_one_message: bool = False,
     ) -> None:
-        self.num_bytes = num_bytes
+        self.num_bytes, self.in_one_message = num_bytes, in_one_message
         self.started = False  # a piece has been given out
         self.failure: Exception | None = None  # what went wrong after that
         self._llm, self._lanes, self._announce, self._one_piece_s = llm, lanes, announce, one_piece_s
@@ -67,6 +69,7 @@ class Session:
         self._completions: list[Completion | None] = []
         self._silence_s = silence_s
         self._since = self._spoke = time.monotonic()
+        self._kept = ""  # of an answer in one message
         self._work: Future[Any] | None = None  # what a lane does for this session at present
         self._begin(lanes.light if num_bytes <= LIGHT_BYTES else lanes.heavy, self._parse, read)
 
@@ -76,7 +79,12 @@ class Session:
         if self._work is not None:
             return self._work.done()
         running = [s for s, completion in zip(self._sequences, self._completions, strict=True) if completion is None]
-        return any(s.has_news if self._request.stream else s.finished for s in running)
+        return any(s.has_news if self._gives_pieces else s.finished for s in running)
+
+    @property
+    def _gives_pieces(self) -> bool:
+        """Whether the answer goes out piece by piece."""
+        return self._request.stream and not self.in_one_message
 
     @property
     def ending(self) -> bool:
@@ -98,6 +106,8 @@ class Session:
             piece = self._finished_work()
             if piece is None and self._work is None:
                 piece = self._news()
+            if piece is not None and self.in_one_message:
+                piece = self._joined(piece)
             if piece is None:
                 self._check_silence()
                 return None
@@ -147,7 +157,7 @@ class Session:
 
     def _submit(self) -> list[Handle]:
         request, params = self._request, self._request.params
-        if not request.stream and params.timeout_s is None:
+        if not self._gives_pieces and params.timeout_s is None:
             params = dataclasses.replace(params, timeout_s=self._one_piece_s)
         try:
             prompts = request.prompts
@@ -156,7 +166,7 @@ class Session:
                 _check_prompt_logprobs(sum(map(len, prompts)) * params.n, params.prompt_logprobs, request.least_bytes)
             parts = [(prompt, sample) for prompt in prompts for sample in params.samples()]
             # An answer in one piece is collected at its end.
-            return self._llm.submit_all(parts, MAX_UNCOLLECTED if request.stream else None)
+            return self._llm.submit_all(parts, MAX_UNCOLLECTED if self._gives_pieces else None)
         except RequestError as error:
             raise as_written(error, request.given) from None
 
@@ -214,6 +224,11 @@ class Session:
         if not text and not last and not has_begun:
             return None
         return Piece(text, self._request.content_type, last, plain=last and not self.started)
+
+    def _joined(self, piece: Piece) -> Piece | None:
+        """The last ``piece`` behind all those before it; None for these."""
+        self._kept += piece.text
+        return piece._replace(text=self._kept) if piece.last else None
 
     def _lane_for(self, completions: Collection[Completion]) -> Executor:
         entries = [e for c in completions for e in (*(c.logprobs or ()), *(c.prompt_logprobs or ())) if e is not None]

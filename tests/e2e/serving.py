@@ -107,13 +107,13 @@ class Server:
     def __init__(self, home: Path, model_store: Path, properties: Mapping[str, str]) -> None:
         self.home = home
         self.model_store = model_store
-        self.port, self.management_port, metrics, grpc, grpc_management = free_ports(5)
+        self.port, self.management_port, metrics, self.grpc_port, grpc_management = free_ports(5)
         settings = {
             **read_properties(ROOT / "config.properties"),
             "inference_address": f"http://127.0.0.1:{self.port}",
             "management_address": f"http://127.0.0.1:{self.management_port}",
             "metrics_address": f"http://127.0.0.1:{metrics}",
-            "grpc_inference_port": str(grpc),
+            "grpc_inference_port": str(self.grpc_port),
             "grpc_management_port": str(grpc_management),
             # One thread each is plenty for a test, and a JVM of default size takes a quarter of the memory.
             "number_of_netty_threads": "2",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -236,6 +238,40 @@ def test_bad_requests_do_not_touch_their_neighbours(server: Server, llm: LLM) ->
     for body, reply in zip(good, replies, strict=True):
         assert text_of(reply, body) == truth(llm, body)
     assert {future.result().status for future in refused} == {400}
+
+
+def call(server: Server, method: str, body: Any) -> str:
+    """What one call over gRPC is answered, as curl shows it: its messages, and the status behind them."""
+
+    def field(number: int, data: bytes) -> bytes:
+        """As protobuf has it: the number, the length in seven bits a byte, the data."""
+        return bytes([number << 3 | 2, len(data) & 127 | 128, len(data) >> 7]) + data
+
+    model, data = 1, 3  # of PredictionsRequest
+    message = field(model, b"gpt-fast") + field(data, field(1, b"data") + field(2, json.dumps(body).encode()))
+    command = ["curl", "-s", "--http2-prior-knowledge", "-D", "-", "-m", str(HANG_S), "--data-binary", "@-"]
+    command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
+    command += [f"http://127.0.0.1:{server.grpc_port}/org.pytorch.serve.grpc.inference.InferenceAPIsService/{method}"]
+    sent = b"\0" + len(message).to_bytes(4, "big") + message
+    return subprocess.run(command, input=sent, capture_output=True, check=True).stdout.decode(errors="replace")
+
+
+def curl_speaks_http2() -> bool:
+    curl = shutil.which("curl")
+    return curl is not None and b"HTTP2" in subprocess.run([curl, "--version"], capture_output=True, check=True).stdout
+
+
+@pytest.mark.skipif(not curl_speaks_http2(), reason="no curl that speaks HTTP/2")
+def test_a_call_over_grpc_is_answered_and_the_worker_lives(server: Server, llm: LLM) -> None:
+    [worker] = server.workers("gpt-fast")
+    body = {"prompt": "Once upon a time", "max_new_tokens": 100}
+    for method in ("Predictions", "StreamPredictions"):
+        assert truth(llm, body) in (answer := call(server, method, body))
+        assert "grpc-status: 0" in answer
+        assert '"finish_reason": "length"' in call(server, method, body | {"stream": False})
+        assert "prompt must be a string" in (answer := call(server, method, {"prompt": 5}))
+        assert "grpc-status: 0" in answer
+    assert server.workers("gpt-fast")[0]["pid"] == worker["pid"]
 
 
 def test_a_worker_killed_in_mid_stream_ends_its_clients_and_comes_back(
