@@ -25,6 +25,8 @@ def test_a_text_and_its_tokens() -> None:
     assert detokenize({"tokens": ids[1:]}, CONTEXT) == {"prompt": "Once upon a time"}
     assert tokenize({"prompt": "</s>", "add_special_tokens": False}, CONTEXT)["tokens"] == list(TOKENIZER.eos_token_ids)
     assert tokenize({"prompt": ""}, CONTEXT)["count"] == 1
+    assert tokenize({"prompt": "", "add_special_tokens": False}, CONTEXT)["tokens"] == []
+    assert detokenize({"tokens": []}, CONTEXT) == {"prompt": ""}
 
 
 def test_messages_become_the_prompt_of_a_chat() -> None:

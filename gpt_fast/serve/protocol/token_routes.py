@@ -13,8 +13,14 @@ from gpt_fast.fields import Kind, Text, flag
 from gpt_fast.serve.protocol.chat_messages import chat_prompt
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_fields import MESSAGES
-from gpt_fast.serve.protocol.request import read_fields, read_prompt, require
+from gpt_fast.serve.protocol.request import Prompt, read_fields, read_prompt, require
 from gpt_fast.tokenizer import Tokenizer
+
+
+def _tokens(value: Any, name: str) -> Prompt:
+    """The kind of ``tokens``: unlike a prompt's, they may be none, as those of an empty text are."""
+    return [] if value == [] else read_prompt(value, name)
+
 
 TOKENIZE: dict[str, Kind] = {
     **MESSAGES,
@@ -22,7 +28,7 @@ TOKENIZE: dict[str, Kind] = {
     "prompt": Text(),
     **dict.fromkeys(("add_special_tokens", "return_token_strs"), flag),
 }
-DETOKENIZE: dict[str, Kind] = {"model": Text(), "tokens": read_prompt}
+DETOKENIZE: dict[str, Kind] = {"model": Text(), "tokens": _tokens}
 
 
 def tokenize(body: Mapping[str, Any], context: OpenAIContext) -> dict[str, Any]:
