@@ -429,6 +429,8 @@ def test_a_taken_port_is_said_at_once(tmp_path: Path) -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ServerError, match=r"cannot listen on 192\.0\.2\.1: .*Name an address of this machine"):
         ports.refuse_busy(random.randrange(20_000, 60_000), "192.0.2.1")
+    with pytest.raises(ServerError, match="--host is empty"):
+        ports.refuse_busy(random.randrange(20_000, 60_000), "")
 
 
 @pytest.mark.parametrize("module", command.NEEDED)
@@ -450,6 +452,7 @@ def test_without_the_extra_the_command_to_install_it_is_said(
         ({"checkpoint": "/no/where/at/all"}, "/no/where/at/all does not exist"),
         ({"keys": {"draft": "nothing"}}, "nothing does not exist"),
         ({"config": Path("nowhere.yaml")}, "nowhere.yaml does not exist"),
+        ({"config": HERE}, f"{HERE} is not a file"),
         ({"speculative": True, "checkpoint": "a/b"}, "--speculative is for the demo models"),
         ({"speculative": True, "keys": {"draft": "lookup"}}, "--speculative is for the demo models"),
     ],

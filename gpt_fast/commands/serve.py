@@ -147,8 +147,8 @@ def find_or_start(arguments: argparse.Namespace, run_dir: Path) -> Server:
     from gpt_fast.serve.launch.watching import is_ready, wait_until_ready
     from gpt_fast.serve.model_yaml import DAY_S
 
-    if arguments.request and not arguments.request.is_file():
-        raise ServerError(f"{arguments.request} does not exist")
+    if (request := arguments.request) and not request.is_file():
+        raise ServerError(f"{request} {'is not a file' if request.exists() else 'does not exist'}")
     keys, loading_s = options.engine_options(arguments), arguments.timeout or LOADING_S
     choice = choose(arguments.checkpoint, arguments.speculative, arguments.config, keys)
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ def choose(checkpoint: str | None, speculative: bool, config: Path | None, keys:
         )
     config = config or ROOT / ("configs/model_config_speculative.yaml" if speculative else NAME)
     if not config.is_file():
-        raise ConfigError(f"{config} does not exist")
+        raise ConfigError(f"{config} {'is not a file' if config.exists() else 'does not exist'}")
     named = (checkpoint or str(DEMO / "target"), str(DEMO / "draft") if speculative else draft)
     checkpoint, draft = (name and str(find_local(name) or name) for name in named)
     assert checkpoint is not None

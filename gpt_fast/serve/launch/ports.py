@@ -40,6 +40,8 @@ def busy_ports(base: int, host: str = LOOPBACK) -> list[int]:
 
 def refuse_busy(base: int, host: str) -> None:
     """Raise ServerError where something listens on a port that TorchServe needs, or ``host`` is not this machine's."""
+    if not host:  # which the system takes for all addresses
+        raise ServerError("--host is empty. Name an address of this machine, or 0.0.0.0 for all")
     try:
         busy = busy_ports(base, host)
     except OSError as error:
