@@ -224,6 +224,9 @@ def test_zero_rows_and_no_rows(kind: str) -> None:
     w, _ = weights(kind, 24, 128)
     assert torch.equal(run_product(torch.zeros(2, 128), w), torch.zeros(2, 24))
     assert run_product(torch.zeros(0, 128), w).shape == (0, 24)
+    torch.set_num_threads(1)  # so that the product and its activation are one
+    wide, ops = weights(kind, 1536, 128)[0], [d.Product("in", "y", "w"), d.Activation("y", "out", "silu")]
+    assert run_ops(ops, Weights({"w": [wide]}), torch.zeros(0, 128)).shape == (0, 768)
 
 
 @needs_cpp

@@ -69,7 +69,7 @@ void activated_packed(Team& team, const typename Format::Rows& x, int64_t rows, 
     const int64_t tiles = ceil_div(to.width, kTile), unit = activated_unit(rows);
     const int64_t step = tiles_at_a_time(w, rows, tiles, team.size) / (rows > kFewRows ? to.halves() : 1);
     const TileRuns runs(tiles, std::max(step / unit, int64_t{1}) * unit, unit, rows, team.size);
-    const int64_t sums = std::min(rows, kRowsAtOnce) * to.halves() * kTile;
+    const int64_t sums = std::clamp<int64_t>(rows, 1, kRowsAtOnce) * to.halves() * kTile;
     const int64_t most = std::max(activated_sums(rows) / sums / unit, int64_t{1}) * unit;  // at a time
     share_tiles(team, rows, runs, [&](int64_t row, int64_t count, int64_t tile, int64_t end) {
         for (; tile < end; tile += most)
