@@ -303,6 +303,17 @@ def test_what_is_not_finite_spoils_a_norms_row_alone(kind: str) -> None:
 
 
 @needs_cpp
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_a_score_that_is_not_finite_spoils_its_rows_experts_alone(renormalize: bool) -> None:
+    scores = torch.randn(4, 6)
+    scores[1, 4], scores[2, 0] = torch.nan, torch.inf
+    out = run_ops([d.Route("in", "out", 2, renormalize)], Weights({}), scores)
+    assert out[1:3, :2].isnan().any(-1).all()
+    assert out[[0, 3]].isfinite().all()
+    assert torch.equal(out[:, 2:], scores.topk(2).indices.float())
+
+
+@needs_cpp
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
 def test_the_benchmarks_steps_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))

@@ -11,15 +11,17 @@
 
 namespace gpt_fast {
 
-// The top_k greatest of scores [count], equal ones in ascending order, to routes: weights [top_k], then numbers.
+// The top_k greatest of scores [count], equal ones in ascending order, to routes: weights [top_k], then numbers. NaN
+// counts as the greatest, as in torch, so that it shows in the weights.
 inline void choose_experts(const float* scores, int64_t count, int64_t top_k, int64_t renormalize, float* routes) {
     float* ids = routes + top_k;
+    auto greater = [](float x, float y) { return x > y || (x != x && y == y); };
     for (int64_t j = 0; j < top_k; ++j) {
         int64_t best = -1;
         for (int64_t e = 0; e < count; ++e) {
             bool taken = false;
             for (int64_t i = 0; i < j; ++i) taken |= ids[i] == static_cast<float>(e);
-            if (!taken && (best < 0 || scores[e] > scores[best])) best = e;
+            if (!taken && (best < 0 || greater(scores[e], scores[best]))) best = e;
         }
         ids[j] = static_cast<float>(best);
         routes[j] = scores[best];
