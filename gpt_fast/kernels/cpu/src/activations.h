@@ -202,7 +202,7 @@ inline void quantize_block(const float* x, const QuantizedRow& row, int64_t b) {
         to.scale[lane][at] = power.base();
     } else {
         const float most = largest_lane(largest);
-        inverse = most == 0.0f ? 0.0f : 127.0f / most;
+        inverse = steps_of(most);
         to.scale[lane][at] = most / 127.0f;
     }
     uint32_t total = 0, sums[kParts];  // unsigned, because NaNs are rounded to the least integer

@@ -43,7 +43,7 @@ template <class Store>
 inline float quantize_head(const float* x, int64_t dim, Store store) {
     I8 largest = splat(0);
     for (int64_t d = 0; d < dim; d += 8) largest = larger_magnitude(largest, load8(x + d));
-    const float most = largest_lane(largest), inverse = most == 0.0f ? 0.0f : 127.0f / most;
+    const float most = largest_lane(largest), inverse = steps_of(most);
     for (int64_t d = 0; d < dim; d += 8) {
         int8_t eight[8];
         for (int i = 0; i < 8; ++i) {

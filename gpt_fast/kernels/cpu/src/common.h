@@ -55,4 +55,11 @@ inline float to_float(uint16_t bf16) {
     return x;
 }
 
+// What numbers of magnitude `most` at most are multiplied by to be rounded to 127 steps. 0 where that does not fit
+// float32: such numbers, below 4e-37, all count as zeros.
+inline float steps_of(float most) {
+    const float steps = 127.0f / most;
+    return steps == INFINITY ? 0.0f : steps;
+}
+
 }  // namespace gpt_fast
