@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ _PATHS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted."""
     try:
+        _prepare_streams()
         return _run(argv)
     except KeyboardInterrupt as error:  # from anywhere, also from the imports of the commands, which take a moment
         print("\ninterrupted" + "".join(f": {words}" for words in error.args), file=sys.stderr)
@@ -54,6 +57,16 @@ def _run(argv: Sequence[str] | None) -> int:
         told = _told(error, arguments) if isinstance(error, OSError) else error
         print(f"gpt-fast {arguments.command}: {told}", file=sys.stderr)
         return 1
+
+
+def _prepare_streams() -> None:
+    """Put the null device in the place of each standard stream that was closed, so that no file opened later gets its
+    number. Let stdout escape, as stderr does, what its encoding lacks: that must not end a command."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _without_markup(docstring: str) -> str:

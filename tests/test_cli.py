@@ -41,16 +41,17 @@ class Terminal(io.StringIO):
 
 
 def gpt_fast(
-    *arguments: str | Path, stdin: str = "", stream: type[io.StringIO] = io.StringIO
+    *arguments: str | Path, stdin: str | bytes = "", stream: type[io.StringIO] = io.StringIO
 ) -> subprocess.CompletedProcess[str]:
     """The command in this process, which has loaded torch already: a process of its own takes seconds to do so.
     ``stream``: what stdout and stderr are."""
     command = list(map(str, arguments))
     out, err = stream(), stream()
+    typed = io.StringIO(stdin) if isinstance(stdin, str) else io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch("sys.stdin", io.StringIO(stdin)),
+        mock.patch("sys.stdin", typed),
     ):
         try:
             status = cli.main(command)
@@ -84,7 +85,7 @@ def checkpoint(data_dir: Path) -> Path:
     return data_dir / "models" / "stories260K_hf"
 
 
-def generate(checkpoint: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def generate(checkpoint: Path, *arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
     return gpt_fast(
         "generate", "--checkpoint", checkpoint, "--no-compile", "--dtype", "float32", *arguments, stdin=stdin
     )
@@ -263,6 +264,35 @@ def test_prompt_from_stdin(checkpoint: Path) -> None:
     typed = generate(checkpoint, "--prompt", "Lily saw\n", "--max-new-tokens", "5")
     piped = gpt_fast_process("generate", *arguments, "--prompt", "-", stdin="Lily saw\n\n")  # as echo ends a line
     assert piped.stdout == typed.stdout != ""
+
+
+@pytest.mark.parametrize("asked", [("--prompt", "-"), ("--interactive",)])
+def test_stdin_that_is_no_text_is_told(asked: tuple[str, ...], checkpoint: Path) -> None:
+    result = generate(checkpoint, *asked, stdin=b"Lily \xff\n")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1] == "gpt-fast generate: stdin is not a text in UTF-8"
+
+
+@pytest.mark.parametrize(("closed", "shown"), [("<&- 2>&-", "Once"), ("<&- >&-", "")])
+def test_a_closed_stream_is_as_the_null_device(closed: str, shown: str, checkpoint: Path) -> None:
+    options = ("--checkpoint", str(checkpoint), "--prompt", "-", "--max-new-tokens", "1")
+    command = [sys.executable, "-m", "gpt_fast", "generate", *options]
+    result = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stdout) == (0, shown)
+
+
+def test_an_error_without_a_stderr_is_not_on_stdout() -> None:
+    command = [sys.executable, "-m", "gpt_fast", "info", "--checkpoint", "/nowhere"]
+    result = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stdout) == (1, "")
+
+
+def test_stdout_escapes_what_its_encoding_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt_fast.kernels.cpu.library.build_all", lambda folder: [folder / "\xfc.so"])
+    written = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(written, "ascii", write_through=True)):
+        assert cli.main(["kernels", "--output", str(tmp_path)]) == 0
+        assert written.getvalue() == f"{tmp_path}/\\xfc.so\n".encode()
 
 
 def test_interactive_without_a_template_completes_each_line(checkpoint: Path) -> None:

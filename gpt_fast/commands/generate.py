@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.system is not None and not arguments.interactive:
         raise ValueError("--system means nothing without --interactive")
     params = SamplingParams(**options.given(arguments, arguments.sampling))
-    prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt == "-" else arguments.prompt
+    prompt = told_of_stdin(sys.stdin.read).removesuffix("\n") if arguments.prompt == "-" else arguments.prompt
 
     if arguments.method != "coupled":
         from gpt_fast.commands.published import generate_published
@@ -84,6 +85,14 @@ def run(arguments: argparse.Namespace) -> int:
         for line in origins.lines() if origins is not None else ():
             print(line, file=sys.stderr)
     return 0
+
+
+def told_of_stdin(read: Callable[[], str]) -> str:
+    """What ``read`` reads of stdin. Raises ValueError where that is no text."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not a text in {error.encoding.upper()}") from None
 
 
 def report_origins(llm: LLM) -> OriginReport | None:
@@ -161,7 +170,7 @@ def converse(llm: LLM, params: SamplingParams, system: str | None, origins: Orig
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system and template else []
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "")
+            line = told_of_stdin(lambda: input("> " if sys.stdin.isatty() else ""))
         except EOFError:
             return
         if not line.strip():
