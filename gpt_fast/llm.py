@@ -298,7 +298,9 @@ class LLM:
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         several = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
         params = SamplingParams() if params is None else params
-        each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
+        each = [params] * len(several) if isinstance(params, SamplingParams) else params
+        if not isinstance(each, Sequence) or not all(isinstance(own, SamplingParams) for own in each):
+            refuse("params", "SamplingParams, or a list with one for each prompt", params, "invalid_type")
         if len(each) != len(several):
             message = f"{len(each)} sampling parameters for {len(several)} prompts: give one for all, or one for each"
             raise RequestError(message, "params")
@@ -338,7 +340,12 @@ class LLM:
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None, like: Request | None = None) -> Request:
         """Check and encode one request. ``like``: one that has not been queued yet, whose grammar and rules it shares
         if its params are the same but for the seed. Raises RequestError naming the field that is wrong."""
-        resolved = (params or SamplingParams()).resolved(self.defaults.sampling)
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            refuse("params", "SamplingParams", params, "invalid_type")
+        if params.n != 1:
+            raise RequestError(f"n must be 1 here, not {params.n}: generate alone makes several completions", "n")
+        resolved = params.resolved(self.defaults.sampling)
         token_ids = self.encode(prompt)
         room = self.max_seq_len - len(token_ids)
         if room < 1:

@@ -460,3 +460,18 @@ def test_one_sampling_params_for_all_prompts_or_one_for_each(llm: LLM) -> None:
         with pytest.raises(RequestError, match=rf"^{len(wrong)} sampling parameters for 2 prompts") as caught:
             llm.generate(prompts, wrong)
         assert caught.value.param == "params"
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 3}, [{"max_tokens": 3}], "greedy", 3, {}])
+def test_what_is_no_sampling_params_is_refused_by_name(wrong: Any, llm: LLM) -> None:
+    for ask in (llm.generate, llm.stream, llm.submit):
+        with pytest.raises(RequestError, match=r"^params must be SamplingParams") as caught:
+            ask([5, 6], wrong)
+        assert caught.value.param == "params"
+
+
+def test_one_handle_does_not_take_several_samples(llm: LLM) -> None:
+    for ask in (llm.stream, llm.submit):
+        with pytest.raises(RequestError, match=r"^n must be 1 here, not 2: generate alone") as caught:
+            ask([5, 6], SamplingParams(max_tokens=2, n=2))
+        assert caught.value.param == "n"
