@@ -333,6 +333,17 @@ def test_profile_writes_a_trace_of_the_engine_thread(checkpoint: Path, tmp_path:
     assert any("gpt_fast::cpu_" in event.get("name", "") for event in trace["traceEvents"])
 
 
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("generate", "target"):
+        (tmp_path / f"{name}.trace.json").mkdir()
+    asked = ["generate", "--prompt", "a"], ["bench", "--draft", "lookup", "--new-tokens", "2", "--repeats", "1"]
+    for (command, *more), name in zip(asked, ("generate", "target"), strict=True):
+        result = gpt_fast(command, "--checkpoint", checkpoint, *more, "--profile", tmp_path)
+        assert (result.returncode, result.stdout) == (1, "")
+        place = tmp_path / f"{name}.trace.json"
+        assert result.stderr == f"gpt-fast {command}: --profile: {place} cannot be used: Is a directory\n"
+
+
 def test_info(checkpoint: Path) -> None:
     result = gpt_fast("info", "--checkpoint", checkpoint, "--json", "--dtype", "float32")
     assert result.returncode == 0, result.stderr

@@ -114,7 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
     options.refuse_absent(arguments.checkpoint)
     for option, path in (("--output", arguments.output), ("--plot", vars(arguments).get("plot"))):
         if path:
-            _check_place(option, Path(path).resolve())
+            options.check_place(option, Path(path).resolve())
+    if "profile" in arguments:
+        options.check_traces(arguments.profile, "target.trace.json")
     options.set_up_logging(arguments.verbose)
     given = {name: value for name, value in vars(arguments).items() if name in arguments.modes[mode]}
     given["seed"] = arguments.seed
@@ -124,17 +126,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found))
     return 0 if mode != "load" or any(row["completed"] for row in found["results"]) else 1
-
-
-def _check_place(option: str, path: Path) -> None:
-    """Raise before a long measurement what writing ``path`` would raise after it: ValueError or OSError."""
-    if not path.parent.is_dir():
-        raise ValueError(f"{option}: there is no folder {path.parent}")
-    there = path.exists()
-    with open(path, "ab"):
-        pass
-    if not there:
-        path.unlink()
 
 
 def run_engine(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gpt_fast.llm import LLM
 
 
+TRACE = "generate.trace.json"
 METHODS = ("coupled", "leviathan", "chen")  # the engine's rule, and published ones (commands/published.py)
 _SAMPLING: options.Table = {  # fields of SamplingParams
     "--max-new-tokens": {"type": int, "metavar": "N", "help": "most tokens to generate (default: 128)"},
@@ -73,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         return generate_published(arguments, params, prompt)
 
+    if arguments.profile:
+        options.check_traces(arguments.profile, TRACE)
     from gpt_fast.llm import LLM
 
     with LLM(arguments.checkpoint, progress=True, **options.engine_options(arguments)) as llm:
@@ -115,7 +118,7 @@ def complete(
     for i in range(arguments.num_samples):
         if i:
             sys.stdout.write("\n")
-        trace = Path(arguments.profile, "generate.trace.json") if arguments.profile else None
+        trace = Path(arguments.profile, TRACE) if arguments.profile else None
         with traced(trace, llm.device.type) if trace else contextlib.nullcontext():
             completion = print_stream(llm, prompt, params, origins)
         report = measurements(llm, completion)

@@ -84,6 +84,23 @@ def refuse_absent(checkpoint: str | None) -> None:
     raise CheckpointError(told)
 
 
+def check_place(option: str, path: Path) -> None:
+    """Raise before a long measurement what writing ``path`` would raise after it: ValueError or OSError."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {path.parent}")
+    there = path.exists()
+    with open(path, "ab"):
+        pass
+    if not there:
+        path.unlink()
+
+
+def check_traces(folder: str, name: str) -> None:
+    """Make ``folder`` and raise OSError if a trace ``name`` cannot be written there: the profiler would only log it."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    check_place("--profile", Path(folder, name))
+
+
 def add_options(group: Any, table: Table) -> list[str]:
     """Declares the options of ``table``. Returns the names of their values."""
     return [group.add_argument(flag, default=argparse.SUPPRESS, **facts).dest for flag, facts in table.items()]
