@@ -164,6 +164,20 @@ def compile_products_of_float32(compiled: dict[str, Compiled]) -> None:
         linear.linear(noise(300, 416), w, many=True)
 
 
+def compile_attention_of_any_heads(capability: int, compiled: dict[str, Compiled]) -> None:
+    """Many heads to a key, large ones, and float32: each fits."""
+    for heads, kv_heads, dim, dtype in (
+        (71, 1, 64, torch.bfloat16),
+        (8, 1, 256, torch.bfloat16),
+        (4, 1, 128, torch.float32),
+    ):
+        case = Case([60, 9], [90, 9], heads, kv_heads, dim)
+        cache = LayerCache(case.k_cache.to(dtype), case.v_cache.to(dtype))
+        for many in (False, True):
+            attention.attend(case.q.to(dtype), cache, case.layout, 0, SCALE, many=many)
+    assert len(compiled["attend_kernel"].made) == 6
+
+
 def compile_the_rest(compiled: dict[str, Compiled]) -> None:
     case = Case([1, 2], [90, 33], 8, 2, 128)
     cache = LayerCache(case.k_cache.bfloat16(), case.v_cache.bfloat16())

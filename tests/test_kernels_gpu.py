@@ -375,6 +375,7 @@ def check_decoding_attention(dim: int, dtype: torch.dtype) -> None:
         ([20, 0, 3, 1], 8, 2),
         ([0, 0, 60, 0], 2, 2),
         ([5, 40, 3, 1], 4, 2),
+        ([7, 61, 3, 1], 20, 1),
     ],
     ids=str,
 )
