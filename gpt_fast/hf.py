@@ -26,6 +26,7 @@ from gpt_fast.errors import ConfigError
 from gpt_fast.foreign.checkpoint import open_checkpoint, shape_of
 from gpt_fast.foreign.model import ForeignModel, Loaded
 from gpt_fast.memory import check_weights
+from gpt_fast.model.split import current
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.placement import choose_placement
 
@@ -120,7 +121,8 @@ class FastModel(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Whole sequences [B, T] int64 -> logits [B, T, V], without the cache."""
-        return self._model.forward(input_ids.to(self.device))
+        with current(self.device):
+            return self._model.forward(input_ids.to(self.device))
 
     def to(self, *where: Any, **more: Any) -> FastModel:
         """Itself: a model stays where it was loaded. Raises ConfigError for another device."""
@@ -188,7 +190,8 @@ class FastModel(nn.Module):
             pages = 1 - (-longest // options.page_size)
             sizes: dict[str, Any] = {"max_seq_len": longest, "num_pages": pages, "page_size": options.page_size}
             self._runner = Runner(self._model, max_batch=1, prefill_chunk=min(chunk, longest), **sizes)
-            self._runner.warm_up()
+            with current(self.device):
+                self._runner.warm_up()
 
     def _extend(self, tokens: Sequence[int], num_logits: int) -> Tensor:
         """Compute ``tokens`` from the first one on that is not in the cache; returns the logits [num_logits, V] of the
@@ -203,7 +206,8 @@ class FastModel(nn.Module):
             new_pages = () if begin else tuple(range(1, 1 + places))
             placed, wanted = places if begin else 0, num_logits if end == len(tokens) else 0
             plan = SequencePlan(0, tuple(tokens[begin:end]), begin, placed, new_pages, wanted, len(tokens))
-            logits = runner.execute(StepPlan((plan,)))
+            with current(self.device):
+                logits = runner.execute(StepPlan((plan,)))
             begin = end
         self._count = len(tokens) - num_logits + 1
         return logits

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,28 @@ def test_keys_and_values_through_a_cache(kernels: bool) -> None:
     rounded = [found.log_prob for found in score(served, pieces, torch.int8)]
     assert rounded == pytest.approx(exact, abs=0.02)
     assert max(abs(a - b) for a, b in zip(rounded, exact, strict=True)) > 1e-4, "nothing was rounded"
+
+
+def test_all_is_computed_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the thread's current device, which may be another one than the model's."""
+    module = sys.modules[score.__module__]
+    inside: list[torch.device] = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        yield
+        inside.pop()
+
+    def logits(model: Any, tokens: torch.Tensor, cache_dtype: torch.dtype | None) -> torch.Tensor:
+        assert inside == [model.device]
+        return torch.zeros(*tokens.shape, model.vocab_size)
+
+    monkeypatch.setattr(module, "current", current)
+    monkeypatch.setattr(module, "_logits", logits)
+    model = serve(random_model(ModelConfig("llama", 64, 32, 2, 4, 2, 8, 48, 64), torch.float32), compile=False)
+    assert score(model, [Window([1, 2, 3], 2)])[0].log_prob == pytest.approx(-2 * math.log(64))
+    assert not inside
 
 
 def test_a_model_that_is_not_served_keeps_its_weights() -> None:

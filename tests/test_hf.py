@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,36 @@ def test_a_sample_function_may_be_built_in(folders: tuple[Path, Path]) -> None:
     model = hf.gpt_fast(str(folders[0]), sample_function=torch.argmax)
     wanted = by_transformers(AutoModelForCausalLM.from_pretrained(folders[0]), 20)
     assert torch.equal(model.generate(PROMPT, 20), wanted)
+
+
+def test_all_is_computed_on_the_device_of_the_model(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton launches on the thread's current device, which may be another one than the model's."""
+    inside: list[torch.device] = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        yield
+        inside.pop()
+
+    def watch(owner: Any, name: str) -> None:
+        run = getattr(owner, name)
+
+        def watched(*args: Any) -> Any:
+            assert inside == [torch.device("cpu")]
+            return run(*args)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    monkeypatch.setattr(hf, "current", current)
+    model = hf.gpt_fast(str(folders[0]))
+    for owner, name in ((hf.Runner, "warm_up"), (hf.Runner, "execute"), (model._model, "forward")):
+        watch(owner, name)
+    assert model.generate(PROMPT, 12).shape == (1, 12)
+    assert model(PROMPT).shape == (*PROMPT.shape, 120)
+    assert not inside
 
 
 def test_a_draft_that_is_the_model_is_always_right(folders: tuple[Path, Path]) -> None:

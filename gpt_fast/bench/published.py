@@ -20,6 +20,7 @@ from gpt_fast.engine.speculate.published import Forward
 from gpt_fast.errors import ConfigError
 from gpt_fast.llm import LLM
 from gpt_fast.memory import check_weights
+from gpt_fast.model.split import current
 from gpt_fast.model.steps import TorchModel, serve
 from gpt_fast.outputs import Completion
 from gpt_fast.params import SamplingParams
@@ -54,12 +55,12 @@ def load_pair(llm: LLM, opened: Checkpoint, chosen: EngineConfig) -> tuple[Forwa
 
 @contextlib.contextmanager
 def calling(llm: LLM) -> Iterator[None]:
-    """Inside, this thread computes by as many threads as the engine of ``llm``, which must have nothing to do. What the
-    engine has compiled is for its own steps; here it runs uncompiled."""
+    """Inside, this thread computes by as many threads as the engine of ``llm``, which must have nothing to do, and on
+    its device. What the engine has compiled is for its own steps; here it runs uncompiled."""
     before, compiled = torch.get_num_threads(), llm.engine_config.compile and isinstance(llm.model, TorchModel)
     torch.set_num_threads(llm.engine.threads or before)
     try:
-        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+        with current(llm.device), torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
             yield
     finally:
         torch.set_num_threads(before)

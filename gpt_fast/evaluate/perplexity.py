@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gpt_fast.errors import ConfigError
 from gpt_fast.kernels.cache import whole_sequences
+from gpt_fast.model.split import current
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.tokenizer import Tokenizer
@@ -130,7 +131,8 @@ def score(
         size = max(1, min(most, _LOGITS_BYTES // (4 * longest * model.config.vocab_size)))
         batch = order[len(found) : len(found) + size]
         tokens = [torch.tensor(pieces[index].tokens) for index in batch]
-        logits = _logits(model, pad_sequence(tokens, batch_first=True), cache_dtype)
+        with current(model.device):
+            logits = _logits(model, pad_sequence(tokens, batch_first=True), cache_dtype)
         for index, row, sequence in zip(batch, logits, tokens, strict=True):
             start = len(sequence) - pieces[index].num_scored
             predictions, targets = row[start - 1 : len(sequence) - 1].float(), sequence[start:].to(model.device)
