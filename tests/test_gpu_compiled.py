@@ -189,6 +189,9 @@ def compile_the_rest(compiled: dict[str, Compiled]) -> None:
     qkv, angles, norm = noise(3, 12 * 128).bfloat16(), noise(3, 64), noise(128).bfloat16()
     for stored in (cache, small):
         fused.rope_write(qkv, angles, angles, case.layout.write_slots, stored, 8, norm, norm, 1e-5)
+    for made in compiled["rope_write_kernel"].made:  # a token's place in qkv may be more than 2 ** 31
+        assert "%0 = tt.get_program_id x" in made.asm["ttir"]
+        assert not re.search(r"arith\.muli %0, .* : i32", made.asm["ttir"])
     x = noise(3, 200).bfloat16()
     fused.rope_write(qkv, angles[:, :9], angles[:, :9], case.layout.write_slots, cache, 8)
     for scale in (1.0, 3.0):

@@ -120,7 +120,7 @@ def rope_write_kernel(
 
     The first ``turned`` of the ``half`` pairs of a head rotate.
     """
-    token, head = tl.program_id(0), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, width)
     pairs = d < half
     low, high = d, half + d
