@@ -504,6 +504,8 @@ def test_a_wrong_configuration_is_not_packed(checkpoint: Path, tmp_path: Path, c
         ({"checkpoint": "nowhere"}, "checkpoint: .*nowhere does not exist"),
         ({"config": "nowhere.yaml"}, r"config: nowhere\.yaml does not exist"),
         ({"name": "../x"}, "name: "),
+        ({"version": ""}, "version: '' must be letters"),
+        ({"version": "1/2"}, "version: '1/2' must be letters"),
         ({"archive_format": "rar"}, "format: 'rar' is not one of no-archive"),
     ],
 )

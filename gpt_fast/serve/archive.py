@@ -81,7 +81,7 @@ def build_archive(
     what was left out.
 
     Raises ConfigError for what cannot be packed, for a wrong configuration (with file and line) and for a full disk."""
-    _check_options(name, archive_format)
+    _check_options(name, version, archive_format)
     config, handler, keys = Path(config or ROOT / NAME), Path(handler or ROOT / "handler.py"), keys or {}
     for what, path in (("config", config), ("handler", handler)):
         if not path.exists():
@@ -116,11 +116,12 @@ def build_archive(
     return target
 
 
-def _check_options(name: str, archive_format: str) -> None:
+def _check_options(name: str, version: str, archive_format: str) -> None:
     if archive_format not in SUFFIXES:
         raise ConfigError(f"format: {archive_format!r} is not one of {', '.join(SUFFIXES)}")
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"name: {name!r} must be letters, digits, '_', '-' and '.', not starting with a sign")
+    for what, word in (("name", name), ("version", version)):  # both are parts of the routes
+        if not _NAME.fullmatch(word):
+            raise ConfigError(f"{what}: {word!r} must be letters, digits, '_', '-' and '.', not starting with a sign")
 
 
 def set_key(yaml_text: str, key: str, value: Any) -> str:
