@@ -310,6 +310,8 @@ def test_cut_and_unknown_files(data_dir: Path, tmp_path: Path) -> None:
             convert(path, out)
     with pytest.raises(CheckpointError, match="does not exist"):
         convert(tmp_path / "nowhere", out)
+    with pytest.raises(CheckpointError, match=r"^config: .*stories260K.bin says by itself what its model is"):
+        convert(data_dir / "models" / "stories260K" / "stories260K.bin", out, config=TINY)
     assert not out.exists()
 
 

@@ -99,6 +99,8 @@ class Checkpoint:
         ``config.json`` claims is built or allocated before that.
         """
         path = the_checkpoint(Path(path))
+        if config is not None and (path.is_dir() or is_gguf(path)):
+            raise CheckpointError(f"config: {path} says by itself what its model is; leave it out")
         if is_gguf(path):
             model = read_gguf(path)
             return cls(path, *model, GgufFormat(model.config, model.tensors))

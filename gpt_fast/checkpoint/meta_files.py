@@ -71,7 +71,8 @@ def read_meta_file(path: Path, config: ModelConfig | str | Path | None = None) -
         _refuse_foreign(state, path)
     else:
         state, facts = read_bin(path, header)
-        config = None  # the file says all
+        if config is not None:
+            raise CheckpointError(f"config: {path} says by itself what its model is; leave it out")
     state = {name: t for name, t in state.items() if not name.removesuffix(".weight").endswith(_BUFFERS)}
     if isinstance(facts, dict) and config is None:
         where, raw = str(path), _raw_from_facts(facts, state, str(path)) | {"bos_token_id": 1, "eos_token_id": 2}

@@ -42,6 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt_fast.placement import pick_device
 
     options.refuse_absent(arguments.checkpoint)
+    for name in ("dtype", "quantize"):
+        if name in arguments and arguments.checkpoint is None:
+            raise ValueError(f"--{name} means nothing without --checkpoint")
     o = EngineConfig(**options.engine_options(arguments))
     device = pick_device(o.device)
     on_cuda = device.type == "cuda"

@@ -15,6 +15,7 @@ from typing import Any
 from gpt_fast.commands import options, values
 
 _MODES = ("int8", "int4", "int4-gptq", "fp8")
+_SEQUENCES = 128  # without --calibration-sequences
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,8 +30,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--keep-head", action="store_true", help="leave the head as it is; otherwise it becomes int8")
     like = "int4-gptq: text like what the model will write"
     parser.add_argument("--calibration", nargs="+", metavar="FILE", help=like)
-    size = "of 512 tokens (default: %(default)s)"
-    parser.add_argument("--calibration-sequences", type=values.whole(1), default=128, metavar="N", help=size)
+    size = f"int4-gptq: of 512 tokens (default: {_SEQUENCES})"
+    parser.add_argument("--calibration-sequences", type=values.whole(1), metavar="N", help=size)
     options.add_options(parser, options.LORA)
     parser.add_argument("--resume", action="store_true", help="go on with what an interrupted run left behind")
     parser.add_argument("--verbose", action="store_true", help="a traceback on errors")
@@ -56,6 +57,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
     mode, gptq = arguments.mode.removesuffix("-gptq"), arguments.mode.endswith("-gptq")
     if mode != "int4" and arguments.group_size is not None:
         raise ValueError(f"--group-size means nothing with --mode {arguments.mode}")
+    if not gptq and arguments.calibration_sequences is not None:
+        raise ValueError(f"--calibration-sequences means nothing with --mode {arguments.mode}")
     if gptq != bool(arguments.calibration):
         raise ValueError("--mode int4-gptq and --calibration need each other")
     quant = quant_config(mode, arguments.group_size or 32, quantize_head=not arguments.keep_head)
@@ -67,7 +70,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         from gpt_fast.text_files import read_text
 
         text = [d for file in arguments.calibration for d in documents(read_text(file))]
-        length, count = min(512, checkpoint.config.max_seq_len), arguments.calibration_sequences
+        length, count = min(512, checkpoint.config.max_seq_len), arguments.calibration_sequences or _SEQUENCES
         tokens = calibration_tokens(text, checkpoint.tokenizer.encode, length, count)
         quantize_with_text(checkpoint, out, quant, tokens, resume=arguments.resume, progress=True)
     else:
