@@ -433,13 +433,14 @@ class LLM:
         }
 
     def close(self) -> None:
-        """End the engine, and with it the ranks that follow this one."""
+        """End the engine, and with it the ranks that follow this one. Once is enough, and more does no harm."""
         if not self.follows:
             self.engine.close()
+        if self.group is None or self.group.closed:
+            return
         if isinstance(self._runner, LeadingRunner):
             self._runner.leader.end()
-        if self.group is not None:
-            self.group.close()
+        self.group.close()
 
     def __enter__(self) -> LLM:
         """Of several ranks only rank 0 goes on; the others :meth:`follow` here, and then raise SystemExit."""

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from rank import HOW, logits
 from torch import Tensor
 
+from gpt_fast import cli
 from gpt_fast.engine.following import Leader, follow
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
 from gpt_fast.errors import RankError
@@ -131,13 +132,63 @@ def test_when_a_rank_is_lost_the_others_end(number: int, victim: int, tmp_path: 
         assert started[1 - victim].wait(60) == 1
 
 
+def test_a_rank_that_waits_for_the_others_ends_with_who_started_it(tmp_path: Path) -> None:
+    parent = "import subprocess, sys; rank = subprocess.Popen(sys.argv[1:]); print(rank.pid, flush=True); rank.wait()"
+    command = [sys.executable, str(ROOT / "tests" / "rank.py"), str(TARGET), str(tmp_path / "out")]
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        store.settimeout(60)
+        env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}
+        env |= {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+        started = subprocess.Popen([sys.executable, "-c", parent, *command], env=env, stdout=subprocess.PIPE)
+        assert started.stdout is not None
+        pid = int(started.stdout.readline())
+        try:
+            with store.accept()[0]:  # and it gets no answer
+                started.kill()
+                started.communicate(timeout=20)  # until the rank ends, which has the pipe as well
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_whose_torchrun_has_ended_before_it_began_ends(tmp_path: Path) -> None:
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    env |= {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    command = [sys.executable, str(ROOT / "tests" / "rank.py"), str(TARGET), str(tmp_path / "out")]
+    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == 1
+    assert b"torchrun has ended" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "--draft", "lookup"],
+        ["generate", "--draft", str(TARGET.parent / "draft"), "--method", "chen", "--prompt", "Once"],
+        ["batch", "--input", str(ROOT / "README.md"), "--output", os.devnull],
+    ],
+    ids=lambda command: command[0],
+)
+def test_what_ranks_do_not_do_is_refused(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main([command[0], "--checkpoint", str(TARGET), *command[1:]]) == 1
+    assert "start one process" in capsys.readouterr().err
+
+
+MOST = 40
+
+
 class Told:
-    """Ranks of which one tells what the other hears."""
+    """Ranks of which one tells what the other hears, at most ``MOST`` numbers."""
 
     def __init__(self) -> None:
         self.messages: list[list[int]] = []
 
     def tell(self, numbers: list[int]) -> None:
+        if len(numbers) > MOST:
+            raise RankError("too long")
         self.messages.append(list(numbers))
 
     def hear(self) -> list[int]:
@@ -175,3 +226,16 @@ def test_a_follower_runs_what_rank_0_tells_and_notices_what_it_missed() -> None:
     assert heard.plans == PLANS
     with pytest.raises(RankError, match="digest"):
         follow(Recorder(), missing)  # type: ignore[arg-type]
+
+
+def test_a_plan_that_is_too_long_to_be_told_is_not_missed() -> None:
+    """It is computed in halves."""
+    told: Any = Told()
+    leader, heard = Leader(told), Recorder()
+    with pytest.raises(RankError, match="too long"):
+        leader.tell(StepPlan((SequencePlan(0, (5,) * MOST, 0, 0, (1, 2, 3), 1, MOST),)))
+    for plan in PLANS:
+        leader.tell(plan)
+    leader.end()
+    follow(heard, told)  # type: ignore[arg-type]
+    assert heard.plans == PLANS

@@ -120,7 +120,9 @@ def generate(job: dict[str, Any]) -> dict[str, Any] | None:
         return None
     with llm:
         done = llm.generate(*ASKED)
-        return {"tokens": done.token_ids, "num_accepted": done.num_accepted, "path": llm.status()["path"]}
+        found = {"tokens": done.token_ids, "num_accepted": done.num_accepted, "path": llm.status()["path"]}
+        llm.close()  # once more at the end of the block
+        return found
 
 
 def main(jobs: str, out: str) -> None:

@@ -18,6 +18,7 @@ from gpt_fast.batch.rows import error_in, new_tokens, write_row
 from gpt_fast.batch.setup import Setup, set_up
 from gpt_fast.batch.source import Row, Source, check_files
 from gpt_fast.errors import BatchError
+from gpt_fast.parallel.group import refuse_ranks
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ def run_batch(batch: Batch) -> dict[str, Any]:
     MissingPackageError; what was answered before is kept then, and the next run goes on from there."""
     if batch.workers < 1:
         raise BatchError(f"--workers: {batch.workers} is not a number of engines; give at least 1")
+    refuse_ranks("gpt-fast batch")
     output = check_files(batch.input, batch.output)
     if batch.workers > 1:
         import_ray()

@@ -40,6 +40,7 @@ from gpt_fast.errors import ConfigError
 from gpt_fast.fields import OneOf, Whole
 from gpt_fast.llm import LLM
 from gpt_fast.outputs import Completion
+from gpt_fast.parallel.group import refuse_ranks
 from gpt_fast.params import SamplingParams
 from gpt_fast.serve.tracing import traced
 
@@ -148,6 +149,7 @@ class Bench:
     ``DraftOptions.prompts`` raises."""
 
     def __init__(self, checkpoint: str | Path, draft: str, wanted: DraftOptions, **options: Any) -> None:
+        refuse_ranks("draft")
         self.wanted, opened = wanted, Checkpoint.open(checkpoint).with_adapters(options.get("lora"))
         for name in wanted.method:
             published.check_drafter(name, draft)

@@ -20,6 +20,7 @@ from gpt_fast.config import EngineConfig
 from gpt_fast.engine.speculate.published import RULES, Forward, Tally, generate, refuse
 from gpt_fast.errors import ConfigError
 from gpt_fast.llm import LLM
+from gpt_fast.parallel.group import refuse_ranks
 from gpt_fast.params import SamplingParams
 
 
@@ -41,6 +42,7 @@ def generate_published(arguments: argparse.Namespace, params: SamplingParams, pr
     given = options.engine_options(arguments)
     chosen = EngineConfig(**given)
     refuse_options(arguments, chosen)
+    refuse_ranks(f"--method {arguments.method}")
     refuse(params)
     assert prompt is not None
     opened = Checkpoint.open(arguments.checkpoint).with_adapters(chosen.lora)

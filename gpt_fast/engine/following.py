@@ -25,10 +25,11 @@ class Leader:
         self._ranks, self._digest = ranks, 0
 
     def tell(self, plan: StepPlan) -> None:
-        """Let the others run ``plan``."""
+        """Let the others run ``plan``. Raises RankError for one that is too long to be told, and is not missed."""
         numbers = numbers_of(plan)
-        self._digest = digest(numbers, self._digest)
-        self._ranks.tell([self._digest, *numbers])
+        own = digest(numbers, self._digest)
+        self._ranks.tell([own, *numbers])
+        self._digest = own
 
     def end(self) -> None:
         """Let the others end."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt_fast.errors import ConfigError
+from gpt_fast.errors import ConfigError, RankError
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 _MESSAGE = 256  # numbers that one message holds; what is longer takes another
 _FOREVER = timedelta(days=3650)  # a server may be idle for long; who waits for a rank that died is ended otherwise
+_CONNECT_S = 30.0  # to torchrun, which listens before it starts ranks
 _LAST_WORDS_S = 2.0
 _BEAT_S, _SILENT_S = 1.0, 5.5  # how often ranks say that they are there, and when they are believed not to be
 
@@ -42,6 +43,12 @@ def number_of_ranks() -> int:
 def ranks_here() -> int:
     """How many of them are on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", number_of_ranks()))
+
+
+def refuse_ranks(what: str) -> None:
+    """Raises ConfigError where torchrun started several processes, for ``what`` one of them does alone."""
+    if number_of_ranks() > 1:
+        raise ConfigError(f"{what}: several ranks do not do this together; start one process")
 
 
 def device_of_rank(device: torch.device) -> torch.device:
@@ -59,6 +66,7 @@ class Group:
 
     def __init__(self, rank: int, count: int, device: torch.device = _CPU) -> None:
         self.rank, self.count = rank, count
+        _end_with_parent()
         where: dict[str, Any] = {"backend": "gloo"}
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -116,6 +124,10 @@ class Group:
         for row, found in zip(places, rows, strict=True):
             row.copy_(found)
 
+    @property
+    def closed(self) -> bool:
+        return self._closing.is_set()
+
     def close(self) -> None:
         """Wait until all ranks close, and leave."""
         self.wait()
@@ -129,9 +141,8 @@ class Group:
         self._beating.join(2.0)
 
     def _end_together(self) -> None:
-        """From now on this process ends when the one that started it does, or another rank: what waits for a rank that
-        is gone would wait for ever, and hold memory and ports."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        """From now on this process ends when another rank does: what waits for a rank that is gone would wait for ever,
+        and hold memory and ports."""
         everyone: list[tuple[str, int]] = [("", 0)] * self.count
         dist.all_gather_object(everyone, (socket.gethostname(), os.getpid()))
         here = [(rank, pid) for rank, (host, pid) in enumerate(everyone) if host == socket.gethostname()]
@@ -164,8 +175,7 @@ class Group:
         """Says again and again that this rank is there, and notes when the others said so."""
         counts = [0] * self.count
         try:
-            where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(*where, is_master=False)  # type: ignore[attr-defined]
+            store = dist.TCPStore(*_store(), is_master=False)  # type: ignore[attr-defined]
             while True:
                 store.add(f"gpt-fast-beat-{self.rank}", 1)
                 for rank, before in enumerate(counts):
@@ -194,3 +204,19 @@ class Group:
         if not self._lost.wait(0.3):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _end_with_parent() -> None:
+    """From now on this process ends when the one that started it does. Raises RankError where that was torchrun and has
+    ended already: the other ranks would be waited for for ever."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun keeps the store
+        try:
+            socket.create_connection(_store(), _CONNECT_S).close()
+        except OSError as why:
+            raise RankError(f"torchrun has ended, or cannot be reached: {why}") from None
+
+
+def _store() -> tuple[str, int]:
+    """Where the ranks' store is."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
