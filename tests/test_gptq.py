@@ -80,6 +80,12 @@ def test_inputs_that_are_always_zero_or_alike_do_no_harm() -> None:
     assert output_error(weight, tensors, hessian.mean()) < output_error(weight, plain, hessian.mean())
 
 
+def test_a_layer_whose_inputs_are_all_zero_is_rounded() -> None:
+    weight, nothing, same = layer()[0], torch.zeros(100, 100), torch.eye(100)
+    plain = quantize_rows(weight, Scheme("int4", 32))
+    assert output_error(weight, gptq(weight, nothing, 32), same) <= output_error(weight, plain, same)
+
+
 def test_the_correction_fits_the_outputs_of_the_exact_inputs() -> None:
     weight, x, _ = layer()
     drifted = x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(2)) + 0.05 * x.roll(1, 1)

@@ -57,7 +57,8 @@ class Hessian:
 def gptq(weight: Tensor, hessian: Tensor, group_size: int, num_sweeps: int = _SWEEPS) -> dict[str, Tensor]:
     """``weight`` [N, K] with ``hessian`` [K, K], both float32 -> tensors of int4 (scheme.py)."""
     num_columns = weight.shape[1]
-    damped = hessian + _DAMPING * hessian.diagonal().mean() * torch.eye(num_columns)
+    damping = (_DAMPING * hessian.diagonal().mean()).clamp(min=1e-12)  # the least: for inputs that are all zero
+    damped = hessian + damping * torch.eye(num_columns)
     padded = pad_groups(weight, group_size)
     importance = F.pad(damped.diagonal(), (0, padded.shape[1] - num_columns))
     grid = find_grid(padded, group_size, importance)
