@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -292,6 +293,18 @@ def test_a_library_that_was_cut_short_is_built_again(
     assert lib.gpt_fast_rounded_together() > 0
     assert "is built again" in caplog.text
     assert path.exists() != bool(others)
+
+
+@needs_cpp
+@pytest.mark.usefixtures("cache")
+def test_a_library_that_was_cut_short_in_a_read_only_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    cpu.build().write_bytes(b"")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(cpu.UnavailableError, match="Read-only"):
+        cpu._built_and_loaded(None)
 
 
 def _whole() -> Path:

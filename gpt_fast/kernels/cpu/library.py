@@ -241,7 +241,10 @@ def _built_and_loaded(names: Sequence[str] | None) -> ctypes.CDLL:
         if path.parent != private_folder("kernels"):
             raise
         log.warning("%s; it is built again", error)
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as why:  # a read-only cache
+            raise UnavailableError(f"{error}, and it cannot be thrown away: {why}") from why
         return _load(build(names))
 
 
