@@ -21,6 +21,7 @@ from fake_http import END, HEAD, Answer, Exchange, FakeServer, chunk, event, who
 
 from gpt_fast import cli
 from gpt_fast.bench import plots
+from gpt_fast.bench.load import client
 from gpt_fast.bench.load.client import Level, Record, run_level, warm_up
 from gpt_fast.bench.load.http import ResponseParser
 from gpt_fast.bench.load.metrics import describe, parse_goodput, summarize
@@ -492,6 +493,25 @@ def test_five_hundred_connections_at_once() -> None:
     assert level.counts == {"completed": 500}
     assert level.num_pieces == 2500
     assert level.peak_in_flight == 500
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"num_prompts": 3}, 3),
+        ({"num_prompts": 3, "max_concurrency": 2}, 2),
+        ({"duration_s": 0.1, "request_rate": 200.0}, 40),  # 20 are likely
+        ({"duration_s": 0.1, "request_rate": 200.0, "max_concurrency": 2}, 2),
+    ],
+)
+def test_files_may_be_open_for_all_requests_under_way(
+    options: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(client, "raise_file_limit", asked.append)
+    with FakeServer(story(1)) as server:
+        run(server, **options)
+    assert asked == [most + client._SPARE_FILES]
 
 
 # Numbers.

@@ -96,7 +96,7 @@ async def run_level(level: Level, prompts: Iterator[Prompt]) -> None:
     """Send the requests of ``level``, wait for all of them, and fill it in."""
     options = level.options
     endpoint = Endpoint(options.url, headers=options.headers, keep_alive=options.keep_alive)
-    raise_file_limit((options.max_concurrency or options.num_prompts) + _SPARE_FILES)
+    raise_file_limit(_most_in_flight(options) + _SPARE_FILES)
     tasks: set[asyncio.Task[None]] = set()
     cpu = time.process_time()
     level.begin = time.perf_counter()
@@ -109,6 +109,16 @@ async def run_level(level: Level, prompts: Iterator[Prompt]) -> None:
         endpoint.close()
     level.duration_s = max((r.end for r in level.records), default=level.begin) - level.begin
     level.cpu_s = time.process_time() - cpu
+
+
+def _most_in_flight(options: LoadOptions) -> int:
+    """Requests that are under way together, at most; where rate and duration alone limit them, twice the likely ones
+    of the slowest server."""
+    if options.max_concurrency is not None:
+        return options.max_concurrency
+    if options.duration_s is None:
+        return options.num_prompts
+    return math.ceil(2 * options.request_rate * options.duration_s)
 
 
 async def _dispatch(
