@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,35 @@ def test_settings_are_checked_and_kept(loaded: tuple[Served, Tokenizer]) -> None
             perplexity(*loaded, text, **settings)
     with pytest.raises(ConfigError, match="no token"):
         perplexity(*loaded, "")
+
+
+class WithoutBos(Tokenizer):
+    """``tokenizer`` without a token in front of a text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.bos_token_id, self.eos_token_ids = tokenizer, None, ()
+
+    def encode(self, text: str, bos: bool = True, allow_special: bool = False) -> list[int]:
+        return self._tokenizer.encode(text, bos=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
+def test_without_bos_the_first_token_of_a_document_counts_in_no_way(loaded: tuple[Served, Tokenizer]) -> None:
+    model, tokenizer = loaded
+    text, bare = "Once upon a time.<|endoftext|>Tom ran home.", WithoutBos(tokenizer)
+    found, first = perplexity(model, bare, text), [bare.encode(document)[0] for document in documents(text)]
+    assert found.num_tokens == perplexity(model, tokenizer, text).num_tokens - 2
+    assert found.num_bytes == len("Once upon a time.Tom ran home.") - len("".join(bare.decode([id]) for id in first))
+
+
+def test_what_nothing_stands_before_is_not_scored(loaded: tuple[Served, Tokenizer]) -> None:
+    model, tokenizer = loaded
+    [nothing] = Scorer(model, tokenizer).loglikelihood([("", "")])
+    assert nothing == (0.0, True)
+    first, second = Scorer(model, WithoutBos(tokenizer)).loglikelihood([("", "Once upon"), ("Once", " upon")])
+    assert first == second
 
 
 def test_likelihoods_of_parts_make_that_of_the_whole(loaded: tuple[Served, Tokenizer]) -> None:

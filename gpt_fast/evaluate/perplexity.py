@@ -42,7 +42,8 @@ class LogLikelihood(NamedTuple):
 
 
 class Perplexity(NamedTuple):
-    """``perplexity`` is per token, so it compares models of one vocabulary only; ``bits_per_byte`` compares any."""
+    """``perplexity`` is per token, so it compares models of one vocabulary only; ``bits_per_byte`` compares any.
+    ``num_tokens``, ``num_bytes``: of what is scored, so without a document's first token where there is no BOS."""
 
     perplexity: float
     mean_nll: float  # nats per token
@@ -94,7 +95,8 @@ def perplexity(
             break
         tokens = tokenizer.encode(document)
         kept = tokens[: left + 1]
-        num_bytes += len((document if kept == tokens else tokenizer.decode(kept)).encode())
+        text_of_all = document if kept == tokens else tokenizer.decode(kept)
+        num_bytes += len(text_of_all.encode()) - len(tokenizer.decode(kept[:1]).encode())  # BOS has none
         left -= max(0, len(kept) - 1)
         num_documents += 1
         pieces += windows(kept, context, stride)

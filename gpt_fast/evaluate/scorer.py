@@ -54,7 +54,8 @@ class Scorer:
     def _window(self, before: str, continuation: str) -> Window:
         tokens = self._encode(before + continuation)
         num_scored = max(1, len(tokens) - len(self._encode(before.rstrip())))
-        return Window(tokens[-self.context :], min(num_scored, self.context - 1))
+        tokens = tokens[-self.context :]
+        return Window(tokens, min(num_scored, len(tokens) - 1))  # nothing predicts the first one
 
     def _encode(self, text: str) -> list[int]:
         """With something in front to predict the first token from: BOS, or as in the harness EOS."""
