@@ -55,9 +55,10 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(x: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] float32 as multiples of a scale [...], 127 of which are ``most``."""
-    # Not 127 / most, which torch computes as 127 times a rounded reciprocal.
-    inverse = torch.where(most == 0, most, torch.full_like(most, 127.0) / most)
+    """x [..., D] float32 as multiples of a scale [...], 127 of which are ``most``. Numbers so small that 127 / ``most``
+    is infinite count as zeros."""
+    steps = torch.full_like(most, 127.0) / most  # not 127 / most, which torch computes by a rounded reciprocal
+    inverse = steps.masked_fill(steps.isinf(), 0)
     return (x * inverse[..., None]).round().nan_to_num().to(torch.int8), most / 127
 
 

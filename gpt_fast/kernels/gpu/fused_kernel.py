@@ -84,8 +84,10 @@ def _turned(source, start, norm, cos, sin, eps, rows_inside, half, low, high, pa
 
 @triton.jit
 def _in_steps(x, most):
-    """x in 127ths of ``most``, rounded to the nearest whole number, ties to even: what a byte holds."""
-    inverse = tl.where(most == 0.0, 0.0, tl.div_rn(127.0, tl.where(most == 0.0, 1.0, most)))
+    """x in 127ths of ``most``, rounded to the nearest whole number, ties to even: what a byte holds. Numbers so small
+    that 127 / ``most`` is infinite count as zeros."""
+    steps = tl.div_rn(127.0, tl.where(most == 0.0, 1.0, most))
+    inverse = tl.where((most == 0.0) | (steps == float("inf")), 0.0, steps)
     return x * inverse + 12582912.0 - 12582912.0  # adding and taking 1.5 * 2 ** 23 rounds
 
 
