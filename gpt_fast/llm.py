@@ -85,6 +85,21 @@ def _listed(value: Any, name: str, takes: str) -> Any:
     return given
 
 
+def _begun(handle: Handle) -> Iterator[Delta]:
+    """The pieces of ``handle``. Python runs the end of a generator only if it has begun."""
+
+    def pieces() -> Iterator[Any]:
+        try:
+            yield None
+            yield from handle
+        finally:
+            handle.cancel()
+
+    begun = pieces()
+    next(begun)
+    return begun
+
+
 def _check_ranks(opened: Opened, options: EngineConfig, num_ranks: int) -> None:
     """Raise ConfigError for ``options`` that ``num_ranks`` processes cannot follow, or transformers' models cannot."""
     if isinstance(opened, ForeignCheckpoint):
@@ -315,8 +330,9 @@ class LLM:
         return completions[0] if single and each[0].n == 1 else completions
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Complete ``prompt`` piece by piece. Raises RequestError at once; leaving the iterator cancels the request."""
-        return iter(self.submit(prompt, params))
+        """Complete ``prompt`` piece by piece. Raises RequestError at once; leaving the iterator, or dropping it before
+        its first piece, cancels the request."""
+        return _begun(self.submit(prompt, params))
 
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, max_uncollected: int | None = None

@@ -226,6 +226,22 @@ def test_leaving_a_stream_early_cancels(llm: LLM) -> None:
     check_idle(llm)
 
 
+def test_dropping_a_stream_before_its_first_piece_cancels(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles: list[Handle] = []
+    submit = llm.submit
+
+    def noted(*asked: Any) -> Handle:
+        handles.append(submit(*asked))
+        return handles[0]
+
+    monkeypatch.setattr(llm, "submit", noted)
+    pieces = llm.stream([5] * 20, SamplingParams(max_tokens=100, ignore_eos=True))
+    assert not handles[0].cancelled
+    del pieces
+    assert handles[0].cancelled
+    check_idle(llm)
+
+
 def test_a_deadline_aborts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpt_fast.engine.engine.ABANDONED_S", HANG_S)  # nobody fetches, and that alone ends nothing
     handle = llm.submit([5], SamplingParams(max_tokens=120, ignore_eos=True, timeout_s=0.01), max_uncollected=FEW)
