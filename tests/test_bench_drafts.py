@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -322,14 +323,23 @@ def test_published_rules_have_rows_and_answers_of_their_own(prompts: Path, tempe
         assert answers["target"].tally.num_tokens == sum(len(one) - 1 for one in tokens["target"])
 
 
-def test_published_rules_compute_by_as_many_threads_as_the_engine() -> None:
-    llm: Any = SimpleNamespace(
-        engine=SimpleNamespace(threads=2), engine_config=SimpleNamespace(compile=True), model=FakeModel()
-    )
+def test_published_rules_compute_by_the_threads_and_on_the_device_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices: list[torch.device] = []
+
+    def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
+        devices.append(device)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(published, "current", current)
+    engine, config = SimpleNamespace(threads=2), SimpleNamespace(compile=True)
+    llm: Any = SimpleNamespace(engine=engine, engine_config=config, model=FakeModel(), device=torch.device("cuda:1"))
     assert torch.get_num_threads() == 1
     with published.calling(llm):
         assert torch.get_num_threads() == 2
     assert torch.get_num_threads() == 1
+    assert devices == [llm.device]
 
 
 @pytest.mark.parametrize(
