@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from current_device import watch_current
 from fake_model import FakeModel, FakeModelLLM, check_idle
 from test_speculation import DEMO, same_model
 
@@ -326,20 +326,15 @@ def test_published_rules_have_rows_and_answers_of_their_own(prompts: Path, tempe
 def test_published_rules_compute_by_the_threads_and_on_the_device_of_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    devices: list[torch.device] = []
-
-    def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
-        devices.append(device)
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(published, "current", current)
+    inside = watch_current(published, monkeypatch)
     engine, config = SimpleNamespace(threads=2), SimpleNamespace(compile=True)
     llm: Any = SimpleNamespace(engine=engine, engine_config=config, model=FakeModel(), device=torch.device("cuda:1"))
     assert torch.get_num_threads() == 1
     with published.calling(llm):
         assert torch.get_num_threads() == 2
+        assert inside == [llm.device]
     assert torch.get_num_threads() == 1
-    assert devices == [llm.device]
+    assert not inside
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from current_device import watch_current
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,19 +103,12 @@ def test_keys_and_values_through_a_cache(kernels: bool) -> None:
 def test_all_is_computed_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton launches on the thread's current device, which may be another one than the model's."""
     module = sys.modules[score.__module__]
-    inside: list[torch.device] = []
-
-    @contextmanager
-    def current(device: torch.device) -> Iterator[None]:
-        inside.append(device)
-        yield
-        inside.pop()
+    inside = watch_current(module, monkeypatch)
 
     def logits(model: Any, tokens: torch.Tensor, cache_dtype: torch.dtype | None) -> torch.Tensor:
         assert inside == [model.device]
         return torch.zeros(*tokens.shape, model.vocab_size)
 
-    monkeypatch.setattr(module, "current", current)
     monkeypatch.setattr(module, "_logits", logits)
     model = serve(random_model(ModelConfig("llama", 64, 32, 2, 4, 2, 8, 48, 64), torch.float32), compile=False)
     assert score(model, [Window([1, 2, 3], 2)])[0].log_prob == pytest.approx(-2 * math.log(64))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from current_device import watch_current
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -103,13 +102,7 @@ def test_all_is_computed_on_the_device_of_the_model(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton launches on the thread's current device, which may be another one than the model's."""
-    inside: list[torch.device] = []
-
-    @contextmanager
-    def current(device: torch.device) -> Iterator[None]:
-        inside.append(device)
-        yield
-        inside.pop()
+    inside = watch_current(hf, monkeypatch)
 
     def watch(owner: Any, name: str) -> None:
         run = getattr(owner, name)
@@ -120,7 +113,6 @@ def test_all_is_computed_on_the_device_of_the_model(
 
         monkeypatch.setattr(owner, name, watched)
 
-    monkeypatch.setattr(hf, "current", current)
     model = hf.gpt_fast(str(folders[0]))
     for owner, name in ((hf.Runner, "warm_up"), (hf.Runner, "execute"), (model._model, "forward")):
         watch(owner, name)

@@ -28,7 +28,7 @@ from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.checkpoint.files import RIGHTS, companions, is_one, the_checkpoint
 from gpt_fast.checkpoint.gguf_models import read_gguf
 from gpt_fast.checkpoint.lora import Adapter, adapted, open_adapters, touched
-from gpt_fast.checkpoint.meta_files import read_meta_file
+from gpt_fast.checkpoint.meta_files import read_meta_file, refuse_config
 from gpt_fast.checkpoint.shard import Cut, Shard
 from gpt_fast.checkpoint.stacked import unstacked
 from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
@@ -99,8 +99,8 @@ class Checkpoint:
         ``config.json`` claims is built or allocated before that.
         """
         path = the_checkpoint(Path(path))
-        if config is not None and (path.is_dir() or is_gguf(path)):
-            raise CheckpointError(f"config: {path} says by itself what its model is; leave it out")
+        if path.is_dir() or is_gguf(path):
+            refuse_config(config, path)
         if is_gguf(path):
             model = read_gguf(path)
             return cls(path, *model, GgufFormat(model.config, model.tensors))

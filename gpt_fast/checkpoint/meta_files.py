@@ -59,6 +59,12 @@ class MetaFile(NamedTuple):
     form: Format
 
 
+def refuse_config(config: object, path: Path) -> None:
+    """Raise CheckpointError if a ``config`` is given for a ``path`` that needs none."""
+    if config is not None:
+        raise CheckpointError(f"config: {path} says by itself what its model is; leave it out")
+
+
 def read_meta_file(path: Path, config: ModelConfig | str | Path | None = None) -> MetaFile:
     """Map the file ``path``. ``config`` says what a ``.pth`` leaves out: a ModelConfig, the name of a shape, or a path
     to Hugging Face's config.json or Meta's params.json; None: such a file beside ``path``.
@@ -71,8 +77,7 @@ def read_meta_file(path: Path, config: ModelConfig | str | Path | None = None) -
         _refuse_foreign(state, path)
     else:
         state, facts = read_bin(path, header)
-        if config is not None:
-            raise CheckpointError(f"config: {path} says by itself what its model is; leave it out")
+        refuse_config(config, path)
     state = {name: t for name, t in state.items() if not name.removesuffix(".weight").endswith(_BUFFERS)}
     if isinstance(facts, dict) and config is None:
         where, raw = str(path), _raw_from_facts(facts, state, str(path)) | {"bos_token_id": 1, "eos_token_id": 2}
