@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -46,6 +47,18 @@ def extra_data_dir() -> Path:
     if not path.is_dir():
         pytest.skip(f"needs vocabularies that may not be copied, and {path} is absent (set GPT_FAST_TEST_DATA)")
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files_go(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tested processes leave in the folder for temporary files: torchrun its logs, a killed server its own."""
+    tmp_path_factory.getbasetemp()  # tests' own folders lie elsewhere, to be looked at after a failure
+    with (
+        tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder,
+        mock.patch.dict(os.environ, TMPDIR=folder),
+        mock.patch.object(tempfile, "tempdir", folder),
+    ):
+        yield
 
 
 @pytest.fixture
