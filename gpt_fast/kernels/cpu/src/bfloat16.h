@@ -37,6 +37,7 @@ struct Bfloat16 {
         F16 sum[R][T];
         take_rows(xs, x, row);
         load_sums(sum, acc);
+        const bool two = two_steps<R>();
         for (int64_t p = k / 2; p < pairs;) {
             const uint8_t* next = fetch.template after<T>(tiles, tile_bytes, p * kPairBytes);
             const int64_t end = std::min(p + kBlockPairs, pairs);
@@ -45,7 +46,7 @@ struct Bfloat16 {
                 add<R, T, 2>(tiles + p * kPairBytes, tile_bytes, xs, 2 * p, sum);
                 ++p, next += kPairBytes;
             };
-            while (kTwoSteps<R> && p + 1 < end) step(), step();
+            while (two && p + 1 < end) step(), step();
             while (p < end) step();
         }
         if (!kBfloat16Dots && k_end % 2) add<R, T, 1>(tiles + pairs * kPairBytes, tile_bytes, xs, k_end - 1, sum);

@@ -39,6 +39,7 @@ struct Float32 {
         const float* tiles = data + tile * tile_values;
         take_rows(xs, x, row);
         load_sums(sum, acc);
+        const bool two = kRegisters >= 32 && two_steps<R>();
         for (int64_t i = k; i < k_end;) {
             const uint8_t* next =
                 fetch.template after<T>(reinterpret_cast<const uint8_t*>(tiles), tile_bytes, i * kTile * value_bytes);
@@ -53,7 +54,7 @@ struct Float32 {
                 }
                 ++i, next += kTile * value_bytes;
             };
-            while (kTwoSteps<R> && kRegisters >= 32 && i + 1 < end) step(), step();
+            while (two && i + 1 < end) step(), step();
             while (i < end) step();
         }
         store_sums(sum, acc);

@@ -73,10 +73,13 @@ constexpr int tiles_of_integers(int rows) {
     return rows <= (kFewRegisters ? 1 : 2) ? kStreams : kRegisters < 32 ? 1 : 2;
 }
 
-// Whether a loop of R rows along k takes two steps before it asks for its end. Where registers are scarce gcc keeps a sum or
-// an address in memory, and the next step waits for it; with fewer rows one step at a time is as fast or faster.
+// Whether a loop of R rows along k takes two steps before it asks for its end. With few registers, or vectors in two turns,
+// gcc keeps a sum or an address in memory, and the next step waits for it. Elsewhere, and with fewer rows, one step at a time
+// is as fast or faster.
 template <int R>
-constexpr bool kTwoSteps = R >= 6;
+inline bool two_steps() {
+    return R >= 6 && (kRegisters < 32 || half_wide());
+}
 
 // Sums of rows and tiles over each part of k: [parts, rows, stride], `part` floats from one part to the next. As long as
 // they are not begun, the memory holds anything.
