@@ -180,4 +180,11 @@ struct Int8 {
     }
 };
 
+// Six rows of two tiles, whose sums fit the registers, where a sum that is stored costs products and one more weight of an
+// output does not.
+template <>
+inline int64_t rows_of_prompts<Int8>() {
+    return adds_beside() ? 6 : Int8::kMostRows;
+}
+
 }  // namespace gpt_fast

@@ -215,6 +215,12 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
     }
 }
 
+// At a time, where there are many: at most kMostRows.
+template <class Format>
+inline int64_t rows_of_prompts() {
+    return Format::kMostRows;
+}
+
 // All rows of one range of k and some tiles; the rows are cut into nearly equal pieces. `next`: what is fetched between
 // them.
 template <class Format, int most = Format::kMostRows>
@@ -229,7 +235,7 @@ inline void all_rows(const typename Format::Rows& x, int64_t row, int64_t rows, 
             micro_any<Format, fewer>(count, x, row + begin, w, tile, tiles, k, k_end, acc.from(begin, 0), fetch);
         });
     }
-    const int64_t pieces = ceil_div(rows, most);
+    const int64_t pieces = ceil_div(rows, rows < kPromptRows ? most : rows_of_prompts<Format>());
     for (int64_t p = 0; p < pieces; ++p) {
         const int64_t begin = rows * p / pieces, end = rows * (p + 1) / pieces;
         micro_any<Format, most>(end - begin, x, row + begin, w, tile, tiles, k, k_end, acc.from(begin, 0),

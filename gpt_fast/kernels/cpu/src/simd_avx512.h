@@ -19,6 +19,9 @@ inline unsigned amd_family() {
 // Whether the CPU takes two turns for 512 bits, as AMD's family 25 does (Zen 4).
 inline bool half_wide() { return amd_family() == 25; }
 
+// Whether it adds and shifts 512 bits by other units than those that multiply, as family 26 does (Zen 5).
+inline bool adds_beside() { return amd_family() == 26; }
+
 // Whether memory is read fastest from one place, as Zen 4 and 5 do it; Intel's CPUs read two faster.
 inline bool one_stream() { return amd_family() != 0; }
 

@@ -12,6 +12,7 @@ struct I16 {
 
 constexpr int kRegisters = 8;  // of 16 lanes
 constexpr bool half_wide() { return false; }  // these are about CPUs with vectors of 512 bits (simd_avx512.h)
+constexpr bool adds_beside() { return false; }
 constexpr bool one_stream() { return false; }
 
 inline F16 operator*(F16 x, F16 y) { return {x.a * y.a, x.b * y.b}; }
