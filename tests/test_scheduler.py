@@ -351,6 +351,19 @@ def test_no_draft_is_verified_where_the_sequence_is_computed_anew() -> None:
     assert s.room_for_drafts(r, 9) == 9
 
 
+def test_who_became_long_just_before_it_gave_its_pages_back_is_computed_as_a_long_one() -> None:
+    s = Scheduler(PageAllocator(7, 4), 4, 100, long_from=8, computed_anew=True)
+    old, young = request("old", [1] * 12, max_tokens=6), request("young", [2] * 8, max_tokens=9)
+    s.add(old)
+    s.add(young)
+    assert turn(s) == [("old", 12), ("young", 8)], "six pages of six; both have one token more now"
+    assert turn(s) == [("old", 1)], "which takes the page that the younger one had"
+    assert (young.num_tokens, young.rope_len, young.slot) == (9, 8, -1)
+    s.finish(old)
+    plan, _ = s.schedule()
+    assert [(part.start, part.end, part.rope_len) for part in plan.sequences] == [(0, 9, 9)]
+
+
 def test_what_is_called_a_prompt() -> None:
     """Its last token alone is. Several that were generated, and are computed again, are as those of a prompt."""
     scheduler = Scheduler(PageAllocator(20, 4, prefix_cache=False), 2, prefill_chunk=5)

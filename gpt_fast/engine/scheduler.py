@@ -106,8 +106,7 @@ class Scheduler:
         for request in [r for r in self.running if among is None or r in among]:
             if request.paused or request.slot < 0:  # preempted by an older one in this very loop
                 continue
-            if self._computed_anew and request.rope_len <= self._long_from < request.num_tokens:
-                request.rope_len = request.num_tokens
+            if self._outgrew(request):
                 self._preempt(request)
                 continue
             pending = request.num_pending
@@ -173,6 +172,10 @@ class Scheduler:
             self._reserve(request, request.num_tokens + count)
         return count
 
+    def _outgrew(self, request: Request) -> bool:
+        """Whether ``request`` has become so long that all of it is computed anew."""
+        return self._computed_anew and request.rope_len <= self._long_from < request.num_tokens
+
     def _part_of(self, pending: int, budget: int) -> int:
         """How many of ``pending`` tokens of a prompt a step computes that has ``budget`` left."""
         return pending if self._whole_prompts and budget > 0 else max(0, min(pending, budget))
@@ -227,6 +230,8 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Start a waiting request if the pages for all its tokens so far are there. Paused ones give theirs, and their
         slots: whoever does not fetch tokens keeps nobody waiting."""
+        if self._outgrew(request):  # in this step's turn, or before it gave its pages back for another reason
+            request.rope_len = request.num_tokens
         salted = 0 < self._long_from < request.rope_len
         salt = request.rope_len.to_bytes(8, "little") if salted else b""
         whole = request.params.prompt_logprobs is None  # else the logits of every prompt token are wanted
