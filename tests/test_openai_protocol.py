@@ -932,6 +932,13 @@ def test_echo_comes_first_and_offsets_go_on_behind_it(stream: bool) -> None:
         assert choices[0]["logprobs"]["text_offset"] == [0, 0, 1, 2, 3]
 
 
+def test_special_tokens_of_an_echo_take_no_place_in_its_text() -> None:
+    body = text(prompt="Hi", echo=True, logprobs=0, skip_special_tokens=False)
+    [choice] = chunks_of(parse_completion(body, context()), "yo", reason="length")
+    assert choice["text"] == "Hiyo"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3], "of <|begin_of_text|>, H, i, y, o"
+
+
 def test_scoring_streams_the_prompt_alone() -> None:
     request = parse_completion(text(echo=True, stream=True, max_tokens=0), context())
     assert [event["choices"][0]["text"] for event in events(run(request, "x", reason="length"))] == ["Hi"]

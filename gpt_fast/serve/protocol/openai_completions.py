@@ -88,7 +88,9 @@ class CompletionRequest(OpenAIRequest):
         entries = completion.prompt_logprobs or ()
         # Nothing predicts the first token; it has a place in the lists, and null for its numbers.
         first = TokenLogprobs(self._prompt(index)[0], 0.0)
-        lists = self._lists(self._offsets_behind((), 0), [entry or first for entry in entries])
+        # Special tokens are not written in an echo, whatever is in the answer behind it.
+        offsets = _Offsets(self.context.tokenizer, (), 0, ())
+        lists = self._lists(offsets, [entry or first for entry in entries])
         lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
         lists["text_offset"] = [min(offset, len(self._echo(index))) for offset in lists["text_offset"]]
         if self._returns_origins:
