@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -283,3 +284,9 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
     assert [token for token, _ in found[0].top] == [0, 1]
     assert found[0].top[1][1] == pytest.approx(float(LOGITS[1]))
     assert found[1].top == ()
+
+
+def test_of_a_small_vocabulary_all_log_probabilities_come() -> None:
+    [entry] = logprobs(LOGITS.expand(1, 5), [3], [20])
+    assert sorted(token for token, _ in entry.top) == [0, 1, 2, 3, 4]
+    assert sum(math.exp(value) for _, value in entry.top) == pytest.approx(1)

@@ -204,10 +204,10 @@ def log_total(scaled: Tensor) -> Tensor:
 
 def logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Log probabilities under the model's own distribution, logits [R, V], of each row's token and its likeliest ones.
-    Row i lists the ``num_top[i]`` likeliest tokens; ties in order of the token id are not promised."""
+    Row i lists the ``num_top[i]`` likeliest tokens, or all V; ties in order of the token id are not promised."""
     table = logits.float().log_softmax(dim=-1)
     chosen = table.gather(1, tensor_of(list(tokens), torch.int64, logits.device)[:, None])[:, 0].tolist()
-    top = table.topk(max(1, *num_top), dim=-1)
+    top = table.topk(min(table.shape[1], max(1, *num_top)), dim=-1)
     values, ids = top.values.tolist(), top.indices.tolist()
     return [
         TokenLogprobs(token, chosen[i], tuple(zip(ids[i][:count], values[i][:count], strict=True)))
