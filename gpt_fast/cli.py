@@ -48,6 +48,7 @@ def _run(argv: Sequence[str] | None) -> int:
         declared.description = _without_markup(declared.description or "")
     arguments = parser.parse_args(argv)
     try:
+        _refuse_empty(arguments)
         return int(arguments.run(arguments))
     except BrokenPipeError:
         return 0  # the reader of our output has seen enough
@@ -75,6 +76,15 @@ def _without_markup(docstring: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def _refuse_empty(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for an empty path, such as a shell makes of a variable that is not set: it would mean the
+    current folder, or what holds without the option."""
+    for name in (*_PATHS, "lora"):
+        values = vars(arguments).get(name)
+        if "" in (values if isinstance(values, (list, dict)) else [values]):
+            raise ValueError(f"{_flag(name)} is empty; give a path")
+
+
 def _told(error: OSError, arguments: argparse.Namespace) -> str:
     """``error`` in words, with the file and the option that named it, if one did."""
     if error.strerror is None or not isinstance(error.filename, str):
@@ -89,7 +99,11 @@ def _named(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
         values = vars(arguments).get(name)
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, (str, Path)):
-                yield f"--{name.replace('_', '-')}" if name != "source" else "SOURCE", Path(value)
+                yield _flag(name), Path(value)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}" if name != "source" else "SOURCE"
 
 
 def _concerns(file: Path, given: Path) -> bool:

@@ -74,9 +74,9 @@ _HOW: Table = {
 
 def refuse_absent(checkpoint: str | None) -> None:
     """Raise CheckpointError where the folder or file ``checkpoint`` is not there; None: there is none to be."""
-    if checkpoint is None or (checkpoint and Path(checkpoint).exists()):
+    if checkpoint is None or Path(checkpoint).exists():
         return
-    told = f"--checkpoint: there is no folder or file {checkpoint or repr(checkpoint)}"
+    told = f"--checkpoint: there is no folder or file {checkpoint}"
     if of_hub := NAME_OF_HUB.fullmatch(checkpoint):
         named = filter(None, of_hub.group("repo", "file"))
         command = shlex.join(["gpt-fast", "download", *named, "--out", "DIR"])

@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
     others = "inference port; management and metrics are 1 and 2 above it, gRPC 1010 and 1009 below"
     base = values.whole(ports.LOWEST, ports.HIGHEST)
     add("--port", type=base, default=8080, metavar="BASE", help=f"{others} (default: %(default)s)")
-    add("--run-dir", type=Path, metavar="DIR", help="for archive and logs (default: one for each port, in the cache)")
+    add("--run-dir", metavar="DIR", help="for archive and logs (default: one for each port, in the cache)")
     loading = f"seconds that loading may take (default: {LOADING_S}, or less by startupTimeout of --config)"
     add("--timeout", type=values.above_zero, metavar="S", help=loading)
     drain = "seconds that running requests have to finish after SIGTERM and with --stop; 0: none (default: %(default)s)"
