@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shlex
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -616,6 +618,33 @@ def test_what_became_of_drafts_is_told(page: str, says: str, monkeypatch: pytest
         page = page.replace(f"{{{name}}}", f'vllm:spec_decode_num_{name}_tokens_total{{model_name="m",engine="0"}}')
     monkeypatch.setattr(asking, "fetch", lambda *_, **__: page)
     assert asking.drafts(record.Server(1, 0.0, "127.0.0.1", 8080, "", "")) == says
+
+
+BROKEN_OFF = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n6\r\nOnce u\r\n"
+REFUSED = b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize(("sent", "printed"), [(BROKEN_OFF, b"Once u\n"), (b"", b""), (REFUSED, b"\n")])
+def test_an_answer_that_breaks_off_is_told_in_words(
+    sent: bytes, printed: bytes, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (tmp_path / "request.json").write_text("{}")
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def answer() -> None:
+            for _ in range(2):
+                connection = stack.enter_context(listener.accept()[0])
+                connection.sendall(sent)
+                connection.shutdown(socket.SHUT_WR)
+
+        threading.Thread(target=answer, daemon=True).start()
+        there = record.Server(1, 0.0, "127.0.0.1", listener.getsockname()[1], "", "")
+        with pytest.raises(ServerError, match=r"no whole answer|status 503"):
+            asking.ask(there, tmp_path / "request.json")
+        with pytest.raises(ServerError, match="no whole answer"):
+            asking.drafts(there)
+    assert capfdbinary.readouterr().out == printed
 
 
 def test_a_pid_that_is_someone_elses_is_not_our_server() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from gpt_fast.errors import ServerError
@@ -35,7 +37,7 @@ def ready_workers(management: str, model: str) -> int:
 
 def ask(server: Server, request_file: Path) -> None:
     """Send the JSON in ``request_file`` and print the answer as it comes, and a line end. Raises ServerError for an
-    error's status."""
+    error's status, and for an answer that breaks off."""
     connection = http.client.HTTPConnection(server.address, timeout=600)
     connection.request(
         "POST",
@@ -43,18 +45,23 @@ def ask(server: Server, request_file: Path) -> None:
         body=request_file.read_bytes(),
         headers={"Content-Type": "application/json"},
     )
-    answer = connection.getresponse()
-    while piece := answer.read1():
-        sys.stdout.buffer.write(piece)
-        sys.stdout.buffer.flush()
-    print(flush=True)
+    with _whole():
+        answer = connection.getresponse()
+        try:
+            while piece := answer.read1():
+                sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
+        finally:
+            print(flush=True)
     if answer.status >= 400:
         raise ServerError(f"the server answered with status {answer.status}")
 
 
 def drafts(server: Server) -> str:
-    """What became of the tokens that were guessed ahead since the model was loaded; nothing where none ever are."""
-    page = fetch(server.address, f"/predictions/{MODEL}/1.0/metrics")
+    """What became of the tokens that were guessed ahead since the model was loaded; nothing where none ever are. Raises
+    ServerError where the server does not say."""
+    with _whole():
+        page = fetch(server.address, f"/predictions/{MODEL}/1.0/metrics")
     numbers = dict(re.findall(r"^vllm:spec_decode_num_(\w+)_tokens_total\{[^}]*\} (\d+)$", page, re.MULTILINE))
     if not numbers:
         return ""
@@ -62,3 +69,12 @@ def drafts(server: Server) -> str:
     if not drafted:
         return "No tokens were guessed ahead so far."
     return f"{drafted} tokens were guessed ahead so far, and {accepted} of them were right ({accepted / drafted:.0%})."
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Raises ServerError in the place of what http.client raises: the worker or all of the server may end meanwhile."""
+    try:
+        yield
+    except http.client.HTTPException as error:
+        raise ServerError(f"the server gave no whole answer: {error}") from error
