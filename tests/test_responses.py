@@ -117,6 +117,12 @@ def test_a_call_as_openai_s_client_parsed_it_may_be_sent_back() -> None:
     assert prompt(input=[parsed]) == prompt(input=[call])
 
 
+def test_an_item_whose_type_is_null_is_a_message() -> None:
+    """As OpenAI's client writes an EasyInputMessage that was made without a type."""
+    message = {"role": "user", "content": "Ulm?"}
+    assert prompt(input=[{**message, "type": None, "phase": None}]) == prompt(input=[message])
+
+
 def test_the_same_chat_is_the_same_request() -> None:
     fields: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "seed": 3, "top_k": 5}
     response = asked(tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, max_output_tokens=9, **fields)
@@ -229,3 +235,8 @@ def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         asked(**fields)
     assert caught.value.param == param
+
+
+def test_an_unknown_field_of_a_function_is_told_where_it_is() -> None:
+    with pytest.raises(RequestError, match=r"^tools\.0: unknown field 'novel'"):
+        asked(tools=[{**TOOL, "novel": True}])

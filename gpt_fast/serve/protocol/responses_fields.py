@@ -73,7 +73,8 @@ def _belong_together(first: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
 
 def _message(value: Any, name: str) -> dict[str, Any]:
     """The message that one item means, to be read as a chat's."""
-    kind = OneOf(tuple(_ITEMS))(json_object(value, name).get("type", "message"), f"{name}.type")
+    given = json_object(value, name).get("type")  # null counts as not given
+    kind = "message" if given is None else OneOf(tuple(_ITEMS))(given, f"{name}.type")
     item = _ITEMS[kind](value, name)
     if kind == "function_call":
         function = {"name": item["name"], "arguments": item["arguments"]}
@@ -114,7 +115,7 @@ def _tool_choice(value: Any, name: str) -> ToolChoice:
 
 
 _FLAT = (
-    *((".tool_calls.0.id", ".call_id"), (".tool_calls.0", ""), (".function.", ".")),
+    *((".tool_calls.0.id", ".call_id"), (".tool_calls.0", ""), (".function.", "."), (".function:", ":")),
     ("reasoning_effort", "reasoning.effort"),
 )
 
