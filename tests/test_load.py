@@ -585,7 +585,10 @@ def test_goodput_words_are_checked(words: str) -> None:
         ({"abort_fraction": 1.5}, "abort_fraction"),
         ({"abort_fraction": 0.5, "stream": False}, "stream"),
         ({"duration_s": 5.0}, "duration"),
-        ({"headers": {"A": "b\r\nC: d"}}, "one line"),
+        ({"duration_s": math.inf, "request_rate": 1.0}, "duration_s must be finite"),
+        ({"burstiness": math.inf, "request_rate": 1.0}, "burstiness must be finite"),
+        ({"headers": {"A": "b\r\nC: d"}}, "header 'A' must be one line"),
+        ({"headers": {"A": "\u6f22"}}, "header 'A' must be one line"),
     ],
 )
 def test_impossible_options_are_named(options: dict[str, Any], words: str) -> None:

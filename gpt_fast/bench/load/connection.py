@@ -110,8 +110,8 @@ class Endpoint:
         given = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json"}
         given |= {"Connection": "keep-alive" if keep_alive else "close", **headers}
         for name, value in given.items():
-            if any(c in name + value for c in "\r\n"):
-                raise ValueError(f"header {name!r} must be one line")
+            if any(c in "\r\n" or c > "\xff" for c in name + value):
+                raise ValueError(f"header {name!r} must be one line of Latin-1")
         self._head = f"POST {path}{f'?{parts.query}' * bool(parts.query)} HTTP/1.1\r\n"
         self._head += "".join(f"{name}: {value}\r\n" for name, value in given.items())
 

@@ -39,6 +39,9 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and (value < 1 if name in whole else not value > 0):
                 raise ValueError(f"{name} must be {'at least 1' if name in whole else 'more than 0'}, not {value}")
+        for name in ("burstiness", "duration_s"):
+            if math.isinf(getattr(self, name) or 0):
+                raise ValueError(f"{name} must be finite")
         if not 0 <= self.abort_fraction <= 1:
             raise ValueError(f"abort_fraction must be between 0 and 1, not {self.abort_fraction}")
         if self.abort_fraction and not self.stream:
