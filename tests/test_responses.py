@@ -155,6 +155,15 @@ def test_an_answer_is_thinking_then_text_then_calls(stream: bool) -> None:
     assert response.store is False
 
 
+def test_a_call_has_an_id_that_the_template_takes_back() -> None:
+    template = ChatTemplate("[TOOL_CALLS]{{ tools }}", {}, "the test")  # Mistral's, which insist on 9 characters
+    context = dataclasses.replace(CONTEXT, template=template, new_id=lambda: "0123456789abcdef")
+    request = parse_responses({"model": "tiny", "input": "Hi", "tools": [TOOL]}, context)
+    text = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Ulm"}}]'
+    (call,) = json.loads(request.write_end([Completion(text, (1,), "stop")]))["output"]
+    assert (call["type"], call["call_id"]) == ("function_call", "012345678")
+
+
 def test_a_stream_event_by_event() -> None:
     events = answered("yo", stream=True, step=1, store=True)
     assert [event.type.removeprefix("response.") for event in events] == [

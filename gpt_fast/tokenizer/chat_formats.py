@@ -36,6 +36,10 @@ class CallFormat:
     at_start: bool = False
     id_length: int = 0  # that the template insists on; 0: any
 
+    def new_id(self, drawn: str) -> str:
+        """The id of a new call, of ``drawn``, hexadecimal digits that no other has."""
+        return drawn[: self.id_length] if self.id_length else f"call_{drawn}"
+
     def first(self, name: str) -> list[str]:
         """The ways in which the first call begins, up to its arguments, when it is one of the function ``name``."""
         return [self.marker + before + self.opening.replace(NAME, name) for before in self.before]

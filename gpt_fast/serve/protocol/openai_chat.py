@@ -62,9 +62,8 @@ class ChatRequest(OpenAIRequest):
         return super()._frame(kind, choices) | of_prompt
 
     def _new_message(self) -> Message:
-        length = self._form.dialect.calls.id_length
-        new_id = self.context.new_id
-        return Message(self._form.reader(), lambda: new_id()[:length] if length else f"call_{new_id()}")
+        calls, new_id = self._form.dialect.calls, self.context.new_id
+        return Message(self._form.reader(), lambda: calls.new_id(new_id()))
 
     def _logprobs(self, part: Delta | Completion, told: bool = False) -> dict[str, Any] | None:
         """Those of ``part``; of none of it if they are ``told`` already, in another chunk."""

@@ -13,7 +13,8 @@ from typing import Any
 from gpt_fast.errors import RequestError
 from gpt_fast.fields import check_values
 from gpt_fast.outputs import Completion, Delta
-from gpt_fast.serve.protocol.answer_parts import AnswerReader, Part
+from gpt_fast.serve.protocol.answer_form import AnswerForm
+from gpt_fast.serve.protocol.answer_parts import Part
 from gpt_fast.serve.protocol.openai_chat import Chat, understand
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_fields import read_request
@@ -40,7 +41,7 @@ class ResponsesRequest(WireRequest):
         self._head |= {name: other if body.get(name) is None else body[name] for name, other in _ECHOED.items()}
         self._head |= {"store": False, "previous_response_id": None}
         self._events = _Events()
-        self._output = _Output(chat.form.reader(), context.new_id, self._events)
+        self._output = _Output(chat.form, context.new_id, self._events)
 
     def write_delta(self, index: int, delta: Delta) -> str:
         if not self._events.count:
@@ -105,9 +106,9 @@ _KINDS = {
 class _Output:
     """The items of an answer, as its text comes in; each piece is told to ``events``."""
 
-    def __init__(self, reader: AnswerReader, new_id: Callable[[], str], events: _Events) -> None:
+    def __init__(self, form: AnswerForm, new_id: Callable[[], str], events: _Events) -> None:
         self.items: list[dict[str, Any]] = []
-        self._reader, self._new_id, self._events = reader, new_id, events
+        self._calls, self._reader, self._new_id, self._events = form.dialect.calls, form.reader(), new_id, events
         self._open: str | None = None  # the key in _KINDS of the last item, while it grows
         self._text = ""  # of that item
 
@@ -131,7 +132,7 @@ class _Output:
         type_, prefix, _ = _KINDS[kind]
         item: dict[str, Any] = {"id": prefix + self._new_id(), "type": type_, "status": "in_progress"}
         if kind == "call":
-            item |= {"call_id": f"call_{self._new_id()}", "name": part.text, "arguments": ""}
+            item |= {"call_id": self._calls.new_id(self._new_id()), "name": part.text, "arguments": ""}
         else:
             item |= {"role": "assistant", "content": []} if kind == "content" else {"summary": [], "content": []}
         self.items.append(item)
