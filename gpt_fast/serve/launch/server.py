@@ -109,6 +109,8 @@ def environment_of(run_dir: Path, java: Java, tmp_dir: str) -> dict[str, str]:
     given = {key: value for key, value in os.environ.items() if key not in ("JAVA_HOME", "TS_CONFIG_FILE")}
     if java.home is not None:
         given["JAVA_HOME"] = str(java.home)
+    if given.get("LC_ALL") in ("C", "POSIX"):  # in which Java opens no file whose path has more than ASCII
+        given["LC_ALL"] = "C.UTF-8"
     return {
         # Between two steps the worker's threads leave the cores to TorchServe instead of waiting on them.
         "OMP_WAIT_POLICY": "passive",
