@@ -39,13 +39,13 @@ def commands() -> tuple[Any, ...]:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="gpt-fast", description=__doc__.split(": ", 1)[1])
+    parser = argparse.ArgumentParser(prog="gpt-fast", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("--version", action="version", version=f"gpt-fast {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in commands():
         command.add_parser(subparsers)
     for declared in subparsers.choices.values():
-        declared.description = _without_markup(declared.description or "")
+        declared.description = _without_markup(declared.description)
     arguments = parser.parse_args(argv)
     try:
         _refuse_empty(arguments)
@@ -70,9 +70,9 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _without_markup(docstring: str) -> str:
-    """The sentences of "``gpt-fast verb``: sentences"."""
-    text = docstring.partition(": ")[2].replace("``", "")
+def _without_markup(docstring: str | None) -> str:
+    """The sentences of "``gpt-fast verb``: sentences" in the first paragraph; none where Python left it out (-OO)."""
+    text = (docstring or "").split("\n\n")[0].partition(": ")[2].replace("``", "")
     return text[:1].upper() + text[1:]
 
 

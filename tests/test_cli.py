@@ -463,6 +463,13 @@ def test_every_help_begins_with_a_sentence() -> None:
         assert "`" not in text, text
 
 
+def test_python_may_leave_docstrings_out() -> None:
+    command = [sys.executable, "-OO", "-m", "gpt_fast", "serve", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--checkpoint MODEL" in result.stdout
+
+
 def test_ctrl_c_says_so_on_a_line_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
     with mock.patch.object(cli, "commands", side_effect=KeyboardInterrupt):  # while the commands are imported
         early = gpt_fast("info")

@@ -31,8 +31,7 @@ _DEFAULT_VOCAB_SIZE = 500  # below that of any model, so that the ids exist wher
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command. Options of one mode default to absent, so that the others can refuse them by name."""
-    description = __doc__.split("\n\n")[0]
-    parser = subparsers.add_parser("bench", help="measure the engine or a server under load", description=description)
+    parser = subparsers.add_parser("bench", help="measure the engine or a server under load", description=__doc__)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--url", help="load a running server, e.g. http://HOST:PORT/predictions/gpt-fast")
     target.add_argument(

@@ -38,7 +38,7 @@ _SAMPLING: options.Table = {  # fields of SamplingParams
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser("generate", help="complete a prompt", description=__doc__.split("\n\n")[0])
+    parser = subparsers.add_parser("generate", help="complete a prompt", description=__doc__)
     text = "what to complete; '-' reads stdin, without its last line end; empty: start from nothing"
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help=text)

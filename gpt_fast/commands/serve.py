@@ -40,7 +40,7 @@ _LENGTHS: options.Table = {
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     words = "serve a model over HTTP, by TorchServe"
-    parser = subparsers.add_parser("serve", help=words, description=__doc__.split("\n\n")[0])
+    parser = subparsers.add_parser("serve", help=words, description=__doc__)
     add = parser.add_argument
     model = "a folder, a file, or owner/name or owner/name/FILE.gguf of the Hub (default: the demo model)"
     add("--checkpoint", metavar="MODEL", help=model)
