@@ -367,6 +367,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "swiglu": ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0}, "swiglu_limit 5.0"),
     "query scale": ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
     "both ways": ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional"),
+    "later tokens": ({"is_causal": False}, "is_causal False is not supported, only None, True"),
     "no rotation": ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, "unrotated has 2 entries"),
     "logits": ({"architectures": ["GraniteForCausalLM"], "logits_scaling": "2"}, "logits_scaling must be a number"),
     "longrope's lengths": (

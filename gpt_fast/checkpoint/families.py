@@ -45,6 +45,9 @@ _SCALING_KEYS: dict[str, tuple[str, ...]] = {
 }
 _SCALING_FIELDS = {_ORIGINAL: "original_max_seq_len", "short_factor": "short", "long_factor": "long"}
 
+# In every family: keys, and the values that can be served. If not is_causal, tokens see later ones.
+_REFUSED: dict[str, tuple[Any, ...]] = {"is_causal": (None, True)}
+
 # What quantize/ reads, and checkpoint/stacked.py.
 QUANT_METHODS = ("gpt_fast", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 
@@ -78,7 +81,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
         if method not in QUANT_METHODS:
             known = ", ".join(QUANT_METHODS) + "; use the unquantized checkpoint"
             raise values.wrong(f"quantization_config ({method}) is not supported, only {known}")
-    for key, served in row.refused.items():
+    for key, served in {**_REFUSED, **row.refused}.items():
         values.choice(key, dict.fromkeys(served))
     fields = dict(row.fields)
     fields |= {name: values.choice(*choice) for name, choice in _choices(row).items()}
