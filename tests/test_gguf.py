@@ -310,6 +310,18 @@ def test_other_scalings_of_the_rotation(tmp_path: Path) -> None:
         Checkpoint.open(path)
 
 
+def test_where_yarn_interpolates(folder: Path, tmp_path: Path) -> None:
+    keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_ext_factor": 1.0}
+    ends = {"rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0}
+    for given, wanted in (({}, (32.0, 1.0)), (ends, (16.0, 2.0))):
+        path = write_model(folder, tmp_path / "m.gguf", metadata=keys | given)
+        scaling = Checkpoint.open(path).config.rope_scaling
+        assert scaling is not None
+        assert (scaling.type, scaling.beta_fast, scaling.beta_slow) == ("yarn", *wanted)
+    with pytest.raises(CheckpointError, match=r"llama\.rope\.scaling\.yarn_attn_factor 0\.5 is not supported"):
+        Checkpoint.open(write_model(folder, path, metadata=keys | {"rope.scaling.yarn_attn_factor": 0.5}))
+
+
 # ---------------------------------------------------------------- vocabularies
 
 TEXTS = [*PIECES, "Once upon a time, in 1999, there were 12345 cats.", "  two  spaces\n\n\ttab", "don't I'LL we've", ""]
@@ -668,6 +680,7 @@ def test_lies_are_refused_by_name(name: str, tmp_path: Path) -> None:
         ("rope.freq_base", float("nan"), "rope_theta must be a number"),
         ("feed_forward_length", 64, "does not fit its configuration"),
         ("block_count", 1, "unexpected"),
+        ("attention.causal", False, "is_causal False is not supported"),
     ],
 )
 def test_metadata_that_make_no_sense(key: str, value: Any, said: str, folder: Path, tmp_path: Path) -> None:
@@ -677,7 +690,8 @@ def test_metadata_that_make_no_sense(key: str, value: Any, said: str, folder: Pa
     for name, field in reader.fields.items():
         if name.startswith("llama.") and name != f"llama.{key}":
             writer.add_key_value(name, field.contents(), field.types[0])
-    kinds = {int: gguf.GGUFValueType.UINT32, str: gguf.GGUFValueType.STRING, float: gguf.GGUFValueType.FLOAT32}
+    of = gguf.GGUFValueType
+    kinds = {int: of.UINT32, str: of.STRING, float: of.FLOAT32, bool: of.BOOL}
     if value is not None:
         writer.add_key_value(f"llama.{key}", value, kinds[type(value)])
     for found in reader.tensors:

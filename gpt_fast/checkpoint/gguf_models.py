@@ -177,6 +177,8 @@ def _raw(facts: _Facts, header: Header, divisors: State) -> dict[str, Any]:
         raw["sliding_window"] = None
     if "rope_theta" in known:
         raw |= _rope(facts, raw, divisors)
+    if facts.get("attention.causal") is False:
+        raw["is_causal"] = False
     bos, ends = header.metadata.get("tokenizer.ggml.bos_token_id"), end_ids(header.metadata)
     bos = bos if isinstance(bos, int) else None
     return raw | {"bos_token_id": bos, "eos_token_id": ends[0] if len(ends) == 1 else ends}
@@ -209,7 +211,7 @@ def _rope(facts: _Facts, raw: Mapping[str, Any], divisors: State) -> dict[str, A
     if kind in ("linear", "yarn") and factor and factor != 1.0:
         out["rope_scaling"] = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            out["rope_scaling"]["original_max_position_embeddings"] = original or positions
+            out["rope_scaling"] |= {"original_max_position_embeddings": original or positions} | _yarn(facts)
     elif kind not in (None, "none", "linear", "yarn", "longrope"):
         raise CheckpointError(f"{facts.path}: {facts.name}.rope.scaling.type {kind!r:.40} is not supported")
     short, long = (_numbers(divisors.get(f"rope_factors_{name}.weight")) for name in ("short", "long"))
@@ -222,6 +224,15 @@ def _rope(facts: _Facts, raw: Mapping[str, Any], divisors: State) -> dict[str, A
     if factors := _numbers(divisors.get("rope_freqs.weight")):
         out["rope_scaling"] = _divided(factors, raw.get("rope_theta", 10000.0), positions)
     return out
+
+
+def _yarn(facts: _Facts) -> dict[str, float]:
+    """Where yarn's interpolation begins and ends, as far as the file says so. Raises CheckpointError."""
+    for key in ("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"):  # no key of config.json means them
+        if (value := facts.number(key)) not in (None, 1.0, -1.0):  # -1: not given
+            raise CheckpointError(f"{facts.path}: {facts.name}.{key} {value:g} is not supported, only 1")
+    given = {name: facts.number(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _numbers(tensor: StoredTensor | None) -> list[float]:
