@@ -248,6 +248,19 @@ def test_a_tied_head_becomes_a_matrix_of_its_own(saved: Any, tmp_path: Path) -> 
         opened.with_adapters({str(table_too): 1})
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_head_that_files_call_otherwise(whole: bool, saved: Any, tmp_path: Path) -> None:
+    """Files of GPT-NeoX have embed_out, which transformers 5 calls lm_head, and so does PEFT then."""
+    opened, models = Checkpoint.open(saved("gpt-neox")), []
+    for name in ("embed_out", "lm_head"):
+        layer = pair("gpt_neox.layers.0.attention.dense", 64, 64, 1)
+        head = {f"{name}.weight": factor(261, 64, seed=6)} if whole else pair(name, 261, 64, 3)
+        adapter = write(tmp_path / name, layer | head, alpha_pattern={name: 7})
+        models.append(opened.with_adapters({str(adapter): 1}).build(torch.float32))
+    assert not torch.equal(models[0].head.output.weight, opened.build(torch.float32).head.output.weight)
+    assert_same(*models)
+
+
 def test_a_table_and_its_head_are_saved_apart(saved: Any, tmp_path: Path) -> None:
     """As PEFT does with ``modules_to_save`` of both, which trains new words of a chat."""
     base, table = saved("llama-tied"), factor(261, 64, seed=5)

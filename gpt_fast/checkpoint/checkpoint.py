@@ -146,8 +146,9 @@ class Checkpoint:
             why = f"is quantized already ({self.format.method}), so its weights can no longer be changed"
             todo = "Name the unquantized checkpoint, and say quantize: it is rounded with the adapter"
             raise ConfigError(f"lora: {self.path} {why}. {todo}")
-        out, adapters = copy.copy(self), open_adapters(lora)
-        names, wanted = FAMILIES[self.config.family].names, touched(adapters)
+        names = FAMILIES[self.config.family].names
+        out, adapters = copy.copy(self), open_adapters(lora, names["output"])
+        wanted = touched(adapters)
         table, head = names["tokens"] + ".weight", names["output"] + ".weight"
         tensors = dict(self.tensors)
         given_head = any(head in adapter.saved for adapter in adapters)

@@ -33,6 +33,7 @@ _ENDS = {  # of tensors' names: which factor it is, and whether of a table
     ".lora_embedding_A": ("A", True), ".lora_embedding_B": ("B", True),
 }  # fmt: skip
 _BASE = ".base_layer.weight"  # how PEFT saves a table that has an adapter as well
+_HEAD = "lm_head"  # transformers 5's name of every head, whatever the files of a family call it
 
 # Keys of adapter_config.json that are read here, and the values that can be served where it is not all of them.
 _READ: dict[str, tuple[Any, ...] | None] = {
@@ -103,10 +104,11 @@ class AdaptedTensor(StoredTensor):
 class Adapter:
     """One folder. ``added``: by the name of the module, tables of embeddings with their transpose, as files have it.
     ``saved``: tensors that take the place of the model's, by name. ``files``: all that decides what it does.
-    Raises CheckpointError for whatever is missing, damaged or not supported, naming file, key or tensor."""
+    ``head``: the name of the model's head. Raises CheckpointError for whatever is missing, damaged or not supported,
+    naming file, key or tensor."""
 
-    def __init__(self, folder: Path, weight: float = 1.0) -> None:
-        self.folder, self.weight = folder, weight
+    def __init__(self, folder: Path, weight: float = 1.0, head: str = _HEAD) -> None:
+        self.folder, self.weight, self._head = folder, weight, head
         if not (folder / ADAPTER_CONFIG).is_file():
             todo = "name the folder that PEFT's save_pretrained wrote"
             raise CheckpointError(f"lora: {folder} has no {ADAPTER_CONFIG}; {todo}")
@@ -128,7 +130,8 @@ class Adapter:
             name = name.removeprefix(_PREFIX)
             end = next((end for end in _ENDS if name.endswith(end)), None)
             if end is None:
-                self.saved[name.removesuffix(_BASE) + ".weight" if name.endswith(_BASE) else name] = tensor
+                name = name.removesuffix(_BASE) + ".weight" if name.endswith(_BASE) else name
+                self.saved[self._in_model(name)] = tensor
             else:
                 factor, table = _ENDS[end]
                 factors.setdefault((name.removesuffix(end), table), {})[factor] = tensor
@@ -138,7 +141,12 @@ class Adapter:
             whole = "take the place of the model's own, which they cannot do by half: leave the adapter's weight out"
             raise CheckpointError(f"{where}: {some(self.saved)} {whole}")
         for (module, table), pair in factors.items():
-            self.added[module] = self._low_rank(module, pair, table, where)
+            self.added[self._in_model(module)] = self._low_rank(module, pair, table, where)
+
+    def _in_model(self, name: str) -> str:
+        """What the files of the model call the module or tensor ``name``."""
+        module = name.partition(".")[0]
+        return self._head + name.removeprefix(_HEAD) if module == _HEAD else name
 
     def _low_rank(self, module: str, pair: Mapping[str, StoredTensor], table: bool, where: str) -> LowRank:
         if len(pair) < 2:
@@ -189,9 +197,10 @@ def _of_pattern(config: Mapping[str, Any], key: str, module: str, usual: Any) ->
     return usual
 
 
-def open_adapters(lora: Mapping[str, float]) -> list[Adapter]:
-    """The folders of ``EngineConfig.lora``, each with its weight. Raises CheckpointError."""
-    return [Adapter(Path(folder).expanduser(), weight) for folder, weight in lora.items()]
+def open_adapters(lora: Mapping[str, float], head: str = _HEAD) -> list[Adapter]:
+    """The folders of ``EngineConfig.lora``, each with its weight, for a model whose head is called ``head``. Raises
+    CheckpointError."""
+    return [Adapter(Path(folder).expanduser(), weight, head) for folder, weight in lora.items()]
 
 
 def touched(adapters: Iterable[Adapter]) -> set[str]:
