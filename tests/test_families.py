@@ -408,6 +408,15 @@ def test_refused_by_name(case: str) -> None:
         parse_config(LLAMA | changes)
 
 
+def test_no_rope_parameters_are_those_of_the_family() -> None:
+    raw = {"architectures": ["GptOssForCausalLM"]}
+    scaling = parse_config(raw).rope_scaling
+    assert scaling is not None
+    assert (scaling.type, scaling.factor) == ("yarn", 32.0)
+    assert parse_config(raw | {"rope_parameters": None, "rope_scaling": None}).rope_scaling == scaling
+    assert parse_config(raw | {"rope_parameters": {"rope_type": "default"}}).rope_scaling is None
+
+
 def test_layer_types_are_checked() -> None:
     qwen = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "use_sliding_window": True}
     kinds = ["full_attention", "sliding_attention"]

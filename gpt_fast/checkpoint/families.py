@@ -76,6 +76,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     row = _family(raw, where)
     aliases = {key: raw[alias] for alias, key in row.aliases.items() if alias in raw}
     values = _Values({**row.defaults, **raw, **aliases}, where + ": ")
+    if values.get("rope_parameters") is None and "rope_parameters" in row.defaults:  # null, too, means the family's
+        values["rope_parameters"] = row.defaults["rope_parameters"]
     if values.get("quantization_config"):
         method = values.inner("quantization_config").get("quant_method", "an unnamed method")
         if method not in QUANT_METHODS:
