@@ -281,6 +281,8 @@ def test_defaults_are_those_of_transformers(family: Any) -> None:
     for key, value in (family.defaults | meant).items():
         if key in ("rope_theta", "partial_rotary_factor"):
             assert theirs.rope_parameters.get("full_attention", theirs.rope_parameters)[key] == value
+        elif key == "rope_parameters":
+            assert theirs.rope_parameters == value | {"rope_theta": family.defaults["rope_theta"]}
         elif key == "rope_local_base_freq":
             assert theirs.rope_parameters["sliding_attention"]["rope_theta"] == value
         elif key in derived and value is None:
@@ -415,6 +417,7 @@ def test_no_rope_parameters_are_those_of_the_family() -> None:
     assert (scaling.type, scaling.factor) == ("yarn", 32.0)
     assert parse_config(raw | {"rope_parameters": None, "rope_scaling": None}).rope_scaling == scaling
     assert parse_config(raw | {"rope_parameters": {"rope_type": "default"}}).rope_scaling is None
+    assert (parse_config(raw).rope_theta, parse_config(raw | {"rope_theta": 1e6}).rope_theta) == (150000.0, 1e6)
 
 
 def test_layer_types_are_checked() -> None:

@@ -236,8 +236,8 @@ _ROWS = (
             "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0,
             "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-                "truncate": False, "original_max_position_embeddings": 4096,
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
             },
             "attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2, "num_local_experts": 128,
             "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
