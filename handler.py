@@ -53,10 +53,9 @@ def _find_package() -> None:
 
 _find_package()
 
-from gpt_fast.errors import EngineError, RequestError  # noqa: E402
+from gpt_fast.errors import EngineError, RequestError, try_later  # noqa: E402
 from gpt_fast.gguf import name_of_gguf  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
-from gpt_fast.params import try_later  # noqa: E402
 from gpt_fast.serve.lanes import Lanes  # noqa: E402
 from gpt_fast.serve.last_words import hold_open  # noqa: E402
 from gpt_fast.serve.metrics import NO_WORKER, Metrics, worker_id, write_torchserve  # noqa: E402

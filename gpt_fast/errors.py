@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection
 
-_SHOWN = 5  # names listed in an error
+MAX_SHOWN = 300  # characters of a failure that are logged or told: it may quote what a client sent
+_RETRY_AFTER_S = 1  # what a client is told to wait whom the server is too busy for
+_NAMES = 5  # listed in an error
 
 
 def some(names: Collection[str]) -> str:
     """The first of ``names``, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(list(names)[:_SHOWN]) + more
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return ", ".join(list(names)[:_NAMES]) + more
 
 
 class ConfigError(ValueError):
@@ -58,6 +61,11 @@ class RequestError(ValueError):
         self.status, self.retry_after_s = status, retry_after_s
 
 
+def try_later(message: str) -> RequestError:
+    """The refusal of a request that could be served at another time: 503, with the seconds to wait."""
+    return RequestError(f"{message}; try again later", None, "queue_full", 503, _RETRY_AFTER_S)
+
+
 class EngineError(RuntimeError):
     """The engine has stopped; the message says why."""
 
@@ -100,3 +108,14 @@ class TransferError(Exception):
 
 class AnswerError(Exception):
     """The server said in the body that the request failed, or the body is not what the protocol promises."""
+
+
+def brief(error: BaseException) -> str:
+    """For the log: where ``error`` was raised, and the beginning of what it says."""
+    return f"{type(error).__name__}: {str(error)[:MAX_SHOWN]}\n" + "".join(traceback.format_tb(error.__traceback__))
+
+
+def without_frames(error: Exception) -> Exception:
+    """``error``, to be kept: it no longer holds the variables of the functions that it was raised through."""
+    error.__context__ = None
+    return error.with_traceback(None)

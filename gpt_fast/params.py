@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -25,8 +24,6 @@ MAX_SEED = 2**64 - 1
 MAX_CHOICES = 2000
 MAX_SCHEMA_VALUES = 5000  # objects, lists, strings, numbers
 MAX_GRAMMAR_CHARS = 65536
-RETRY_AFTER_S = 1  # what a client is told to wait whom the server is too busy for
-MAX_SHOWN = 300  # characters of a failure that are logged or told: it may quote what a client sent
 GRAMMARS = ("json_schema", "regex", "choice", "grammar")  # fields that say what a completion must match; one at most
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: logits divided by it would be no finite numbers
 
@@ -67,22 +64,6 @@ _STOPS = ListOf(Text(1, MAX_STOP_LENGTH), _STOP, most=MAX_STOP_STRINGS, or_text=
 _BAD_WORDS = ListOf(Text(1, MAX_STOP_LENGTH), _STOP, most=MAX_BAD_WORDS)
 _ALLOWED = ListOf(_TOKEN, "token ids", least=1, most=MAX_ALLOWED_TOKENS)
 _LOGPROBS = Whole(0, MAX_LOGPROBS, or_float=True)
-
-
-def try_later(message: str) -> RequestError:
-    """The refusal of a request that could be served at another time: 503, with the seconds to wait."""
-    return RequestError(f"{message}; try again later", None, "queue_full", 503, RETRY_AFTER_S)
-
-
-def brief(error: BaseException) -> str:
-    """For the log: where ``error`` was raised, and the beginning of what it says."""
-    return f"{type(error).__name__}: {str(error)[:MAX_SHOWN]}\n" + "".join(traceback.format_tb(error.__traceback__))
-
-
-def without_frames(error: Exception) -> Exception:
-    """``error``, to be kept: it no longer holds the variables of the functions that it was raised through."""
-    error.__context__ = None
-    return error.with_traceback(None)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from gpt_fast.checkpoint import fingerprint as fingerprints
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.fingerprint import fingerprint
 from gpt_fast.config import EngineConfig
-from gpt_fast.errors import BatchError, MissingPackageError, RequestError
-from gpt_fast.params import try_later
+from gpt_fast.errors import BatchError, MissingPackageError, RequestError, try_later
 
 MODEL = Path(__file__).parent / "data" / "models" / "stories260K_hf"
 

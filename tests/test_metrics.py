@@ -25,8 +25,8 @@ from gpt_fast.engine.scheduler import Scheduler, SequencePlan, StepPlan
 from gpt_fast.engine.speculate.lookup import LookupDrafter
 from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.engine.text import TextStream
-from gpt_fast.errors import RequestError
-from gpt_fast.params import SamplingParams, try_later
+from gpt_fast.errors import RequestError, try_later
+from gpt_fast.params import SamplingParams
 from gpt_fast.serve import metrics as module
 from gpt_fast.serve.metrics import (
     ERRORS,

@@ -13,9 +13,8 @@ from gpt_fast.batch.lines import Line, read_line
 from gpt_fast.batch.rows import Answer, answer_of, refusal_of
 from gpt_fast.batch.setup import Setup, open_llm
 from gpt_fast.engine.handle import Handle
-from gpt_fast.errors import EngineError, RequestError, RequestFailedError
+from gpt_fast.errors import MAX_SHOWN, EngineError, RequestError, RequestFailedError, brief
 from gpt_fast.llm import LLM
-from gpt_fast.params import MAX_SHOWN, brief
 from gpt_fast.serve.protocol.request import WireRequest, as_written
 from gpt_fast.serve.routes import openai_context, parse
 from gpt_fast.serve.session import timed_out

@@ -25,9 +25,8 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler, StepPlan, goes_on
 from gpt_fast.engine.speculate.speculation import Speculation
-from gpt_fast.errors import EngineError, RequestError, RequestFailedError
+from gpt_fast.errors import MAX_SHOWN, EngineError, RequestError, RequestFailedError, brief, try_later, without_frames
 from gpt_fast.outputs import Completion
-from gpt_fast.params import MAX_SHOWN, brief, try_later, without_frames
 
 log = logging.getLogger(__name__)
 

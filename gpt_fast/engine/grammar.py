@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from gpt_fast.engine.closed_schema import ONE_SPELLING, close_objects
-from gpt_fast.errors import RequestError
-from gpt_fast.params import MAX_SHOWN, SamplingParams, try_later
+from gpt_fast.errors import MAX_SHOWN, RequestError, try_later
+from gpt_fast.params import SamplingParams
 from gpt_fast.tokenizer import Tokenizer
 
 MAX_LIVE_CHARS = 2**20  # of the grammars of all requests that are queued or running; a compiled one has 200 bytes each

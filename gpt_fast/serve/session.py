@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
-from gpt_fast.errors import RequestError
+from gpt_fast.errors import MAX_SHOWN, RequestError, brief, try_later, without_frames
 from gpt_fast.outputs import Completion
-from gpt_fast.params import MAX_SHOWN, brief, try_later, without_frames
 from gpt_fast.serve.lanes import Lanes
 from gpt_fast.serve.protocol.request import Piece, WireRequest, as_written
 

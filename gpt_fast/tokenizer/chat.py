@@ -16,9 +16,8 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gpt_fast.errors import RequestError, TokenizerError
+from gpt_fast.errors import MAX_SHOWN, RequestError, TokenizerError
 from gpt_fast.gguf import is_gguf
-from gpt_fast.params import MAX_SHOWN
 from gpt_fast.tokenizer.gguf_vocabulary import tokenizer_config
 from gpt_fast.tokenizer.settings import read_json_object, token_text
 
