@@ -121,7 +121,7 @@ def write_model(
         writer.add_chat_template(template)
     experts: dict[str, list[np.ndarray]] = {}
     for name, tensor in checkpoint.tensors.items():
-        values = tensor.rows(0, tensor.num_rows).float().numpy()
+        values = tensor.whole().float().numpy()
         values = np.ascontiguousarray(gguf_values(name, values, arch, raw))
         short = gguf_name(name, after=arch in ("gemma2", "gemma3"))
         if expert := _EXPERT.fullmatch(short):

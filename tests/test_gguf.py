@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    return {name: tensor.rows(0, tensor.num_rows).float() for name, tensor in checkpoint.tensors.items()}
+    return {name: tensor.whole().float() for name, tensor in checkpoint.tensors.items()}
 
 
 def assert_same_values(one: Checkpoint, other: Checkpoint) -> None:

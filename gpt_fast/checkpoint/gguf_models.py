@@ -239,7 +239,7 @@ def _numbers(tensor: StoredTensor | None) -> list[float]:
     """The numbers in a vector of divisors; none where there is no such vector."""
     if tensor is None or len(tensor.shape) != 1:
         return []
-    return [float(f"{number:.7g}") for number in tensor.rows(0, tensor.num_rows).tolist()]
+    return [float(f"{number:.7g}") for number in tensor.whole().tolist()]
 
 
 def _divided(factors: list[float], theta: float, positions: int) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def _hub_tensors(state: State, config: ModelConfig, row: Architecture) -> State:
 def _as_in_hub(tensor: StoredTensor, slot: str, index: int, config: ModelConfig, row: Architecture) -> StoredTensor:
     """The ``index``-th tensor of the place ``slot`` as Hugging Face's checkpoints have it."""
     if row.norm_offset and slot.endswith("norm"):
-        return StoredTensor(tensor.rows(0, tensor.num_rows).float() - row.norm_offset)
+        return StoredTensor(tensor.whole().float() - row.norm_offset)
     if row.pairs and slot == "wqkv" and tensor.num_rows == (config.q_dim, config.kv_dim, -1)[index]:
         pairs = Layout("pairs", head_dim=config.head_dim, pairs=config.head_dim)
         return tensor.picked(row_order(pairs, tensor.num_rows))

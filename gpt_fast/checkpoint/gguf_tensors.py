@@ -6,7 +6,6 @@ on to int4 takes codes and groups as they are (quantize/gguf.py); all else reads
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -46,10 +45,9 @@ class GgufTensor(StoredTensor):
         size = self.encoding.values
         if start % size or num_columns % size:
             raise ConfigError(f"shard: {num_columns} inputs a rank are no whole blocks of {self.encoding.name}")
-        out, width = copy.copy(self), self.encoding.num_bytes
-        out.data = self.data.narrow(1, start // size * width, num_columns // size * width)
-        out.shape = (self.num_rows, num_columns)
-        return out
+        width = self.encoding.num_bytes
+        data = self.data.narrow(1, start // size * width, num_columns // size * width)
+        return self._view(data, self.order, (self.num_rows, num_columns))
 
     def transposed(self) -> StoredTensor:
         """The transpose, which is made anew each time that it is read; the transpose of that is this tensor."""
@@ -78,7 +76,7 @@ class TurnedTensor(StoredTensor):
         return self.inner
 
     def rows(self, begin: int, end: int) -> Tensor:
-        return self.inner.rows(0, self.inner.num_rows)[:, begin:end].t()
+        return self.inner.whole()[:, begin:end].t()
 
     def release(self, begin: int, end: int) -> None:
         self.inner.release(0, self.inner.num_rows)

@@ -122,7 +122,7 @@ def read_bin(path: Path, h: Header) -> tuple[dict[str, StoredTensor], dict[str, 
             if h.version == 2 and len(shape) > 1:
                 scales = StoredTensor.of_bytes(data[numel:], torch.float32, (numel // h.group_size,))
                 quants = data[:numel].view(torch.int8).view(shape)
-                tensor: StoredTensor = Q80Tensor(quants, scales.rows(0, scales.num_rows), h.group_size)
+                tensor: StoredTensor = Q80Tensor(quants, scales.whole(), h.group_size)
             else:
                 tensor = StoredTensor.of_bytes(data, torch.float32, shape)
             tensors[name.format(layer) + ".weight"] = tensor

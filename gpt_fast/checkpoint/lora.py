@@ -94,7 +94,7 @@ class AdaptedTensor(StoredTensor):
     def rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
         left, right, scale = self.added
-        product = left.rows(begin, end).float() @ right.rows(0, right.num_rows).float()
+        product = left.rows(begin, end).float() @ right.whole().float()
         return product.mul_(scale).add_(self.base.rows(begin, end))
 
     def release(self, begin: int, end: int) -> None:

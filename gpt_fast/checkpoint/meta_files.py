@@ -209,7 +209,7 @@ def _hub_tensors(state: State, config: ModelConfig, source: Path) -> State:
             if ours.endswith(("q_proj", "k_proj")) and tensor.num_rows == part.shape[0]:
                 tensor = tensor.picked(row_order(pairs, tensor.num_rows))
             if ending == ".scale" and tensor.dtype.is_floating_point:
-                tensor = StoredTensor(tensor.rows(0, tensor.num_rows).float())
+                tensor = StoredTensor(tensor.whole().float())
             renamed[ours + ending] = tensor
     return renamed | state
 

@@ -8,7 +8,6 @@ first in its low half, and 32 numbers share a power of two.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -35,10 +34,9 @@ class Mxfp4Tensor(StoredTensor):
         """As of any tensor; whole groups. Raises ConfigError."""
         if start % _GROUP or num_columns % _GROUP:
             raise ConfigError(f"shard: {num_columns} inputs a rank are no whole groups of MXFP4")
-        out = copy.copy(self)
-        out.data = self.data.narrow(1, start // 2, num_columns // 2)
+        data = self.data.narrow(1, start // 2, num_columns // 2)
+        out = self._view(data, self.order, (self.num_rows, num_columns))
         out.scales = self.scales.narrow(1, start // _GROUP, num_columns // _GROUP)
-        out.shape = (self.num_rows, num_columns)
         return out
 
     def rows(self, begin: int, end: int) -> Tensor:
@@ -86,7 +84,7 @@ class _Stack(StoredTensor):
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Those of the experts [begin, end)."""
-        return torch.stack([tensor.rows(0, tensor.num_rows).t() for tensor in self._each[begin:end]])
+        return torch.stack([tensor.whole().t() for tensor in self._each[begin:end]])
 
     def release(self, begin: int, end: int) -> None:
         for tensor in self._each[begin:end]:

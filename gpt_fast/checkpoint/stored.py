@@ -16,10 +16,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _CHUNK = 4 << 20  # bytes read between two releases
 # int madvise(void *address, size_t length, int advice). Elsewhere pages leave memory under pressure only.
@@ -75,7 +79,7 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return self.num_rows * self.row_bytes
 
-    def _view(self, data: Tensor, order: Tensor | None, shape: tuple[int, ...]) -> StoredTensor:
+    def _view(self, data: Tensor, order: Tensor | None, shape: tuple[int, ...]) -> Self:
         out = copy.copy(self)
         out.data, out.order, out.shape = data, order, shape
         return out
@@ -103,7 +107,7 @@ class StoredTensor:
         """The transpose of a matrix: its columns as rows. Misaligned data and picked rows are read for it at once."""
         if self.order is None and self.data.dtype == self.dtype:
             return StoredTensor(self.data.t(), mapped=self.mapped)
-        return StoredTensor(self.rows(0, self.num_rows).t())
+        return StoredTensor(self.whole().t())
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), as a view where alignment and order allow; do not write to it."""
@@ -111,6 +115,10 @@ class StoredTensor:
         if out.dtype != self.dtype:
             out = out.clone(memory_format=torch.contiguous_format).view(self.dtype).view(end - begin, *self.shape[1:])
         return out
+
+    def whole(self) -> Tensor:
+        """All rows at once: for what is small, like scales."""
+        return self.rows(0, self.num_rows)
 
     def release(self, begin: int, end: int) -> None:
         """Let the pages of rows [begin, end) leave memory; reading them again is allowed."""

@@ -24,7 +24,6 @@ lists of targets.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,9 +68,8 @@ class ScaledTensor(StoredTensor):
         self.order, self._column = torch.arange(self.shape[0]), 0
 
     def columns(self, start: int, num_columns: int) -> StoredTensor:
-        out = copy.copy(self)
-        out.data, out._column = self.data.narrow(1, start, num_columns), self._column + start
-        out.shape = (self.num_rows, num_columns)
+        out = self._view(self.data.narrow(1, start, num_columns), self.order, (self.num_rows, num_columns))
+        out._column += start
         return out
 
     def rows(self, begin: int, end: int) -> Tensor:
@@ -148,7 +146,7 @@ def _plain(part: Part, tensors: Tensors, block: tuple[int, int] | None, where: s
     scale, packed, weight = (tensors.get(beside(part, name)) for name in (_SCALE, _PACKED, "weight"))
     if scale is None or len(part.stored_shape) != 2:
         return None
-    (n, k), values, where = part.stored_shape, scale.rows(0, scale.num_rows), f"{where}: {beside(part, _SCALE)}"
+    (n, k), values, where = part.stored_shape, scale.whole(), f"{where}: {beside(part, _SCALE)}"
     if packed is not None and packed.dtype == scale.dtype == torch.uint8 and packed.shape == (n, k // 2):
         if k % 32 or values.shape != (n, k // 32):
             raise CheckpointError(f"{where} is {list(values.shape)} for MXFP4 weights {[n, k]}")
@@ -196,7 +194,7 @@ class CompressedFormat(Format):
         if part.layout.kind == "transposed":
             raise CheckpointError(f"{where}weight is stored transposed in this family, which is not read quantized")
         sizes = self._tensors.get(beside(part, _SHAPE))
-        if sizes is not None and sizes.rows(0, sizes.num_rows).tolist() != list(part.shape):
+        if sizes is not None and sizes.whole().tolist() != list(part.shape):
             raise CheckpointError(f"{where}{_SHAPE} is not that of the model, {list(part.shape)}")
         if scale is None:
             raise CheckpointError(f"{where}{_SCALE} is missing")
@@ -268,11 +266,11 @@ class CompressedFormat(Format):
         """Of every group of the ``n`` stored outputs, what one code is worth, and the value of the middle code: float32
         [n, groups]."""
         scale, zeros = tensors[beside(part, _SCALE)], tensors.get(beside(part, _ZERO))
-        step = scale.rows(0, scale.num_rows).float()
+        step = scale.whole().float()
         step = step.view(1, 1).expand(n, 1) if step.numel() == 1 else step
         zero = torch.full_like(step, MIDDLE)
         if zeros is not None:
-            packed = zeros.rows(0, zeros.num_rows).t()
+            packed = zeros.whole().t()
             zero = unpacked(packed, 4)[:, :n].t().float()
         return StoredTensor(step.contiguous()), StoredTensor((MIDDLE - zero) * step)
 
@@ -282,7 +280,7 @@ class CompressedFormat(Format):
         where, order = f"{self._where}: {beside(part, _GROUPS)}", None
         if group_of is not None and int(group_of.rows(0, 1)[0]) >= 0:  # -1 in all where they are not used
             size = group_of.num_rows // scale.shape[-1]
-            order = column_order(group_of.rows(0, group_of.num_rows).long(), size, cut, where)
+            order = column_order(group_of.whole().long(), size, cut, where)
         store_order(layer, part, order, where)
         return order
 

@@ -45,7 +45,7 @@ def read_fp8(raw: Mapping[str, Any], where: str, wanted: Sequence[Part], tensors
         if name is None:
             lacking = beside(part, _SCALES[0])
             raise CheckpointError(f"{where}: {part.source} is stored as 8-bit floats, and {lacking} is missing")
-        scale = tensors[name].rows(0, tensors[name].num_rows)
+        scale = tensors[name].whole()
         (n, k), one = codes.shape, scale.numel() == 1
         rows, columns = (n, k) if one or block is None else block
         if not one and tuple(scale.shape) != (-(-n // rows), -(-k // columns)):

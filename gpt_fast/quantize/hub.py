@@ -148,7 +148,7 @@ class HubFormat(Format):
             codes = _outputs(qweight.part(cut.column * k, k), cut, _AWQ_ORDER).t()
             return codes, _outputs(qzeros, cut, _AWQ_ORDER), _outputs(scales, cut), group_of
         g_idx = tensors.get(beside(part, "g_idx"))
-        group_of = group_of if g_idx is None else _whole(g_idx).long()
+        group_of = group_of if g_idx is None else g_idx.whole().long()
         packed = _outputs(qweight.part(cut.column * k // 8, k // 8), cut)
         zeros = _outputs(qzeros, cut, range(8), self._header.zero_offset)
         return _unpack(packed.t().contiguous(), range(8)), zeros, _outputs(scales, cut), group_of
@@ -181,7 +181,7 @@ def without_empty_biases(wanted: Sequence[Part], tensors: Tensors) -> dict[str, 
     """``tensors`` without the biases of zeros that AutoGPTQ writes for layers that have none."""
     known = {part.source for part in wanted}
     empty = {beside(part, "bias") for part in wanted if beside(part, "qweight") in tensors} - known
-    return {name: t for name, t in tensors.items() if name not in empty or bool(_whole(t).any())}
+    return {name: t for name, t in tensors.items() if name not in empty or bool(t.whole().any())}
 
 
 def _outputs(stored: StoredTensor, cut: Cut, order: Sequence[int] = (), add: int = 0) -> Tensor:
@@ -191,7 +191,7 @@ def _outputs(stored: StoredTensor, cut: Cut, order: Sequence[int] = (), add: int
     found = []
     for start, num in cut.rows or ((0, stored.shape[1] * each),):
         first, end = start // each, -(-(start + num) // each)
-        read = _whole(stored.columns(first, end - first))
+        read = stored.columns(first, end - first).whole()
         read = _unpack(read + add, order) if order else read
         found.append(read[:, start - first * each :][:, :num])
     return torch.cat(found, dim=1)
@@ -201,7 +201,3 @@ def _unpack(packed: Tensor, order: Sequence[int]) -> Tensor:
     """int32 [R, C] -> int32 [R, 8 C]: value j of each stands at four-bit position ``order[j]``."""
     shifts = torch.tensor([4 * position for position in order], dtype=torch.int32)
     return ((packed[:, :, None] >> shifts) & 15).flatten(1)
-
-
-def _whole(tensor: StoredTensor) -> Tensor:
-    return tensor.rows(0, tensor.num_rows)
