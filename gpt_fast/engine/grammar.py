@@ -29,7 +29,6 @@ MAX_ITEMS_IN_ROW = 20_000
 LEXER_FUEL = 200_000
 MAX_FORCED_BYTES = 8192  # of text with no choice in it: each of its tokens costs the batch 0.1 ms for every 1,000 bytes
 REHEARSAL = 4  # tokens
-_START = "\n"  # no tokenizer joins what follows to it
 
 
 class GrammarCompiler:
@@ -186,17 +185,16 @@ class _Vocabulary:
         self.bos_token_id = tokenizer.bos_token_id
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else (self.special_token_ids or [0])[0]
         self._tokenizer = tokenizer
-        self._start = tokenizer.encode(_START, bos=False)
         texts = set(ids).difference(self.special_token_ids)
         self._ids = {self.tokens[i]: i for i in reversed(ids) if i in texts and self.tokens[i]}
         self._max_bytes = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids of ``text`` inside a longer text: without the space that SentencePiece puts first."""
-        ids, start = self._tokenizer.encode(_START + text, bos=False), len(self._start)
-        # Some tokenizers drop or join blanks: what does not spell the text is of no use here.
-        spelled = ids[:start] == self._start and b"".join(self.tokens[i] for i in ids[start:]) == text.encode()
-        return ids[start:] if spelled else self._greedy(text.encode())
+        """Token ids of ``text`` inside a longer text."""
+        ids = self._tokenizer.encode_inside(text)
+        if ids is None or b"".join(self.tokens[i] for i in ids) != text.encode():
+            return self._greedy(text.encode())  # some tokenizers drop or join blanks
+        return ids
 
     def _greedy(self, text: bytes) -> list[int]:
         """The longest token at every place: valid, though not always what the tokenizer would choose."""

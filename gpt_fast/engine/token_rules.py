@@ -11,8 +11,6 @@ from gpt_fast.errors import RequestError
 from gpt_fast.params import SamplingParams
 from gpt_fast.tokenizer import Tokenizer
 
-_START = "\n"  # no tokenizer joins what follows to it
-
 
 class TokenRules:
     """What one request allows. As in vLLM a bad word is a sequence of tokens, and where the completion ends with all
@@ -62,11 +60,7 @@ def _spellings(words: Iterable[str], tokenizer: Tokenizer | None, vocab_size: in
     an id that the model does not have, none."""
     if tokenizer is None:
         return set()
-    start = tokenizer.encode(_START, bos=False)
     found = set()
     for text in {text for word in words for text in (word, " " + word.lstrip())}:
-        found.add(tuple(tokenizer.encode(text, bos=False)))
-        inside = tokenizer.encode(_START + text, bos=False)
-        if inside[: len(start)] == start:
-            found.add(tuple(inside[len(start) :]))
+        found |= {tuple(tokenizer.encode(text, bos=False)), tuple(tokenizer.encode_inside(text) or ())}
     return {ids for ids in found if ids and max(ids) < vocab_size}

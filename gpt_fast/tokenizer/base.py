@@ -4,6 +4,7 @@ half a character, and streamed text cannot differ from text that is decoded at o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from gpt_fast.errors import TokenizerError
 
@@ -44,6 +45,16 @@ class Tokenizer:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = self._encode(text, allow_special) if text else []
         return [*self._prefix_ids, *ids] if bos else ids
+
+    def encode_inside(self, text: str) -> list[int] | None:
+        """The ids of ``text`` within a longer text: without the space that SentencePiece puts first. None from a
+        tokenizer that joins a line break in front to it, which hardly any does."""
+        ids, start = self.encode("\n" + text, bos=False), self._line_break
+        return ids[len(start) :] if ids[: len(start)] == start else None
+
+    @cached_property
+    def _line_break(self) -> list[int]:
+        return self.encode("\n", bos=False)
 
     def _encode(self, text: str, allow_special: bool) -> list[int]:
         """Ids of a text that is not empty and valid Unicode, without BOS."""

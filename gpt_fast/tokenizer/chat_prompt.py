@@ -172,9 +172,8 @@ def _encode_behind(tokenizer: Tokenizer, text: str, special: str) -> list[int]:
     alone = tokenizer.encode("a", bos=False)
     if tokenizer.encode(special + "a", bos=False, allow_special=True)[-len(alone) :] == alone:
         return ids
-    line_break = tokenizer.encode("\n", bos=False)  # hardly ever part of a longer token, and if so, it shows
-    behind = tokenizer.encode("\n" + text, bos=False)
-    return behind[len(line_break) :] if behind[: len(line_break)] == line_break else ids
+    behind = tokenizer.encode_inside(text)
+    return ids if behind is None else behind
 
 
 def _alternatives(names: Sequence[str]) -> str:
