@@ -17,7 +17,7 @@ from test_speculation import DEMO, same_model
 from gpt_fast import Completion, SamplingParams, cli
 from gpt_fast.bench import plots, published
 from gpt_fast.bench import speculation as bench
-from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepTimes, Tally, break_even, plain_step_s, speculating
+from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepLog, Tally, break_even, plain_step_s, speculating
 from gpt_fast.engine import engine as engine_module
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
@@ -139,7 +139,7 @@ def test_decode_steps_add_up_to_the_time_between_the_first_and_the_last_token(
     monkeypatch.setattr(speculation_module, "time", clock)
     monkeypatch.setattr(Engine, "_wait_for_work", wait_long)
     with FakeModelLLM(drafter=same_model, num_drafts=4) as llm:
-        times, speculation = StepTimes(llm.engine), llm.engine.speculation
+        times, speculation = StepLog(llm.engine), llm.engine.speculation
         assert speculation is not None
         for seed in (4, 5):  # the engine sleeps between them
             before = len(times.steps)
@@ -167,7 +167,7 @@ def test_speculation_pays_above_the_accepted_drafts_that_are_needed() -> None:
 
 def test_a_steps_time_is_without_its_drafts_and_prompts_are_no_decode_steps() -> None:
     engine: Any = SimpleNamespace(speculation=SimpleNamespace(drafting_s=2.0, most=4), on_step=None)
-    times = StepTimes(engine)
+    times = StepLog(engine)
     place = {"start": 4, "num_placed": 1, "new_pages": (), "rope_len": 7}
     verified = SequencePlan(slot=0, tokens=(1, 2, 3), num_logits=3, **place)
     decoded = SequencePlan(slot=1, tokens=(1,), num_logits=1, **place)
@@ -185,7 +185,7 @@ def test_steps_are_timed_with_drafts_and_without() -> None:
     with FakeModelLLM(drafter=same_model, num_drafts=4) as llm:
         speculation = llm.engine.speculation
         assert speculation is not None
-        times = StepTimes(llm.engine)
+        times = StepLog(llm.engine)
         done = llm.generate([5, 6, 7], params)
         check_idle(llm)
         with_drafts = list(times.steps)

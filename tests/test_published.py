@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.engine.speculate import published
-from gpt_fast.engine.speculate.published import RULES, Coupled, Rejection, Tally, Verdict
+from gpt_fast.engine.speculate.published import RULES, Coupled, Guesses, Rejection, Verdict
 from gpt_fast.errors import RequestError
 
 DEMO = Path(__file__).parents[1] / "model_store" / "demo"
@@ -239,8 +239,8 @@ def llm() -> Iterator[LLM]:
         yield loaded
 
 
-def complete(llm: LLM, name: str, fields: dict[str, Any]) -> tuple[Any, str, Tally]:
-    request, tally = llm.prepare("Once", SamplingParams(**fields)), Tally()
+def complete(llm: LLM, name: str, fields: dict[str, Any]) -> tuple[Any, str, Guesses]:
+    request, tally = llm.prepare("Once", SamplingParams(**fields)), Guesses()
     rule = RULES[name](request.seed)
     text = "".join(published.generate(FakeModel().forward, Near().forward, rule, request, 4, tally))
     return request.completion(), text, tally

@@ -83,7 +83,7 @@ class DecodeStep(NamedTuple):
     target_s: float  # all the rest: the target's step, sampling, the host's work before the step and behind it
 
 
-class StepTimes:
+class StepLog:
     """Notes every decode step of ``engine`` in ``steps``, from now on and in the place of another observer."""
 
     def __init__(self, engine: Engine) -> None:

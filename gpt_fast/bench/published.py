@@ -71,7 +71,7 @@ def answer(
 ) -> tuple[list[Completion], Tally]:
     """Complete ``asked`` by ``rule`` with up to ``k`` guesses for each call of the target, one prompt after the other.
     Steps are calls of the target, and all of them and of the tokens count: one call costs what another costs."""
-    completions, made = [], published.Tally()
+    completions, made = [], published.Guesses()
     with calling(llm):
         for prompt, params in asked:
             request = llm.prepare(prompt, params)

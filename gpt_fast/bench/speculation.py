@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt_fast.bench import published
-from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepTimes, Tally, break_even, plain_step_s, speculating
+from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepLog, Tally, break_even, plain_step_s, speculating
 from gpt_fast.bench.load.prompts import Prompt, read_prompts
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.config import DRAFTS, MAX_POSITIONS, read_key
@@ -121,11 +121,11 @@ class Found:
     method: Method
     rounds: list[Round] = field(default_factory=list)
     _answers: list[Answers] = field(default_factory=list)  # of the round that runs
-    _times: list[StepTimes] = field(default_factory=list)  # and of its steps
+    _times: list[StepLog] = field(default_factory=list)  # and of its steps
 
     def ask(self, asked: Asked) -> None:
         """One batch of a round."""
-        self._times.append(StepTimes(self.method.engine))
+        self._times.append(StepLog(self.method.engine))
         self._answers.append(self.method.ask(asked))
 
     def end_round(self, counts: bool) -> list[tuple[int, ...]]:

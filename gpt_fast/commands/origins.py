@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, get_args
 
-from gpt_fast.bench.drafting import BreakEven, StepTimes, Tally, break_even, plain_step_s, speculating
+from gpt_fast.bench.drafting import BreakEven, StepLog, Tally, break_even, plain_step_s, speculating
 from gpt_fast.outputs import Completion, Delta, Origin
 from gpt_fast.params import SamplingParams
 from gpt_fast.tokenizer import IncrementalDetokenizer
@@ -78,7 +78,7 @@ class OriginReport:
 
     def __init__(self, llm: LLM, speculation: Speculation, coloured: bool) -> None:
         self._llm, self._speculation, self._coloured = llm, speculation, coloured
-        self._times, self._tally = StepTimes(llm.engine), Tally()
+        self._times, self._tally = StepLog(llm.engine), Tally()
         self._latest: tuple[list[int], SamplingParams]  # tokens up to the middle of the latest answer, how it was drawn
 
     def painter(self, prompt: str | Sequence[int]) -> Callable[[Delta], str]:
@@ -119,7 +119,7 @@ class OriginReport:
         """Seconds of a step without drafts: from the run, or if it had too few of them, of a few more tokens."""
         steps = list(self._times.steps)
         if sum(not step.num_drafts for step in steps) < _ENOUGH_STEPS:
-            measured, (prompt, params) = StepTimes(self._llm.engine), self._latest
+            measured, (prompt, params) = StepLog(self._llm.engine), self._latest
             params = dataclasses.replace(params, max_tokens=_PLAIN_TOKENS, ignore_eos=True, stop=())
             with speculating(self._speculation, most=0):
                 self._llm.generate(prompt, params)

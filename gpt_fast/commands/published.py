@@ -17,7 +17,7 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.commands import options
 from gpt_fast.commands.generate import end_line
 from gpt_fast.config import EngineConfig
-from gpt_fast.engine.speculate.published import RULES, Forward, Tally, generate, refuse
+from gpt_fast.engine.speculate.published import RULES, Forward, Guesses, generate, refuse
 from gpt_fast.errors import ConfigError
 from gpt_fast.llm import LLM
 from gpt_fast.parallel.group import refuse_ranks
@@ -49,7 +49,7 @@ def generate_published(arguments: argparse.Namespace, params: SamplingParams, pr
     engine = {"compile": False, **given, "draft": None, "speculate": None}  # which encodes, and gives the target
     with LLM(opened, progress=True, **engine) as llm, calling(llm):
         target, draft = map(Timed, load_pair(llm, opened, chosen))
-        tally, begin = Tally(), time.perf_counter()
+        tally, begin = Guesses(), time.perf_counter()
         for i in range(arguments.num_samples):
             sys.stdout.write("\n" if i else "")
             request = llm.prepare(prompt, params)
@@ -79,7 +79,7 @@ def refuse_options(arguments: argparse.Namespace, chosen: EngineConfig) -> None:
             raise ConfigError(f"{where} does not do --{name}: leave it out, or take --method coupled")
 
 
-def measurements(tally: Tally, target: Timed, draft: Timed, total_s: float) -> dict[str, float]:
+def measurements(tally: Guesses, target: Timed, draft: Timed, total_s: float) -> dict[str, float]:
     """What became of the guesses, and the times."""
     return {
         "num_new_tokens": tally.num_tokens,

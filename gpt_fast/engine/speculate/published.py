@@ -191,7 +191,7 @@ def step(
 
 
 @dataclass
-class Tally:
+class Guesses:
     """What became of the guesses of one answer, or of several."""
 
     num_tokens: int = 0  # of the answers
@@ -211,7 +211,9 @@ class Tally:
         return self.num_tokens / max(1, self.num_calls)
 
 
-def generate(target: Forward, draft: Forward, rule: Rule, request: Request, count: int, tally: Tally) -> Iterator[str]:
+def generate(
+    target: Forward, draft: Forward, rule: Rule, request: Request, count: int, tally: Guesses
+) -> Iterator[str]:
     """Complete ``request``, which no engine has, with up to ``count`` guesses for each call of ``target``; yields the
     text that each call made certain. Adds to ``tally``. Raises RequestError for what ``refuse`` names."""
     refuse(request.params)
