@@ -63,7 +63,36 @@ CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _BUILD_TIMEOUT_S = 300
 _ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # a system call of Linux on x86-64, and its arguments
 
-_I, _P = ctypes.c_int64, ctypes.c_void_p
+# The functions of the library, named without "gpt_fast_": what each returns, then its arguments.
+_P, _I, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_CALLS: dict[str, tuple[Any, ...]] = {
+    "run": (None, _P, _P, _INT),
+    "pack": (None, _P, _P, _I, _I, _I, _I, _INT),
+    "quantize": (None, _P, _I, _I, _I, _I, _P, _P, _P, _P, _INT),
+    "quantize_int8": (None, _P, _I, _I, _I, _P, _P, _INT),
+    "chain": (None, _P, _P, _P, _INT),
+    "draw": (None, _P, _P, _P, _I, _I, _INT),
+    "begin": (_I, _P, _P, _P, _INT),
+    "wait": (None, _I),
+    "tell": (None, _P, _P, _I),
+    "hear": (ctypes.POINTER(_I), _P),
+    "read": (_I, _P, _I, _INT, _INT),
+    "tiles_work": (_I,),
+    "rounding": (_I, _I),
+    "rounded_together": (_I,),
+    "rounded_in_pairs": (_I,),
+    "rounded_by_powers": (_I,),
+    "struct_bytes": (_I, _I),
+}
+# These take a microsecond: to let other threads of Python run meanwhile would cost more.
+_QUICK: dict[str, tuple[Any, ...]] = {
+    "hold": (None,),
+    "automaton": (_P,),
+    "automaton_free": (None, _P),
+    "automaton_bytes": (_I, _P),
+    "automaton_extend": (None, _P, _P, _I, _P, _I),
+    "automaton_find": (None, _P, _P, _I, _P, _I),
+}
 
 
 def variants() -> list[str]:
@@ -254,43 +283,15 @@ def _load(path: Path) -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         raise UnavailableError(f"{path} cannot be loaded: {error}") from error
-    lib.gpt_fast_run.argtypes = [_P, _P, ctypes.c_int]
-    lib.gpt_fast_pack.argtypes = [_P, _P, _I, _I, _I, _I, ctypes.c_int]
-    lib.gpt_fast_quantize.argtypes = [_P, _I, _I, _I, _I, _P, _P, _P, _P, ctypes.c_int]
-    lib.gpt_fast_quantize_int8.argtypes = [_P, _I, _I, _I, _P, _P, ctypes.c_int]
-    lib.gpt_fast_chain.argtypes = [_P, _P, _P, ctypes.c_int]
-    lib.gpt_fast_draw.argtypes = [_P, _P, _P, _I, _I, ctypes.c_int]
-    lib.gpt_fast_begin.argtypes, lib.gpt_fast_begin.restype = [_P, _P, _P, ctypes.c_int], _I
-    lib.gpt_fast_wait.argtypes, lib.gpt_fast_wait.restype = [_I], None
-    for name in ("run", "pack", "quantize", "quantize_int8", "chain", "draw"):
-        getattr(lib, f"gpt_fast_{name}").restype = None
-    lib.gpt_fast_tell.argtypes, lib.gpt_fast_tell.restype = [_P, _P, _I], None
-    lib.gpt_fast_hear.argtypes, lib.gpt_fast_hear.restype = [_P], ctypes.POINTER(_I)
-    _declare_quick(lib)
-    lib.gpt_fast_tiles_work.argtypes, lib.gpt_fast_tiles_work.restype = [], _I
-    lib.gpt_fast_rounding.argtypes, lib.gpt_fast_rounding.restype = [_I], _I
-    lib.gpt_fast_rounded_together.argtypes, lib.gpt_fast_rounded_together.restype = [], _I
-    lib.gpt_fast_rounded_in_pairs.argtypes, lib.gpt_fast_rounded_in_pairs.restype = [], _I
-    lib.gpt_fast_rounded_by_powers.argtypes, lib.gpt_fast_rounded_by_powers.restype = [], _I
-    lib.gpt_fast_read.argtypes, lib.gpt_fast_read.restype = [_P, _I, ctypes.c_int, ctypes.c_int], _I
-    lib.gpt_fast_struct_bytes.argtypes, lib.gpt_fast_struct_bytes.restype = [_I], _I
+    for name, (returned, *arguments) in _CALLS.items():
+        call = getattr(lib, f"gpt_fast_{name}")
+        call.restype, call.argtypes = returned, arguments
+    for name, kind in _QUICK.items():
+        name = f"gpt_fast_{name}"
+        setattr(lib, name, ctypes.PYFUNCTYPE(*kind)((name, lib)))
     for which, kind in enumerate(structs.CHECKED):
         assert lib.gpt_fast_struct_bytes(which) == ctypes.sizeof(kind), f"{kind.__name__} differs"
     return lib
-
-
-def _declare_quick(lib: ctypes.CDLL) -> None:
-    """These calls take a microsecond: to let other threads of Python run meanwhile would cost more."""
-    kinds: dict[str, tuple[Any, ...]] = {  # what is returned, then arguments
-        "gpt_fast_hold": (None,),
-        "gpt_fast_automaton": (_P,),
-        "gpt_fast_automaton_free": (None, _P),
-        "gpt_fast_automaton_bytes": (_I, _P),
-        "gpt_fast_automaton_extend": (None, _P, _P, _I, _P, _I),
-        "gpt_fast_automaton_find": (None, _P, _P, _I, _P, _I),
-    }
-    for name, kind in kinds.items():
-        setattr(lib, name, ctypes.PYFUNCTYPE(*kind)((name, lib)))
 
 
 @functools.cache
