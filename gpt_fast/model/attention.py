@@ -46,14 +46,17 @@ class Scoring(NamedTuple):
         return not self.cap and self.slopes is None and self.sinks is None
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
-    """[H] float32: the slopes of ALiBi for any number of heads (Press et al. 2021, arXiv 2108.12409)."""
-    power = 1 << int(math.log2(num_heads))
+def alibi_slopes(num_heads: int, rank: int = 0, num_ranks: int = 1) -> Tensor:
+    """[H] float32: the slopes of ALiBi for any number of heads (Press et al. 2021, arXiv 2108.12409). Where ranks share
+    a model, those of the ``num_heads`` that ``rank`` has."""
+    total = num_heads * num_ranks
+    power = 1 << int(math.log2(total))
 
     def geometric(count: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / count) for i in range(count)]
 
-    return torch.tensor(geometric(power) + geometric(2 * power)[::2][: num_heads - power], device="cpu")
+    slopes = geometric(power) + geometric(2 * power)[::2][: total - power]
+    return torch.tensor(slopes[rank * num_heads :][:num_heads], device="cpu")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring) -> Tensor:

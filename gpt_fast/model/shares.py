@@ -69,9 +69,7 @@ def _join_block(block: Block, ranks: Collectives, vocab_size: int) -> None:
             _behind(module, ranks.sum)
     block.mean_of_row = _mean_of_whole_row(ranks)
     if block.slopes is not None:
-        own = len(block.slopes)
-        slopes = alibi_slopes(own * ranks.count)[ranks.rank * own :][:own]
-        block.slopes = slopes.to(block.slopes.device)
+        block.slopes = alibi_slopes(len(block.slopes), ranks.rank, ranks.count).to(block.slopes.device)
 
 
 def _behind(module: nn.Module, collective: Callable[[Tensor], Tensor]) -> None:

@@ -435,15 +435,10 @@ class Program:
         for name in ("num_heads", "num_kv_heads", "head_dim", "padded_dim", "k_cache", "v_cache", "k_scale", "v_scale"):
             setattr(done, name, getattr(heads, name))
         done.x = self._buffers[op.q]
-        done.slopes = self._floats(self._slopes(heads.num_heads)) if op.alibi else None
+        ranks = () if self._ranks is None else (self._ranks.rank, self._ranks.count)
+        done.slopes = self._floats(alibi_slopes(heads.num_heads, *ranks)) if op.alibi else None
         done.sinks = self._floats(w.vectors[op.sinks][0]) if op.sinks else None
         done.out = self._make(op.out, heads.num_heads * heads.head_dim, apart=done.x)
-
-    def _slopes(self, num_heads: int) -> Tensor:
-        """ALiBi's slopes of ``num_heads`` heads; with ranks, of the ``num_heads`` heads that this rank has."""
-        if self._ranks is None:
-            return alibi_slopes(num_heads)
-        return alibi_slopes(num_heads * self._ranks.count)[self._ranks.rank * num_heads :][:num_heads]
 
     def _activation(self, op: d.Activation, done: Structure, w: Weights) -> None:
         done.kind, done.width, done.place = _kind(op), done.width // (1 + op.gated), 1
