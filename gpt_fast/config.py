@@ -174,6 +174,7 @@ DEFAULT_MAX_BATCH = 8
 PREFILL_CHUNKS = {"cpu": (256,), "cuda": (2048, 512)}
 MAX_POSITIONS = 2**30  # tokens; more than any model has, and few enough for every integer that counts them
 
+MODES = ("int8", "int4", "fp8")  # of quantization: quantize/scheme.py
 DRAFTS = ("lookup", "int8", "int4")  # drafters that are no checkpoint of their own
 # How many drafts a step gets: as many as pay, up to speculate_k; speculate_k always; none. ``auto`` without a draft
 # looks them up.
@@ -261,7 +262,7 @@ class EngineConfig:
     device_map: Annotated[str | tuple[str, ...] | dict[str, int] | None, devices_of_layers] = None
     device_memory: Annotated[dict[str, str] | None, memory_of_devices] = None  # the most of each, such as 20GiB
     dtype: Annotated[str, DTYPE] = "auto"  # auto | float32 | bfloat16 | float16
-    quantize: Annotated[str | None, OneOf(("int8", "int4", "fp8"))] = None  # round the weights to this while loading
+    quantize: Annotated[str | None, OneOf(MODES)] = None  # round the weights to this while loading
     # LoRA adapters: their folders, each with the weight that it is added with.
     lora: Annotated[dict[str, float] | None, folders_of_adapters] = None
     kv_cache_dtype: Annotated[str, OneOf((*DTYPE.choices, "int8"))] = "auto"  # auto: as the weights

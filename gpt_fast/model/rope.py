@@ -34,7 +34,7 @@ class Rope(nn.Module):
     @property
     def by_position(self) -> bool:
         """Whether the lengths do not matter."""
-        return self.table.scaling is None or self.table.scaling.type not in ("dynamic", "longrope")
+        return self.table.scaling is None or not self.table.scaling.grows
 
     def forward(self, positions: Tensor, lengths: Tensor) -> Angles:
         inv_freq, scaling = self.inv_freq, self.table.scaling

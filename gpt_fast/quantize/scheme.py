@@ -31,14 +31,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from gpt_fast.config import ModelConfig
+from gpt_fast.config import MODES, ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.kernels.cpu.packing import GROUP_SIZES
 from gpt_fast.model.description import describe
 
 _MODULE = re.compile(r"(layers\.\d+|head)\.\w+", re.ASCII)  # names of linear layers in a Transformer
 METHOD = "gpt_fast"  # quant_method of the checkpoints written here
-MODES = ("int8", "int4", "fp8")
 
 Kind = Literal["int8", "int4", "fp8"]
 

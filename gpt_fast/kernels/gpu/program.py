@@ -204,8 +204,8 @@ class GpuProgram:
         behind = rest[0][0] if rest else None
         if not isinstance(behind, d.Activation | d.Cap) or behind.x != op.out:
             behind = None
-        if behind is not None:
-            _only(op, add="")
+        if behind is not None and op.add:
+            raise UnsupportedError(f"Product with add {op.add!r}")
         if self._joined and op.matrix in w.parts:
             return self._product_of_ranks(op, pieces, rest)
         if len(pieces) > 1 and (op.add or behind):
@@ -390,13 +390,6 @@ def _leave(step: _Step, out: str, normed: str, x: Tensor, row: Row | None) -> No
 def _top_k(block: d.Block) -> int:
     """How many experts a token has."""
     return next(op.top_k for op in block.ops if isinstance(op, d.Route))
-
-
-def _only(op: d.Op, **known: object) -> None:
-    """Raise UnsupportedError where a field of ``op`` has another value than the only one that the kernels take."""
-    for field, value in known.items():
-        if getattr(op, field) != value:
-            raise UnsupportedError(f"{type(op).__name__} with {field} {getattr(op, field)!r}")
 
 
 def _kind(op: d.Activation | d.Experts) -> str:
