@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from gpt_fast.commands import options, values
 from gpt_fast.config import EngineConfig
+
+if TYPE_CHECKING:
+    from gpt_fast.model.steps import Served
+    from gpt_fast.tokenizer import Tokenizer
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,14 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     from gpt_fast.checkpoint.shard import Shard
     from gpt_fast.errors import ConfigError
-    from gpt_fast.evaluate import Scorer, evaluate_tasks, perplexity, read_examples
     from gpt_fast.foreign.checkpoint import open_checkpoint
     from gpt_fast.memory import check_weights
     from gpt_fast.model.steps import serve
     from gpt_fast.parallel.group import Group, device_of_rank
     from gpt_fast.parallel.ranks import Ranks
     from gpt_fast.placement import choose_placement, usable_threads
-    from gpt_fast.text_files import read_text
 
     options.set_up_logging(arguments.verbose)
     options.refuse_absent(arguments.checkpoint)
@@ -69,40 +72,52 @@ def run(arguments: argparse.Namespace) -> int:
     model = serve(loaded, kernels=where.kernels, compile=False, ranks=Ranks.of(group))
     if group is not None:
         group.wait()  # until all can compute
-    cache_dtype = None if o.kv_cache_dtype == "auto" else getattr(torch, o.kv_cache_dtype)
-    facts: dict[str, Any] = {
-        "checkpoint": arguments.checkpoint,
-        "kernels": where.kernels,
-        "dtype": str(where.dtype).removeprefix("torch."),
-        "quantize": o.quantize,
-        "kv_cache_dtype": o.kv_cache_dtype,
-        "bytes_per_token": model.bytes_per_token(0, where.dtype.itemsize),
-    }
     say = print if leads else _say_nothing
+    found = _measure(arguments, model, tokenizer, o.kv_cache_dtype, say)
+    if arguments.json:
+        facts: dict[str, Any] = {
+            "checkpoint": arguments.checkpoint,
+            "kernels": where.kernels,
+            "dtype": str(where.dtype).removeprefix("torch."),
+            "quantize": o.quantize,
+            "kv_cache_dtype": o.kv_cache_dtype,
+            "bytes_per_token": model.bytes_per_token(0, where.dtype.itemsize),
+        }
+        say(json.dumps(facts | found))
+    if group is not None:
+        group.close()
+    return 0
+
+
+def _measure(
+    arguments: argparse.Namespace, model: Served, tokenizer: Tokenizer, cache: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """What ``arguments`` ask for: said to people, and returned for --json. ``cache``: dtype of keys and values."""
+    import torch
+
+    from gpt_fast.evaluate import Scorer, evaluate_tasks, perplexity, read_examples
+    from gpt_fast.text_files import read_text
+
+    cache_dtype = None if cache == "auto" else getattr(torch, cache)
     if arguments.perplexity is not None:
         text = read_text(arguments.perplexity)
         chosen = options.given(arguments, ("context", "stride", "max_tokens", "separator"))
         found = perplexity(model, tokenizer, text, cache_dtype=cache_dtype, **chosen)
-        facts |= {"perplexity_of": arguments.perplexity, **found._asdict()}
         say(
             f"perplexity {found.perplexity:.4f} over {found.num_tokens} tokens of {found.num_documents} documents, "
             f"{found.bits_per_byte:.4f} bits per byte"
         )
-    elif arguments.examples is not None:
+        return {"perplexity_of": arguments.perplexity, **found._asdict()}
+    if arguments.examples is not None:
         examples = read_examples(arguments.examples, arguments.limit)
-        scorer = Scorer(model, tokenizer, arguments.context, cache_dtype)
-        facts |= {"examples_of": arguments.examples, **scorer.accuracy(examples)}
-        say(f"accuracy {facts['accuracy']:.4f} on {facts['num_examples']} examples")
-    else:
-        scorer = Scorer(model, tokenizer, arguments.context, cache_dtype)
-        facts["tasks"] = results = evaluate_tasks(scorer, arguments.tasks.split(","), arguments.limit)
-        for name, metrics in results.items():
-            say(f"{name}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float)))
-    if arguments.json:
-        say(json.dumps(facts))
-    if group is not None:
-        group.close()
-    return 0
+        accuracy = Scorer(model, tokenizer, arguments.context, cache_dtype).accuracy(examples)
+        say(f"accuracy {accuracy['accuracy']:.4f} on {accuracy['num_examples']} examples")
+        return {"examples_of": arguments.examples, **accuracy}
+    scorer = Scorer(model, tokenizer, arguments.context, cache_dtype)
+    results = evaluate_tasks(scorer, arguments.tasks.split(","), arguments.limit)
+    for name, metrics in results.items():
+        say(f"{name}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float)))
+    return {"tasks": results}
 
 
 def _refuse_without_effect(arguments: argparse.Namespace) -> None:
