@@ -427,7 +427,7 @@ def test_wrong_names(value: Any) -> None:
 
 def test_the_command_line_and_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
-    options.add_engine_options(parser)
+    options.add_options(parser, options.ENGINE)
     given = parser.parse_args(["--lora", "a/b", "--lora", "x=0.5", "--lora", "k=v/c"])
     assert options.engine_options(given) == {"lora": {"a/b": 1.0, "x": 0.5, "k=v/c": 1.0}}
     assert options.engine_options(parser.parse_args([])) == {}

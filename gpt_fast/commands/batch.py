@@ -24,14 +24,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--model", action="append", default=[], metavar="NAME", help=served)
     options.add_output_options(parser)
     engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory or GGUF file, as it is"
-    )
-    options.add_engine_options(engine)
-    add, absent = engine.add_argument, argparse.SUPPRESS
-    add("--max-batch", type=int, default=absent, metavar="N", help="sequences decoded together (default: 8)")
-    length = "context, prompt and answer together, in tokens (default: what the model was made for)"
-    add("--max-seq-len", type=int, default=absent, metavar="N", help=length)
+    options.add_options(engine, options.CHECKPOINT | options.ENGINE | options.MAX_SEQ_LEN | options.MAX_BATCH)
     parser.set_defaults(run=run)
 
 

@@ -67,7 +67,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> set[str]:
     add("--method", type=_names, metavar="RULE,...", help=rules)
     traces = "with --draft: then run each way once more, and write a trace of it (chrome://tracing, Perfetto)"
     add("--profile", metavar="DIR", help=traces)
-    return {*names, *options.add_engine_options(group)}
+    return {*names, *options.add_options(group, options.ENGINE)}
 
 
 def _add_load_options(group: argparse._ArgumentGroup) -> set[str]:

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("eval", help="perplexity, or evaluation tasks", description=__doc__)
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory or GGUF file, as it is"
-    )
-    options.add_options(parser, options.MODEL | options.CACHE)
+    options.add_options(parser, options.CHECKPOINT | options.MODEL | options.CACHE)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--perplexity", metavar="FILE", help="a text file; documents end with the separator")
     examples = "accuracy on lines of choices, or of contexts and continuations"

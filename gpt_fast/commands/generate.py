@@ -49,12 +49,7 @@ def add_parser(subparsers: Any) -> None:
     add("--profile", metavar="DIR", help="write a trace of the generation to DIR (chrome://tracing, Perfetto)")
     options.add_output_options(parser, "; with drafts: colours tokens by origin, and says whether drafts pay")
     engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a Hugging Face directory or GGUF file, as it is"
-    )
-    options.add_engine_options(engine)
-    length = "context, prompt and answer together, in tokens"
-    engine.add_argument("--max-seq-len", type=int, default=argparse.SUPPRESS, metavar="N", help=length)
+    options.add_options(engine, options.CHECKPOINT | options.ENGINE | options.MAX_SEQ_LEN)
     rule = "how drafts are judged: coupled, or as published: leviathan, chen (slow, to compare)"
     engine.add_argument("--method", choices=METHODS, default="coupled", help=rule + " (default: %(default)s)")
     parser.set_defaults(run=run, sampling=options.add_options(parser.add_argument_group("sampling"), _SAMPLING))

@@ -30,6 +30,9 @@ class AddAdapter(argparse.Action):
 
 
 _SWITCH = argparse.BooleanOptionalAction
+CHECKPOINT: Table = {
+    "--checkpoint": {"required": True, "metavar": "DIR", "help": "a Hugging Face directory or GGUF file, as it is"}
+}
 LORA: Table = {
     "--lora": {
         "action": AddAdapter,
@@ -50,12 +53,24 @@ MODEL: Table = {  # where and how a model's weights are held: fields of EngineCo
 }
 
 
+MAX_SEQ_LEN: Table = {
+    "--max-seq-len": {
+        "type": int,
+        "metavar": "N",
+        "help": "tokens of prompt and answer together (default: the model's, where memory has room)",
+    }
+}
+MAX_BATCH: Table = {
+    "--max-batch": {"type": int, "metavar": "N", "help": "sequences decoded together (default: 8)"},
+}
+
+
 def device_list(text: str) -> str | list[str]:
     """``auto``, or the names of devices with commas between them."""
     return text if text == "auto" else text.split(",")
 
 
-_HOW: Table = {
+ENGINE: Table = {  # and how the model is run: fields of EngineConfig too
     "--device-map": {
         "type": device_list,
         "metavar": "DEVICES",
@@ -69,6 +84,7 @@ _HOW: Table = {
     },
     "--speculate-k": {"type": int, "metavar": "K", "help": "tokens guessed for each step, at most (default: 4)"},
     "--compile": {"action": _SWITCH, "help": "torch.compile (default: on)"},
+    **MODEL,
 }
 
 
@@ -104,11 +120,6 @@ def check_traces(folder: str, name: str) -> None:
 def add_options(group: Any, table: Table) -> list[str]:
     """Declares the options of ``table``. Returns the names of their values."""
     return [group.add_argument(flag, default=argparse.SUPPRESS, **facts).dest for flag, facts in table.items()]
-
-
-def add_engine_options(group: Any) -> list[str]:
-    """The options of MODEL, and how the model is run. Returns the names of their values, fields of EngineConfig."""
-    return add_options(group, _HOW | MODEL)
 
 
 def add_output_options(parser: argparse.ArgumentParser, also_verbose: str = "") -> None:

@@ -31,10 +31,6 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they ask for the end
 _LOOK_S = 0.5  # between two looks at whether the server still lives
 LOADING_S = 900  # without --timeout
 NEEDED = ("ts", "model_archiver", "psutil")  # modules of the extra serve
-_LENGTHS: options.Table = {
-    "--max-seq-len": {"type": int, "metavar": "N", "help": "context, prompt and answer together, in tokens"},
-    "--max-batch": {"type": int, "metavar": "N", "help": "sequences that are decoded together (default: 8)"},
-}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -60,8 +56,7 @@ def add_parser(subparsers: Any) -> None:
     until.add_argument("--background", action="store_true", help="end once the model is ready; the server stays")
     until.add_argument("--stop", action="store_true", help="stop the server of this port or run folder")
     engine = parser.add_argument_group("engine")
-    options.add_engine_options(engine)
-    options.add_options(engine, _LENGTHS)
+    options.add_options(engine, options.ENGINE | options.MAX_SEQ_LEN | options.MAX_BATCH)
     parser.set_defaults(run=run)
 
 
