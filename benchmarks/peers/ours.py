@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import platform
 import random
-import time
 from importlib import metadata
 from typing import Any
 
@@ -17,7 +16,6 @@ from peers.measures import Measure, prompt_ids
 from peers.worker import serve
 
 _PAGE = 16
-_POLL_S = 0.002
 
 
 def check() -> dict[str, Any]:
@@ -77,14 +75,10 @@ class Ours:
 
     def _alone(self, prompt: list[int], measure: Measure) -> float:
         from gpt_fast import SamplingParams
+        from gpt_fast.bench.throughput import ended
 
         params = SamplingParams(max_tokens=measure.new_tokens + 1, temperature=0.0, ignore_eos=True)
-        handle = self.llm.submit(prompt, params)
-        while not handle.finished:
-            time.sleep(_POLL_S)  # not wait(): being woken at every token would take the core from the engine
-        if handle.error is not None:
-            raise handle.error
-        done = handle.completion
+        done = ended([self.llm.submit(prompt, params)])[0].completion
         if done is None or len(done.token_ids) != measure.new_tokens + 1:
             raise RuntimeError(f"{measure.name}: ended after {len(done.token_ids) if done else 0} tokens")
         return done.timings.decode_s if measure.kind == "decode" else done.timings.first_token_s

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from gpt_fast.bench import published
 from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepLog, Tally, break_even, plain_step_s, speculating
 from gpt_fast.bench.load.prompts import Prompt, read_prompts
+from gpt_fast.bench.throughput import ended
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.config import DRAFTS, MAX_POSITIONS, read_key
 from gpt_fast.engine.engine import Engine
@@ -44,7 +45,6 @@ from gpt_fast.parallel.group import refuse_ranks
 from gpt_fast.params import SamplingParams
 from gpt_fast.serve.tracing import traced
 
-_POLL_S = 0.002  # how often the caller looks; what it measures is stamped by the engine
 TARGET = "target"  # the method that all others are compared with
 BEGINNINGS = (
     "Once upon a time, there was a little",
@@ -263,12 +263,7 @@ class Bench:
 
 
 def _ask(llm: LLM, asked: Asked) -> Answers:
-    handles = llm.submit_all(asked)
-    while not all(handle.finished for handle in handles):
-        time.sleep(_POLL_S)  # not wait(): being woken at every token would take the core from the engine
-    for handle in handles:
-        if handle.error is not None:
-            raise handle.error
+    handles = ended(llm.submit_all(asked))
     first = min(handle.request.first_token or 0.0 for handle in handles)
     last = max(handle.request.last_token or 0.0 for handle in handles)
     completions, tally = [handle.completion for handle in handles if handle.completion is not None], Tally()

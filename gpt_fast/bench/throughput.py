@@ -149,13 +149,17 @@ def _run_together(llm: LLM, prompt_tokens: int, lengths: Sequence[int], rng: ran
             for prompt, length in zip(prompts, lengths, strict=True):
                 params = SamplingParams(length, 0.0, repetition_penalty=1.0, ignore_eos=True)  # steps without extras
                 handles.append(llm.submit(prompt, params))
-        while not handles[-1].finished:
-            time.sleep(_POLL_S)  # not wait(): being woken at every token would take the core from the engine
+        ended(handles[-1:])
     finally:
         for handle in handles:
             handle.cancel()
+    return ended(handles)
+
+
+def ended(handles: list[Handle]) -> list[Handle]:
+    """``handles``, once all of them have ended. Raises what one has failed with."""
     while not all(handle.finished for handle in handles):
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # not wait(): being woken at every token would take the core from the engine
     for handle in handles:
         if handle.error is not None:
             raise handle.error
