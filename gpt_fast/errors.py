@@ -110,6 +110,11 @@ class AnswerError(Exception):
     """The server said in the body that the request failed, or the body is not what the protocol promises."""
 
 
+def first_line(error: BaseException) -> str:
+    """Of what ``error`` says, no more than MAX_SHOWN; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:MAX_SHOWN]
+
+
 def brief(error: BaseException) -> str:
     """For the log: where ``error`` was raised, and the beginning of what it says."""
     return f"{type(error).__name__}: {str(error)[:MAX_SHOWN]}\n" + "".join(traceback.format_tb(error.__traceback__))

@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, errors, snapshot_download, try_to_load_from_cache
 
 from gpt_fast.checkpoint.files import ADAPTER_WEIGHTS, COMPANIONS, NAME_OF_HUB, RIGHTS, SINGLE, belongs, is_one
-from gpt_fast.errors import CheckpointError, DownloadError, some
+from gpt_fast.errors import CheckpointError, DownloadError, first_line, some
 from gpt_fast.gguf import all_parts, first_part
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def download(
         )
     except Exception as e:  # the library's, the system's, and its transport's, which has changed its name before
         if out_dir is None and _is_unreachable(e) and (kept := _cached(repo, file, revision)):
-            log.warning("%s: the Hub cannot be reached (%s); what its cache holds is taken", repo, _first_line(e))
+            log.warning("%s: the Hub cannot be reached (%s); what its cache holds is taken", repo, first_line(e))
             return kept
         if words := _explain(e, repo, revision, out_dir):
             raise DownloadError(words) from e
@@ -141,10 +141,10 @@ def _explain(error: Exception, repo: str, revision: str | None, out_dir: str | P
         status = error.response.status_code if error.response is not None else "an error"
         if status == 401:
             return f"{repo}: the Hub refuses the access token (401); check HF_TOKEN, or unset it for public models"
-        return f"{repo}: the Hub answered {status}; try again later. {_first_line(error)}"
+        return f"{repo}: the Hub answered {status}; try again later. {first_line(error)}"
     if _is_unreachable(error):
         return (
-            f"{repo}: the Hub cannot be reached ({_first_line(error)}); check the network, its proxy settings and "
+            f"{repo}: the Hub cannot be reached ({first_line(error)}); check the network, its proxy settings and "
             "HF_ENDPOINT, or copy the files by hand and give their directory"
         )
     if isinstance(error, OSError):
@@ -188,7 +188,3 @@ def _note_commit(snapshot: Path, revision: str) -> None:
         if not note.is_file() or note.read_text() != snapshot.name:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(snapshot.name)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n", 1)[0]

@@ -25,7 +25,7 @@ from gpt_fast.engine.request import Request
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import Scheduler, StepPlan, goes_on
 from gpt_fast.engine.speculate.speculation import Speculation
-from gpt_fast.errors import MAX_SHOWN, EngineError, RequestError, RequestFailedError, brief, try_later, without_frames
+from gpt_fast.errors import EngineError, RequestError, RequestFailedError, brief, first_line, try_later, without_frames
 from gpt_fast.outputs import Completion
 
 log = logging.getLogger(__name__)
@@ -313,7 +313,7 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End one request by its own fault; the others go on."""
-        why = str(error).partition("\n")[0][:MAX_SHOWN]
+        why = first_line(error)
         explained = isinstance(error, (RequestError, RequestFailedError))
         log.error("request %s failed: %s", request.id, why if explained else brief(error))
         without_frames(error)

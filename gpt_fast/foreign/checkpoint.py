@@ -22,7 +22,7 @@ from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.checkpoint.weight_files import open_weights, weight_files
 from gpt_fast.config import EngineConfig, ModelConfig
-from gpt_fast.errors import CheckpointError, ConfigError, UnknownFamilyError, some
+from gpt_fast.errors import CheckpointError, ConfigError, UnknownFamilyError, first_line, some
 from gpt_fast.foreign.linear import round_linears
 from gpt_fast.foreign.model import Loaded
 from gpt_fast.quantize.formats import Format, RoundedFormat
@@ -192,7 +192,7 @@ def _read_config(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as why:  # its validators raise many types
-        raise _UnknownThereTooError(str(why).splitlines()[0]) from None
+        raise _UnknownThereTooError(first_line(why)) from None
     if _class_for(config) is None:
         raise _UnknownThereTooError(f"it has no causal model of the type {config.model_type}")
     names = [str(name) for name in config.architectures or ()]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt_fast.errors import ConfigError, UnsupportedError
+from gpt_fast.errors import ConfigError, UnsupportedError, first_line
 from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout
 from gpt_fast.model.attention import Scoring, attend
 
@@ -63,7 +63,7 @@ def first_that_agrees(model: Any, vocab_size: int) -> Way:
             way = make(model)
             trial.check(way)
         except Exception as why:  # transformers' models raise whatever they like
-            reasons.append((str(why).strip() or repr(why)).splitlines()[0])
+            reasons.append(first_line(why))
             log.info("%s: %s", kind, reasons[-1])
             if model.config._attn_implementation != plain:
                 model.set_attn_implementation(plain)

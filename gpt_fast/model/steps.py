@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from gpt_fast.errors import UnsupportedError
+from gpt_fast.errors import UnsupportedError, first_line
 from gpt_fast.foreign.model import ForeignModel, Loaded
 from gpt_fast.kernels import gpu
 from gpt_fast.kernels.cache import PagedLayer, StepLayout
@@ -121,7 +121,7 @@ class GpuStep:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # Triton's compiler raises many types
-                log.warning("the GPU kernels failed, and plain torch runs this model, slower: %s", _first_line(error))
+                log.warning("the GPU kernels failed, and plain torch runs this model, slower: %s", first_line(error))
                 self.apart, self._plain = None, self._instead()
         assert self._plain is not None
         self._plain.warm_up(run, longest)
@@ -162,17 +162,13 @@ class TorchStep:
         except Exception as error:  # the compiler raises many types, none of them public
             if not self._compiled:
                 raise
-            log.warning("torch.compile failed, running uncompiled and slower: %s", _first_line(error))
+            log.warning("torch.compile failed, running uncompiled and slower: %s", first_line(error))
             self._compiled = False
             for layer in self._model.layers:
                 layer._compiled_call_impl = None
             torch._dynamo.reset()
             for count in shapes:
                 run(count)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _capture(
