@@ -17,6 +17,7 @@ from yaml.reader import ReaderError
 from gpt_fast.config import read_keys
 from gpt_fast.errors import ConfigError
 from gpt_fast.fields import Kind, ListOf, OneOf, Text, Whole, flag, refuse
+from gpt_fast.text_files import read_text
 
 NAME = "model_config.yaml"
 DAY_S = 86_400
@@ -97,11 +98,7 @@ def read_model_yaml(path: Path) -> ModelYaml:
     there twice, an empty file, and a file that is something else than keys and values."""
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is too large to be a {NAME}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text file in UTF-8") from error
-    return parse_model_yaml(text, str(path))
+    return parse_model_yaml(read_text(path), str(path))
 
 
 def parse_model_yaml(text: str, where: str) -> ModelYaml:
