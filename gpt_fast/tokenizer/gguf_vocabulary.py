@@ -80,11 +80,16 @@ _TODO = "put the model's own tokenizer.json beside the weights: gpt-fast convert
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The ids of the tokens that end an answer: those that the keys name, and control tokens known to do so."""
     named = [metadata[key] for key in _END_KEYS if isinstance(metadata.get(key), int)]
+    controls = {token: id for id, token in reversed(_controls(metadata).items())}
+    return list(dict.fromkeys([*named, *(controls[end] for end in _ENDS if end in controls)]))
+
+
+def _controls(metadata: Mapping[str, Any]) -> dict[int, str]:
+    """Control tokens by id; none where the metadata do not say."""
     tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(types, array):
-        return named
-    controls = {token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL}
-    return list(dict.fromkeys([*named, *(tokens.index(end) for end in _ENDS if end in controls)]))
+        return {}
+    return {i: token for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL}
 
 
 def load_gguf(path: Path) -> Tokenizer:
@@ -118,13 +123,10 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _phi3_markup(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The markup of chats in Phi-3's SentencePiece vocabularies, which swallows the white space behind it: no key says
     so, and llama.cpp knows it too."""
-    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    if not isinstance(tokens, list) or not isinstance(types, array):
-        return {}
     return {
         str(id): {"content": token, "special": True, "rstrip": True}
-        for id, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL and token not in _WITHOUT_RSTRIP
+        for id, token in _controls(metadata).items()
+        if token not in _WITHOUT_RSTRIP
     }
 
 
