@@ -10,25 +10,19 @@ from functools import cache
 from typing import Any
 
 import pytest
+from fake_model import EOS, Bytes
 
 from gpt_fast.engine.closed_schema import close_objects
 from gpt_fast.errors import RequestError
 from gpt_fast.params import SamplingParams
-from gpt_fast.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 grammar = pytest.importorskip("gpt_fast.engine.grammar")
 
-END = 256
-
 
 @cache
 def compiler() -> Any:
-    class Bytes(Tokenizer):
-        def _encode(self, text: str, allow_special: bool) -> list[int]:
-            return list(text.encode())
-
-    return grammar.GrammarCompiler(Bytes({b: bytes([b]) for b in range(256)}, {END: "</s>"}), END + 1, (END,))
+    return grammar.GrammarCompiler(Bytes(), EOS + 1, (EOS,))
 
 
 def takes(schema: dict[str, Any], value: Any) -> bool:
@@ -38,7 +32,7 @@ def takes(schema: dict[str, Any], value: Any) -> bool:
             if not compiled.allowed()[id]:
                 return False
             compiled.advance(id)
-        return compiled.complete or bool(compiled.allowed()[END])
+        return compiled.complete or bool(compiled.allowed()[EOS])
     except RequestError:
         return False
 
@@ -200,4 +194,4 @@ def test_a_random_walk_ends_with_the_properties_that_are_named() -> None:
             id = rng.choice(compiled.allowed().nonzero()[:, 0].tolist())
             compiled.advance(id)
             said.append(id)
-        assert set(json.loads(bytes(b for b in said if b != END))) == {"a", "b"}
+        assert set(json.loads(bytes(b for b in said if b != EOS))) == {"a", "b"}

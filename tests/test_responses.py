@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import pytest
+from fake_model import Bytes
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -17,23 +18,12 @@ from gpt_fast.outputs import Completion, Delta
 from gpt_fast.serve.protocol.openai_chat import parse_chat
 from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_responses import ResponsesRequest, parse_responses
-from gpt_fast.tokenizer import Tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}{% if m.reasoning_content %} ({{ m.reasoning_content }}){% endif %}: \
 {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}]\
 {% endfor %}\
 {% for t in tools or [] %}{{ t.function.name }};{% endfor %}{# <think> </think> #}"""
-
-
-class Bytes(Tokenizer):
-    """One token a byte."""
-
-    def __init__(self) -> None:
-        super().__init__({b: bytes([b]) for b in range(256)}, {256: "</s>"}, eos_token_ids=(256,))
-
-    def _encode(self, text: str, allow_special: bool) -> list[int]:
-        return list(text.encode())
 
 
 CONTEXT = OpenAIContext(
