@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,10 +99,7 @@ def build_archive(
     if target.is_dir() and any(target.iterdir()) and not (target / "MAR-INF" / "MANIFEST.json").is_file():
         raise ConfigError(f"{target} exists and is not an archive; it is left alone")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # On the file system of the output, so that the finished archive is moved, not copied; hidden from TorchServe.
-        with tempfile.TemporaryDirectory(prefix=".archive-", dir=target.parent) as scratch:
-            work = Path(scratch)
+        with _beside(target) as work:
             (work / NAME).write_text(text, encoding="utf-8")
             narrow(work / NAME, [config])
             built = _pack(work, [*models, *adapters], name, version, archive_format, handler)
@@ -114,6 +111,14 @@ def build_archive(
             raise ConfigError(f"{target} cannot be written: {reason}") from error
         raise
     return target
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A folder on the file system of ``target``, so that the archive is moved, not copied; hidden from TorchServe."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".archive-", dir=target.parent) as scratch:
+        yield Path(scratch)
 
 
 def _check_options(name: str, version: str, archive_format: str) -> None:
