@@ -35,7 +35,6 @@ from gpt_fast.kernels.gpu.linear_kernel import SQUARES, UNIT, linear_kernel
 _COLUMNS = (16,) if launching.INTERPRETED else (8, 16, 32, 64)
 _PROGRAMS = 512  # that fill a GPU of 132 multiprocessors
 _MOST_SPLITS = 8
-_WIDEST = 128  # rows of weights of a program, at most
 _KINDS = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
 
 
