@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.kernels.reference import dequantize_int4
 from gpt_fast.quantize.linear import QuantizedLinear, SplitLinear
 
@@ -35,3 +37,19 @@ def dequantized(layer: nn.Module) -> Tensor:
     else:
         columns = layer.weight.float() * layer.scale[:, None]
     return columns if layer.order is None else columns[:, layer.order.argsort()]
+
+
+def check_ranks(checkpoint: Checkpoint) -> None:
+    """Two ranks together hold the weights of one process: in wqkv 32 rows of queries each, 4 of keys and of values, in
+    w13 64 of gate and of up."""
+    whole, *ranks = (
+        checkpoint.build(torch.float32, shard=shard).get_submodule("layers.1")
+        for shard in (None, Shard(0, 2), Shard(1, 2))
+    )
+    for name, runs in {"wqkv": (32, 4, 4), "w13": (64, 64)}.items():
+        held = [dequantized(rank.get_submodule(name)).split(runs) for rank in ranks]
+        joined = torch.cat([rank[i] for i in range(len(runs)) for rank in held])
+        assert torch.equal(joined, dequantized(whole.get_submodule(name)))
+    for name in ("wo", "w2"):
+        joined = torch.cat([dequantized(rank.get_submodule(name)) for rank in ranks], dim=1)
+        assert torch.equal(joined, dequantized(whole.get_submodule(name)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized import dequantized
+from quantized import check_ranks, dequantized
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -166,16 +166,7 @@ def test_codes_do_not_move(tmp_path: Path) -> None:
 def test_ranks_together_hold_the_whole(zeros: bool, tmp_path: Path) -> None:
     expected: dict[str, Tensor] = {}
     config = dataclasses.replace(CONFIG, num_heads=16, head_dim=4)
-    checkpoint = Checkpoint.open(write(tmp_path, four_bits(expected, zeros=zeros), HEADER, config))
-    whole = checkpoint.build(torch.float32).get_submodule("layers.1")
-    ranks = [checkpoint.build(torch.float32, shard=Shard(rank, 2)).get_submodule("layers.1") for rank in range(2)]
-    for name, runs in {"wqkv": (32, 4, 4), "w13": (64, 64)}.items():
-        held = [weight_of(rank.get_submodule(name)).split(runs) for rank in ranks]
-        joined = torch.cat([rank[i] for i in range(len(runs)) for rank in held])
-        assert torch.equal(joined, weight_of(whole.get_submodule(name)))
-    for name in ("wo", "w2"):
-        joined = torch.cat([weight_of(rank.get_submodule(name)) for rank in ranks], dim=1)
-        assert torch.equal(joined, weight_of(whole.get_submodule(name)))
+    check_ranks(Checkpoint.open(write(tmp_path, four_bits(expected, zeros=zeros), HEADER, config)))
 
 
 def test_scattered_groups_are_not_divided(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import safetensors.torch
 import torch
-from quantized import dequantized
+from quantized import check_ranks, dequantized
 from torch import Tensor
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
@@ -136,16 +136,7 @@ def test_rows_in_another_order_are_refused(
 def test_ranks_together_hold_the_whole(tmp_path: Path, case: str) -> None:
     """Four outputs a rank of the keys begin in the middle of a stored number, of which each holds eight."""
     make(tmp_path, config=dataclasses.replace(CONFIG, num_heads=16, head_dim=4, ffn_dim=128), **CASES[case])
-    checkpoint = Checkpoint.open(tmp_path)
-    whole = checkpoint.build(torch.float32).layers[1]
-    ranks = [checkpoint.build(torch.float32, shard=Shard(rank, 2)).layers[1] for rank in range(2)]
-    for name, runs in {"wqkv": (32, 4, 4), "w13": (64, 64)}.items():
-        held = [dequantized(rank.get_submodule(name)).split(runs) for rank in ranks]
-        joined = torch.cat([rank[i] for i in range(len(runs)) for rank in held])
-        assert torch.equal(joined, dequantized(whole.get_submodule(name)))
-    for name in ("wo", "w2"):
-        joined = torch.cat([dequantized(rank.get_submodule(name)) for rank in ranks], dim=1)
-        assert torch.equal(joined, dequantized(whole.get_submodule(name)))
+    check_ranks(Checkpoint.open(tmp_path))
 
 
 def test_scattered_groups_are_not_divided(tmp_path: Path) -> None:
