@@ -132,7 +132,7 @@ class GPTFastHandler:
         options = dict(self.settings.engine)
         asked = options.get("device", "auto")
         if options.get("device_map") is None:
-            options["device"] = pick_device(asked, ctx.system_properties.get("gpu_id"))
+            options["device"] = device_of_worker(asked, ctx.system_properties.get("gpu_id"))
         if asked == "auto" and options.get("device") == "cpu" and str(config.get("deviceType")).lower() == "gpu":
             log.warning("warning: deviceType is gpu, but there is no GPU that torch can use: the CPU is used")
         log.info("loading %s with %s", self.settings.checkpoint, options)
@@ -316,7 +316,7 @@ def end_call(ctx: Any, index: int) -> None:
     ctx.set_response_header(index, STREAM_NEXT, "false")
 
 
-def pick_device(name: str, gpu_id: int | None) -> str:
+def device_of_worker(name: str, gpu_id: int | None) -> str:
     """``auto`` is the GPU that TorchServe gave this worker, else the CPU (``deviceType: cpu``, or there is none)."""
     if name != "auto":
         return name

@@ -645,11 +645,11 @@ def test_a_gpu_that_is_not_there_is_told(
 
 def test_device_is_what_torchserve_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert handler.pick_device("auto", 1) == "cuda:1"
-    assert handler.pick_device("auto", None) == "cpu", "deviceType: cpu on a machine with a GPU"
-    assert handler.pick_device("cuda:0", 1) == "cuda:0"
+    assert handler.device_of_worker("auto", 1) == "cuda:1"
+    assert handler.device_of_worker("auto", None) == "cpu", "deviceType: cpu on a machine with a GPU"
+    assert handler.device_of_worker("cuda:0", 1) == "cuda:0"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert handler.pick_device("auto", 0) == "cpu"
+    assert handler.device_of_worker("auto", 0) == "cpu"
 
 
 def load_handler(path: Path) -> ModuleType:
