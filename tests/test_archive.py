@@ -22,7 +22,8 @@ import yaml
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.files import belongs
 from gpt_fast.errors import ConfigError
-from gpt_fast.serve.archive import build_archive, set_key
+from gpt_fast.serve.archive import build_archive
+from gpt_fast.serve.config_text import set_key
 from gpt_fast.serve.repository import ROOT
 from gpt_fast.serve.settings import read_settings
 

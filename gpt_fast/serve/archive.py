@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -19,16 +18,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt_fast.checkpoint.files import choose_adapter_files, choose_files, copy_files, narrow, the_checkpoint
 from gpt_fast.config import DRAFTS
 from gpt_fast.errors import ConfigError
-from gpt_fast.serve.model_yaml import NAME, STARTUP_S, parse_model_yaml
+from gpt_fast.serve.config_text import with_keys
+from gpt_fast.serve.model_yaml import NAME, STARTUP_S
 from gpt_fast.serve.repository import PACKAGE, ROOT, SHIPPED
-from gpt_fast.serve.settings import ALIASES, check, check_file, find_named
+from gpt_fast.serve.settings import check, check_file, find_named, names_of
 
 SUFFIXES = {"no-archive": "", "default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
@@ -94,7 +93,7 @@ def build_archive(
     named = {model.folder: model.value for model in models} | {"lora": {a.value: w for a, w in adapters.items()}}
     too_short = startup_s > before.get("startupTimeout", STARTUP_S)
     own = {"startupTimeout": startup_s} if too_short else {}
-    text = _config_with(config, before, {**keys, **{key: value for key, value in named.items() if value}}, own)
+    text = with_keys(config, before, {**keys, **{key: value for key, value in named.items() if value}}, own)
     target = Path(output).resolve() / (name + SUFFIXES[archive_format])
     if target.is_dir() and any(target.iterdir()) and not (target / "MAR-INF" / "MANIFEST.json").is_file():
         raise ConfigError(f"{target} exists and is not an archive; it is left alone")
@@ -129,51 +128,10 @@ def _check_options(name: str, version: str, archive_format: str) -> None:
             raise ConfigError(f"{what}: {word!r} must be letters, digits, '_', '-' and '.', not starting with a sign")
 
 
-def set_key(yaml_text: str, key: str, value: Any) -> str:
-    """``yaml_text`` with ``key: value`` in its handler block, every other line and comment as it was."""
-    lines, found = yaml_text.splitlines(), re.compile(rf"\s+(?:{'|'.join(_names(key))})\s*:")
-    start = next((i for i, line in enumerate(lines) if re.match(r"handler\s*:", line)), len(lines))
-    if start == len(lines):
-        lines.append("handler:")
-    indent, place = "", slice(start + 1, start + 1)
-    for i in range(start + 1, len(lines)):
-        line = lines[i]
-        if line.strip() and not line.lstrip().startswith("#"):
-            if not line[0].isspace():
-                break
-            own = line[: len(line) - len(line.lstrip())]
-            indent = indent or own  # what is further in belongs to the value of a key
-            if own == indent and found.match(line):
-                inside = re.compile(rf"{indent}(\s+|-\s)[^\s#]")  # of a list or a block that was the value
-                place = slice(i, i + 1 + sum(1 for _ in takewhile(inside.match, lines[i + 1 :])))
-                break
-    lines[place] = [f"{indent or '    '}{key}: {_as_yaml(value)}"]
-    return "\n".join(lines) + "\n"
-
-
-def set_own_key(yaml_text: str, key: str, value: int) -> str:
-    """``yaml_text`` with ``key: value`` outside of its handler block, every other line and comment as it was."""
-    lines, found = yaml_text.splitlines(), re.compile(rf"{key}\s*:")
-    place = next((slice(i, i + 1) for i, line in enumerate(lines) if found.match(line)), None)
-    first = next((i for i, line in enumerate(lines) if re.match(r"\w", line)), len(lines))
-    lines[place or slice(first, first)] = [f"{key}: {value}"]
-    return "\n".join(lines) + "\n"
-
-
-def _as_yaml(value: Any) -> str:
-    """JSON, which is YAML except for characters beyond U+FFFF: JSON escapes them in two parts, YAML in one."""
-    return re.sub(r"[^\0-\x7e]", lambda found: rf"\U{ord(found[0]):08x}", json.dumps(value, ensure_ascii=False))
-
-
-def _names(key: str) -> list[str]:
-    """The names that ``key`` may have in the handler block."""
-    return [key, *(alias for alias, meant in ALIASES.items() if meant == key)]
-
-
 def _draft_of(config: Path, block: Mapping[str, Any]) -> Path | None:
     """The draft model that the handler ``block`` of ``config`` names by a path that is not absolute. It starts at the
     file's folder, or where this command runs: there is no archive yet."""
-    named = next((block[name] for name in _names("draft") if block.get(name) is not None), None)
+    named = next((block[name] for name in names_of("draft") if block.get(name) is not None), None)
     if named in (None, *DRAFTS) or Path(named).expanduser().is_absolute():
         return None
     return _find(named, config, "draft", "Name the draft model with --draft DIR")
@@ -241,24 +199,6 @@ def _adapter(place: str, path: Path, taking: _Taking) -> _Model:
     if left_out:
         taking.say(f"left out of {place}: {', '.join(left_out)}")
     return _Model(place, place, files)
-
-
-def _config_with(config: Path, before: Mapping[str, Any], keys: Mapping[str, Any], own: Mapping[str, int]) -> str:
-    """The text of the file ``config``, which holds ``before``, with ``keys`` in its handler block and TorchServe's
-    ``own``; ConfigError."""
-    text, block = config.read_text(encoding="utf-8"), before.get("handler") or {}
-    for key, value in keys.items():
-        text = set_key(text, key, value)
-        block = {k: v for k, v in block.items() if k not in _names(key)} | {key: value}
-    for key, value in own.items():
-        text = set_own_key(text, key, value)
-    wanted = {**before, **own, "handler": block}
-    check(wanted)
-    with contextlib.suppress(ConfigError):
-        if parse_model_yaml(text, str(config)).config == wanted:
-            return text
-    named = " and ".join([*own, *keys])
-    raise ConfigError(f"{config}: write the handler block with one key a line, indented, so that {named} can be set")
 
 
 def _pack(work: Path, models: Sequence[_Model], name: str, version: str, archive_format: str, handler: Path) -> Path:

@@ -23,6 +23,11 @@ _WITHOUT_EFFECT = {"fx_graph_cache": "torch caches compiled graphs by itself"}
 _WEIGHTS = ("*.safetensors", "*.pth", "*.pt", "*.bin", "*.gguf")
 
 
+def names_of(key: str) -> list[str]:
+    """The names that ``key`` may have in the handler block."""
+    return [key, *(alias for alias, meant in ALIASES.items() if meant == key)]
+
+
 def _path(value: Any, name: str) -> Path:
     return Path(Text()(value, name))
 
