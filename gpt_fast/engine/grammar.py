@@ -185,6 +185,7 @@ class _Vocabulary:
         self.bos_token_id = tokenizer.bos_token_id
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else (self.special_token_ids or [0])[0]
         self._tokenizer = tokenizer
+        tokenizer.encode_inside("")  # refuses a vocabulary without a line break now, not within a step
         texts = set(ids).difference(self.special_token_ids)
         self._ids = {self.tokens[i]: i for i in reversed(ids) if i in texts and self.tokens[i]}
         self._max_bytes = max(map(len, self._ids), default=1)
