@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from fake_model import FakeModelLLM, check_idle
 from test_drafts import drafting, plans_of, seen
-from test_engine import HANG_S, by_steps, mixed_requests, wait_until
+from test_engine import by_steps, mixed_requests, wait_until
 from test_speculation import DRAFTERS, Asked, ask, near_model, same_model
 from torch import Tensor
+from waiting import HANG_S
 
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.engine.handle import Handle

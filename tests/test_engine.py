@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import random
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ import torch
 from fake_model import FakeModelLLM, check_idle, hit_rate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import HANG_S, eventually
 
 from gpt_fast import LLM, Completion, RequestError, SamplingParams
 from gpt_fast.engine.grammar import CompiledGrammar
@@ -32,7 +32,6 @@ from gpt_fast.errors import EngineError, RequestFailedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HANG_S = 300.0  # whoever waits longer waits for ever
 FEW = 5  # tokens; a request that may not run further ahead of its reader cannot end before the test goes on
 
 
@@ -106,14 +105,6 @@ def wait_until(llm: LLM, condition: Callable[[], bool]) -> None:
     """Wait for something that the engine does."""
     with llm.engine.changed:
         assert llm.engine.changed.wait_for(condition, HANG_S), "it did not happen"
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for something that nobody is told of."""
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def answers(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[tuple[int, ...]]:

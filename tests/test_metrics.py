@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_text import Exposition, check_histograms, parse, quantile
+from waiting import eventually
 
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.request import Request
@@ -562,13 +563,6 @@ def test_the_worker_tells_its_number(argv: list[str], worker: str) -> None:
 # ---- the thread that reports ----------------------------------------------------------------------------------------
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
-
-
 def test_an_engine_that_falls_quiet_is_shown_quiet_soon() -> None:
     simulation = Simulation()
     metrics = watched(simulation)
@@ -583,12 +577,12 @@ def test_an_engine_that_falls_quiet_is_shown_quiet_soon() -> None:
     metrics.start(front_end.emit, interval_s=0.01, busy_interval_s=1000.0)
     simulation.add(3, 5)
     simulation.step()
-    wait_for(lambda: running() == 1)  # the first flush of a busy time comes at once
+    eventually(lambda: running() == 1)  # the first flush of a busy time comes at once
     simulation.step()
     time.sleep(0.1)
     assert generated() == 1, "the second one has to wait"
     simulation.run()
-    wait_for(lambda: running() == 0 and generated() == 5)  # a report may come between the last token and its count
+    eventually(lambda: running() == 0 and generated() == 5)  # a report may come between the last token and its count
     front_end.closed = True  # ends the thread with the next report
     simulation.add(3, 5)
     simulation.run()
@@ -602,8 +596,8 @@ def test_a_closed_output_ends_the_reports_and_nothing_else(caplog: pytest.LogCap
     front_end.closed = True
     simulation.add(3, 5)
     simulation.run()
-    wait_for(lambda: "no longer reported" in caplog.text)
-    wait_for(lambda: not any(thread.name == "gpt-fast-metrics" for thread in threading.enumerate()))
+    eventually(lambda: "no longer reported" in caplog.text)
+    eventually(lambda: not any(thread.name == "gpt-fast-metrics" for thread in threading.enumerate()))
     assert parse(metrics.exposition()).value("vllm:generation_tokens_total") == 5
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nginx_proxy import HANG_S, WHY_NOT, Proxy, free_port
+from nginx_proxy import HANG_S, WHY_NOT, Proxy
+from waiting import free_port
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 

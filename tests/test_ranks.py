@@ -19,6 +19,7 @@ import pytest
 import torch
 from rank import HOW, logits
 from torch import Tensor
+from waiting import free_port
 
 from gpt_fast import cli
 from gpt_fast.engine.following import Leader, follow
@@ -29,13 +30,6 @@ from gpt_fast.parallel.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "model_store" / "demo" / "target"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

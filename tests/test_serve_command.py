@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from waiting import eventually
 
 from gpt_fast import cli
 from gpt_fast.commands import serve as command
@@ -35,13 +36,6 @@ from gpt_fast.serve.launch import asking, processes, record, server, watching  #
 HERE = Path(__file__).resolve().parent
 HANG_S = 120
 _CHANCE = random.SystemRandom()  # another process of this test run draws other ports
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 class Fake:
@@ -180,7 +174,7 @@ def test_after_sigterm_what_runs_ends_first(fake: Fake) -> None:
     process.terminate()
     until_it_says(process, "Finishing the requests that run, for 3600 s at most")
     tmp_dir = Path(processes.process_mark(psutil.Process(fake.running()[0]), server.MARK))
-    wait_for((tmp_dir / closing.FILE).exists)
+    eventually((tmp_dir / closing.FILE).exists)
     assert len(fake.running()) == 2
     Path(f"{fake.noted}.done").touch()
     told, err = process.communicate(timeout=HANG_S)
@@ -236,7 +230,7 @@ def test_one_of_two_servers_is_stopped_from_elsewhere(new_fake: Callable[[], Fak
 
 def test_a_start_that_is_ended_leaves_nothing_running(fake: Fake) -> None:
     process = fake.started(state="loading")
-    wait_for(lambda: fake.noted.exists() and len(fake.noted.read_text().split()) == 2)
+    eventually(lambda: fake.noted.exists() and len(fake.noted.read_text().split()) == 2)
     process.terminate()
     _, told = process.communicate(timeout=HANG_S)
     assert process.returncode == 143
@@ -333,7 +327,7 @@ def test_a_second_start_finds_the_first_or_says_what_it_serves(fake: Fake) -> No
 
 def test_two_starts_at_once_are_one_server(fake: Fake) -> None:
     both = [fake.started("--background", state="ready late") for _ in range(2)]
-    wait_for(lambda: fake.noted.exists() and len(fake.noted.read_text().split()) == 2)
+    eventually(lambda: fake.noted.exists() and len(fake.noted.read_text().split()) == 2)
     time.sleep(0.5)
     assert [process.poll() for process in both] == [None, None], "nothing is ready yet"
     Path(f"{fake.noted}.loaded").touch()
@@ -346,8 +340,8 @@ def test_two_starts_at_once_are_one_server(fake: Fake) -> None:
 
 def test_a_second_start_waits_until_the_model_is_ready(fake: Fake) -> None:
     killed = fake.started("--background", state="ready late")
-    wait_for(lambda: fake.noted.exists() and len(fake.noted.read_text().split()) == 2)
-    wait_for(lambda: (fake.run_dir / "server.json").exists())
+    eventually(lambda: fake.noted.exists() and len(fake.noted.read_text().split()) == 2)
+    eventually(lambda: (fake.run_dir / "server.json").exists())
     killed.kill()
     killed.communicate(timeout=HANG_S)
     second = fake.started("--background")

@@ -18,9 +18,10 @@ import families_table
 import pytest
 import test_hub_quantized
 import torch
-from test_ranks import ROOT, TARGET, assert_ranks_agree, free_port
+from test_ranks import ROOT, TARGET, assert_ranks_agree
 from torch import Tensor
 from torch_rank import ASKED, load, logits
+from waiting import free_port
 
 from gpt_fast import LLM
 from gpt_fast.model.cpu_model import CpuModel
