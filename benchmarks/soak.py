@@ -27,26 +27,9 @@ import psutil
 
 POOL = 64
 PROMPT_WORDS = [
-    "Once",
-    "upon",
-    "a",
-    "time",
-    "there",
-    "was",
-    "little",
-    "girl",
-    "named",
-    "Lily",
-    "she",
-    "saw",
-    "big",
-    "red",
-    "ball",
-    "and",
-    "her",
-    "mom",
-    "said",
-]
+    "Once", "upon", "a", "time", "there", "was", "little", "girl", "named", "Lily",
+    "she", "saw", "big", "red", "ball", "and", "her", "mom", "said",
+]  # fmt: skip
 
 
 def pool_of_requests() -> list[dict[str, Any]]:

@@ -71,26 +71,9 @@ def mixed(count: int) -> list[dict[str, Any]]:
     """Requests of every kind: long and short, greedy and seeded, streamed and in one piece."""
     draw = random.Random(0)
     words = [
-        "Once",
-        "upon",
-        "a",
-        "time",
-        "there",
-        "was",
-        "little",
-        "girl",
-        "named",
-        "Lily",
-        "she",
-        "saw",
-        "big",
-        "red",
-        "ball",
-        "and",
-        "her",
-        "mom",
-        "said",
-    ]
+        "Once", "upon", "a", "time", "there", "was", "little", "girl", "named", "Lily",
+        "she", "saw", "big", "red", "ball", "and", "her", "mom", "said",
+    ]  # fmt: skip
     requests = []
     for i in range(count):
         prompt = " ".join(draw.choice(words) for _ in range(draw.randrange(1, 40)))
