@@ -5,18 +5,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpt_fast.engine.request import Request
 from gpt_fast.engine.text import TextStream
+from gpt_fast.params import SamplingParams
 
 
 class Pieces:
-    def __init__(self, pieces: list[str]) -> None:
-        self._pieces = pieces
+    def __init__(self, pieces: list[str], rest: str = "") -> None:
+        self._pieces, self._rest = pieces, rest
 
     def push(self, token: int) -> str:
         return self._pieces[token]
 
     def flush(self) -> str:
-        return ""
+        return self._rest
 
 
 def run(pieces: list[str], stop: list[str], first: int = 0) -> tuple[list[str], bool]:
@@ -58,6 +60,14 @@ def test_a_stop_string_counts_where_it_ends() -> None:
     assert run(["x E", "N", "D"], ["END"], first=2) == (["x ", "", ""], True)
     assert run(["x E", "N", "D", " y"], ["END"], first=3) == (["x ", "", "END", " y", ""], False)
     assert run(["ab", "x"], ["abc", "b"], first=1) == (["", "abx", ""], False)
+
+
+def test_a_stop_string_that_the_end_of_the_text_completes_is_why_it_ends() -> None:
+    """Half a character that nothing follows is U+FFFD."""
+    text = TextStream(Pieces(["a", ""], rest="\ufffd"), ["\ufffd"])
+    request = Request("r", [0], SamplingParams().resolved(), seed=0, max_tokens=2, end_ids=frozenset(), text=text)
+    assert request.append([0, 1], now=0.0) == "a"
+    assert request.finish_reason == "stop"
 
 
 @given(

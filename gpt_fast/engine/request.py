@@ -88,8 +88,9 @@ class Request:
                 text += self.text.push(token, may_stop)
                 stops = stops or self.text.stopped or (self.grammar is not None and self.grammar.complete)
             if stops or self.num_output >= self.max_tokens:
-                self.finish_reason = "stop" if stops else "length"
-                return text + self.text.flush()
+                text += self.text.flush()
+                self.finish_reason = "stop" if stops or self.text.stopped else "length"
+                break
         return text
 
     def completion(self) -> Completion:
