@@ -20,7 +20,7 @@ mkdir -p "$folder"
 printf '#!/bin/sh\nexec g++ "$@" -O1 -g -fsanitize=%s\n' "$kind" > "$folder/g++"
 chmod +x "$folder/g++"
 export CXX=$folder/g++ GPT_FAST_CACHE=$folder OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-built=$(python -c 'from gpt_fast.kernels.cpu.library import build; print(build())')
+built=$(python -c 'from gpt_fast.kernels.cpu.building import build; print(build())')
 export GPT_FAST_KERNEL_DIR=${built%/*}  # gcc does not run beside the library for threads, so nothing may be built below
 
 library() { g++ -print-file-name="lib$1.so"; }

@@ -288,7 +288,7 @@ def test_an_error_without_a_stderr_is_not_on_stdout() -> None:
 
 
 def test_stdout_escapes_what_its_encoding_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpt_fast.kernels.cpu.library.build_all", lambda folder: [folder / "\xfc.so"])
+    monkeypatch.setattr("gpt_fast.kernels.cpu.building.build_all", lambda folder: [folder / "\xfc.so"])
     written = io.BytesIO()
     with contextlib.redirect_stdout(io.TextIOWrapper(written, "ascii", write_through=True)):
         assert cli.main(["kernels", "--output", str(tmp_path)]) == 0
@@ -367,7 +367,7 @@ def test_info_without_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
 def test_kernels_prints_what_it_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gpt_fast.kernels.cpu.library.build_all", lambda folder: [folder / "a.so", folder / "b.so"])
+    monkeypatch.setattr("gpt_fast.kernels.cpu.building.build_all", lambda folder: [folder / "a.so", folder / "b.so"])
     monkeypatch.chdir(tmp_path)
     assert cli.main(["kernels", "--output", "built"]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "built" / name) for name in ("a.so", "b.so")]

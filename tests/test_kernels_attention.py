@@ -8,8 +8,8 @@ from programs import bytes_of_attention, flags_with, needs_cpp, run_ops
 from torch import Tensor
 
 from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
+from gpt_fast.kernels.cpu import building, program
 from gpt_fast.kernels.cpu import library as cpu
-from gpt_fast.kernels.cpu import program
 from gpt_fast.kernels.cpu.program import Weights
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import Scoring, alibi_slopes, paged_attention_eager
@@ -128,7 +128,7 @@ def test_attention_in_bfloat16_is_near_the_eager_seam(window: int, shape: tuple[
 def test_attention_to_int8_is_near_the_eager_seam(spread: float, window: int, shape: tuple[int, int, int]) -> None:
     """Queries and weights are rounded to 16 bits with a scale for each row, with VNNI to 8, with tiles (AMX) to
     bfloat16, as are the scaled values; there weights are powers of two in steps of a 128th as well."""
-    tiles = "amx" in cpu.variants()
+    tiles = "amx" in building.variants()
     if tiles and spread > 1:
         pytest.skip("rounded to bfloat16, large scores are off by more than a weight")
     close, most = (0.03, 2e-5) if tiles else ROUNDED_TO_BYTES if bytes_of_attention() else ROUNDED_TO_PAIRS
@@ -142,10 +142,10 @@ def test_attention_to_int8_is_near_the_eager_seam(spread: float, window: int, sh
 def test_attention_to_int8_is_near_the_eager_seam_by_kernels_for_older_cpus(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if variant not in cpu.variants():
+    if variant not in building.variants():
         pytest.skip(f"this CPU has no {variant}")
-    monkeypatch.setattr(cpu, "FLAGS", flags_with("-O1"))
-    library = cpu._load(cpu.build([variant]))
+    monkeypatch.setattr(building, "FLAGS", flags_with("-O1"))
+    library = cpu._load(building.build([variant]))
     monkeypatch.setattr(program, "library", lambda: library)
     close, most = ROUNDED_TO_PAIRS if variant == "avx2" else ROUNDED_TO_BYTES
     for window, shape in ((0, (8, 1, 64)), (70, (4, 2, 96)), (600, (3, 3, 40))):

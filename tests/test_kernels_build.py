@@ -15,6 +15,8 @@ import pytest
 from programs import needs_cpp
 
 from gpt_fast import user_cache
+from gpt_fast.errors import CompilerError, UnavailableError
+from gpt_fast.kernels.cpu import building
 from gpt_fast.kernels.cpu import library as cpu
 
 _PROBE = "import logging; logging.basicConfig(); import torch; from gpt_fast.kernels.cpu import library as k; "
@@ -54,17 +56,17 @@ def test_the_kernels_can_be_switched_off_without_a_warning() -> None:
 
 @needs_cpp
 def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = cpu.build()
-    monkeypatch.setattr(cpu, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert cpu.build() == path
+    path = building.build()
+    monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert building.build() == path
 
 
 @needs_cpp
 def test_tiles_that_give_something_else_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cpu, "variants", lambda: ["amx", "avx512_bf16"])
-    monkeypatch.setattr(cpu, "build", lambda names: (names or cpu.variants())[0])
+    monkeypatch.setattr(building, "variants", lambda: ["amx", "avx512_bf16"])
+    monkeypatch.setattr(building, "build", lambda names: (names or building.variants())[0])
     monkeypatch.setattr(
         cpu, "_load", lambda name: SimpleNamespace(name=name, gpt_fast_tiles_work=lambda: name != "amx")
     )
@@ -78,7 +80,7 @@ PLANTED = b"not a library, and not this user's"
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of our own, and a compiler that copies what was built before: its folder is returned."""
-    built = cpu.build()
+    built = building.build()
     script = tmp_path / "c++"
     script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\nfor last; do :; done\ncp {built} "$last"\n')
     script.chmod(0o755)
@@ -101,13 +103,13 @@ def foreign(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_built_library_is_for_its_owner_alone_whatever_the_umask(cache: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        library = cpu.build()
+        library = building.build()
     finally:
         os.umask(before)
     assert library.parent == cache
     assert [p.stat().st_mode & 0o777 for p in (cache.parent, cache, library)] == [0o700] * 3
     stamp = library.stat().st_mtime_ns
-    assert cpu.build() == library
+    assert building.build() == library
     assert library.stat().st_mtime_ns == stamp, "built again"
 
 
@@ -116,7 +118,7 @@ def test_a_built_library_is_for_its_owner_alone_whatever_the_umask(cache: Path, 
 def test_a_planted_library_is_built_anew(
     how: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    library = cpu.build()
+    library = building.build()
     good = library.read_bytes()
     library.write_bytes(PLANTED)
     if how == "file of somebody else":
@@ -125,20 +127,20 @@ def test_a_planted_library_is_built_anew(
         foreign(library, monkeypatch)
     else:
         library.chmod(0o777)
-    assert cpu.build() == library
+    assert building.build() == library
     assert library.read_bytes() == good
     assert caplog.text.count("is not used") == 1
-    cpu.build()
+    building.build()
     assert caplog.text.count("is not used") == 1, "the next start finds it in order"
 
 
 @needs_cpp
 def test_a_folder_that_others_could_write_in_is_emptied(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    library = cpu.build()
+    library = building.build()
     good = library.read_bytes()
     library.write_bytes(PLANTED)
     cache.chmod(0o777)
-    assert cpu.build() == library
+    assert building.build() == library
     assert library.read_bytes() == good
     assert cache.stat().st_mode & 0o777 == 0o700
     assert "could write in it" in caplog.text
@@ -150,18 +152,18 @@ def test_a_cache_of_somebody_else_is_left_alone(
     how: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither what lies in it is loaded, nor is anything put there; the library is built for this process."""
-    library = cpu.build()
+    library = building.build()
     library.write_bytes(PLANTED)
     if how == "of somebody else":
         foreign(cache.parent, monkeypatch)
     else:
         cache.parent.chmod(0o777)
-    elsewhere = cpu.build()
+    elsewhere = building.build()
     assert cache.parent not in elsewhere.parents
     assert elsewhere.read_bytes() != PLANTED
     assert library.read_bytes() == PLANTED
     assert elsewhere.parent.parent.stat().st_mode & 0o777 == 0o700
-    cpu.build()
+    building.build()
     assert caplog.text.count("is not kept for the next start") == 1
 
 
@@ -175,27 +177,27 @@ def test_clang_gets_no_flag_that_it_refuses(version: str, takes_all: bool, cache
         f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}" && exit\n'
         f'echo "$@" >>{said}\nfor last; do :; done\ntouch "$last"\n'
     )
-    cpu.build()
+    building.build()
     commands = said.read_text().splitlines()
-    assert len(commands) == len(cpu.COMPILED) + 1
-    assert [flag in command for flag in cpu.FLAGS_OF_GCC for command in commands] == [takes_all] * len(commands)
+    assert len(commands) == len(building.COMPILED) + 1
+    assert [flag in command for flag in building.FLAGS_OF_GCC for command in commands] == [takes_all] * len(commands)
 
 
 @needs_cpp
 def test_without_a_compiler_what_another_one_built_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = cpu.build()
+    library = building.build()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert cpu.build() == library
+    assert building.build() == library
     done = probe(_STEP, CXX="no-such-compiler", GPT_FAST_CACHE=str(cache.parent), GPT_FAST_KERNELS="")
     assert (done.stdout.split(), done.stderr) == (["True", "kernels"], "")
     # Of other sources or flags, or not to be trusted: not used.
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-DNEWER"))
-        with pytest.raises(cpu.UnavailableError, match="no-such-compiler"):
-            cpu.build()
+        patch.setattr(building, "FLAGS", (*building.FLAGS, "-DNEWER"))
+        with pytest.raises(UnavailableError, match="no-such-compiler"):
+            building.build()
     library.chmod(0o777)
-    with pytest.raises(cpu.UnavailableError, match="no-such-compiler"):
-        cpu.build()
+    with pytest.raises(UnavailableError, match="no-such-compiler"):
+        building.build()
 
 
 @needs_cpp
@@ -204,33 +206,33 @@ def test_kernels_are_built_for_other_machines(
 ) -> None:
     """In a container: built by root for all CPUs, run by somebody else on any of them, without a compiler."""
     folder = tmp_path / "kernels"
-    built = cpu.build_all(folder)
-    assert [path.name.split("-")[1] for path in built] == cpu._of_this_architecture()
+    built = building.build_all(folder)
+    assert [path.name.split("-")[1] for path in built] == building._of_this_architecture()
     assert [path.stat().st_mode & 0o777 for path in (folder, *built)] == [0o755] * (1 + len(built))
     assert not cache.exists(), "it was kept in this user's cache as well"
-    by_name = dict(zip(cpu._of_this_architecture(), built, strict=True))
+    by_name = dict(zip(building._of_this_architecture(), built, strict=True))
     monkeypatch.setenv("GPT_FAST_KERNEL_DIR", str(folder))
     for compiler in (os.environ["CXX"], "no-such-compiler"):  # what was built goes before the compiler
         monkeypatch.setenv("CXX", compiler)
         for name in by_name:
-            monkeypatch.setattr(cpu, "variants", lambda name=name: [name])
-            assert cpu.build() == by_name[name]
-    monkeypatch.setattr(cpu, "variants", lambda: [*by_name])
+            monkeypatch.setattr(building, "variants", lambda name=name: [name])
+            assert building.build() == by_name[name]
+    monkeypatch.setattr(building, "variants", lambda: [*by_name])
     built[0].unlink()
-    assert cpu.build() == built[1], "the next older one"
+    assert building.build() == built[1], "the next older one"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     # Of other sources, or not to be trusted: said, and looked for elsewhere.
     for path in built[1:]:
         path.chmod(0o777)
-    with pytest.raises(cpu.UnavailableError, match="no-such-compiler"):
-        cpu.build()
+    with pytest.raises(UnavailableError, match="no-such-compiler"):
+        building.build()
     assert f"GPT_FAST_KERNEL_DIR: {folder} holds no kernels of these sources for this CPU" in caplog.text
 
 
 @needs_cpp
 def test_a_folder_of_kernels_runs_without_a_compiler(cache: Path, tmp_path: Path) -> None:
     """A new process loads the kernels for this CPU from the folder."""
-    cpu.build_all(tmp_path / "kernels")
+    building.build_all(tmp_path / "kernels")
     given = {"GPT_FAST_KERNEL_DIR": str(tmp_path / "kernels"), "GPT_FAST_CACHE": str(tmp_path / "empty")}
     done = probe(_STEP, CXX="no-such-compiler", GPT_FAST_KERNELS="", **given)
     assert (done.stdout.split(), done.stderr) == (["True", "kernels"], "")
@@ -240,20 +242,20 @@ def test_a_folder_of_kernels_runs_without_a_compiler(cache: Path, tmp_path: Path
 def test_a_variant_that_the_compiler_does_not_know_is_left_out(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, *rest = cpu._of_this_architecture()
-    compile_one = cpu._compile
+    first, *rest = building._of_this_architecture()
+    compile_one = building._compile
 
     def refuse(command: list[str], sources: list[Path], target: Path) -> None:
         if f"-{first}-" in target.name or not rest:
-            raise cpu.CompilerError("unknown instructions")
+            raise CompilerError("unknown instructions")
         compile_one(command, sources, target)
 
-    monkeypatch.setattr(cpu, "_compile", refuse)
-    assert [path.name.split("-")[1] for path in cpu.build_all(tmp_path / "kernels")] == rest
+    monkeypatch.setattr(building, "_compile", refuse)
+    assert [path.name.split("-")[1] for path in building.build_all(tmp_path / "kernels")] == rest
     assert f"no {first} kernels: unknown instructions" in caplog.text
     rest.clear()
-    with pytest.raises(cpu.UnavailableError, match="built none of the kernels"):
-        cpu.build_all(tmp_path / "none")
+    with pytest.raises(UnavailableError, match="built none of the kernels"):
+        building.build_all(tmp_path / "none")
 
 
 @needs_cpp
@@ -274,8 +276,8 @@ def test_a_failed_build_says_what_the_compiler_said(tmp_path: Path) -> None:
     sources = [tmp_path / "broken.cpp", tmp_path / "whole.cpp"]
     for source, text in zip(sources, ("int main( {", "int one() { return 1; }"), strict=True):
         source.write_text(text)
-    with pytest.raises(cpu.UnavailableError, match=r"failed: .*broken\.cpp"):
-        cpu._compile([cpu.compiler()], sources, tmp_path / "broken.so")
+    with pytest.raises(UnavailableError, match=r"failed: .*broken\.cpp"):
+        building._compile([building.compiler()], sources, tmp_path / "broken.so")
     assert sorted(tmp_path.iterdir()) == sources
 
 
@@ -284,7 +286,7 @@ def test_a_failed_build_says_what_the_compiler_said(tmp_path: Path) -> None:
 def test_a_library_that_was_cut_short_is_built_again(
     others: int, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = cpu.build()
+    path = building.build()
     path.write_bytes(b"")
     if others:  # without a compiler, the next one is taken
         shutil.copy2(_whole(), path.with_name(path.name.replace(".so", "z.so")))
@@ -301,9 +303,9 @@ def test_a_library_that_was_cut_short_in_a_read_only_cache_is_refused(monkeypatc
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
-    cpu.build().write_bytes(b"")
+    building.build().write_bytes(b"")
     monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(cpu.UnavailableError, match="Read-only"):
+    with pytest.raises(UnavailableError, match="Read-only"):
         cpu._built_and_loaded(None)
 
 

@@ -24,8 +24,8 @@ from quantized import noisy_rows
 from test_program import CASES as OPERATIONS
 from torch import Tensor
 
+from gpt_fast.kernels.cpu import building, packing, quantizing, structs
 from gpt_fast.kernels.cpu import library as cpu
-from gpt_fast.kernels.cpu import packing, quantizing, structs
 from gpt_fast.kernels.cpu import program as program_module
 from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
 from gpt_fast.kernels.reference import dequantize_int4, quantize_activations
@@ -195,18 +195,20 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], lis
         folder = tmp_path_factory.mktemp(name)
         target = str(folder / "kernel_calls")
         # One for ARM as users get it; the others compile in a third of the time.
-        flags = list(cpu.FLAGS if name == "neon_dot" else flags_with("-O1"))
-        others = [str(cpu.SOURCES / file) for file in cpu.COMPILED if file != "kernels.cpp"]  # which that includes
-        flags += [f"-I{cpu.SOURCES}", str(HERE / "kernel_calls.cpp"), *others, "-o", target]
+        flags = list(building.FLAGS if name == "neon_dot" else flags_with("-O1"))
+        others = [
+            str(building.SOURCES / file) for file in building.COMPILED if file != "kernels.cpp"
+        ]  # which that includes
+        flags += [f"-I{building.SOURCES}", str(HERE / "kernel_calls.cpp"), *others, "-o", target]
         flags += ["-DGPT_FAST_BFLOAT16_DOTS"] * rounds
         flags += ["-DGPT_FAST_TILES"] * (name == "tiles")
         if name.startswith("neon"):
-            flags += [*cpu.FLAGS_OF_GCC, "-static"]
-            subprocess.run([ARM_COMPILER, *cpu.VARIANTS[name], *flags], check=True, timeout=600)
+            flags += [*building.FLAGS_OF_GCC, "-static"]
+            subprocess.run([ARM_COMPILER, *building.VARIANTS[name], *flags], check=True, timeout=600)
             return [ARM_EMULATOR, target]
         (folder / "dpbusd.h").write_text("" if name == "avx2" else DPBUSD)
         include = ["-include", str(folder / "dpbusd.h")]
-        subprocess.run([cpu.compiler(), *cpu.VARIANTS["avx2"], *include, *flags], check=True, timeout=600)
+        subprocess.run([building.compiler(), *building.VARIANTS["avx2"], *include, *flags], check=True, timeout=600)
         return [target]
 
     return command
@@ -222,8 +224,8 @@ def command(
         for tool in (ARM_COMPILER, ARM_EMULATOR):
             if shutil.which(tool) is None:
                 pytest.skip(f"needs {tool} (Debian: g++-aarch64-linux-gnu, qemu-user)")
-    if request.param != "tiles" and "amx" in cpu.variants():
-        without = cpu._load(cpu.build([name for name in cpu.variants() if name != "amx"]))
+    if request.param != "tiles" and "amx" in building.variants():
+        without = cpu._load(building.build([name for name in building.variants() if name != "amx"]))
         monkeypatch.setattr(program_module, "library", lambda: without)
     rounds = cpu.rounding("bfloat16") or 2 * (request.param in ("formulas", "tiles"))
     monkeypatch.setattr(program_module, "rounding", lambda kind: rounds if kind == "bfloat16" else cpu.rounding(kind))
@@ -238,11 +240,11 @@ def test_results_equal_the_native_kernels(command: list[str], request: pytest.Fi
         close = {"atol": tolerance, "rtol": tolerance, "equal_nan": True}
         torch.testing.assert_close(got, expected, **close, msg=lambda text: f"{name}: {text}")
 
-    tiles, amx = "[tiles]" in request.node.name, "amx" in cpu.variants()
+    tiles, amx = "[tiles]" in request.node.name, "amx" in building.variants()
     pairs = program_module.rounding("bfloat16") == cpu.rounding("bfloat16")  # both multiply bfloat16 in the same way
     in_pairs = "[avx2]" in request.node.name  # rounds x to int8 so
     by_bytes = {bytes_of_attention(), "[formulas]" in request.node.name}  # attention to int8 caches, natively and there
-    wide = cpu.variants()[0].startswith(("avx512", "amx"))  # takes 64 keys of bytes together, others 32
+    wide = building.variants()[0].startswith(("avx512", "amx"))  # takes 64 keys of bytes together, others 32
     same_integers = amx if tiles else by_bytes == {False} or (by_bytes == {True} and not wide)
     for kind, *sizes in PRODUCTS:
         together = 128 if tiles else 32
@@ -298,7 +300,7 @@ def test_a_row_has_the_same_bits_in_tiles_of_any_number_of_rows(kind: str, comma
 @pytest.fixture
 def unoptimized(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seventh of the time to compile, and the same instructions."""
-    monkeypatch.setattr(cpu, "FLAGS", flags_with("-O0"))
+    monkeypatch.setattr(building, "FLAGS", flags_with("-O0"))
 
 
 @pytest.mark.usefixtures("unoptimized")
@@ -308,9 +310,9 @@ def test_the_compiler_takes_the_flags_of_every_variant(
 ) -> None:
     monkeypatch.setenv("GPT_FAST_CACHE", str(tmp_path))
     try:
-        library = cpu.build_variant(variant, cpu.compiler())
+        library = building.build_variant(variant, building.compiler())
     except cpu.CompilerError as error:
-        if str(cpu.SOURCES) in str(error):  # a mistake there, not a flag that is not known
+        if str(building.SOURCES) in str(error):  # a mistake there, not a flag that is not known
             raise
         pytest.skip(str(error))
     text = subprocess.run(["objdump", "-d", str(library)], capture_output=True, text=True, check=False).stdout
@@ -323,6 +325,6 @@ def test_the_compiler_takes_the_flags_of_every_variant(
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")
 def test_clang_builds_the_kernels_too(tmp_path: Path) -> None:
     """All that macOS has."""
-    for name in cpu.variants():
-        library = cpu._load(cpu.build_variant(name, "clang++", tmp_path))
+    for name in building.variants():
+        library = cpu._load(building.build_variant(name, "clang++", tmp_path))
         assert library.gpt_fast_rounding(cpu.FORMATS["int8"]) == 1

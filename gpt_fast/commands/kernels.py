@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Build them; prints their paths on stdout. A variant that the compiler does not know is left out with a word."""
-    from gpt_fast.kernels.cpu.library import build_all
+    from gpt_fast.kernels.cpu.building import build_all
 
     options.set_up_logging(verbose=False)
     for path in build_all(Path(arguments.output).absolute()):

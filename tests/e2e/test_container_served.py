@@ -17,7 +17,8 @@ import psutil
 import pytest
 from serving import ROOT, TORCHSERVE, base_port, java_home, wait_for
 
-from gpt_fast.kernels.cpu import library as kernels
+from gpt_fast.kernels.cpu.building import build
+from gpt_fast.kernels.cpu.library import available
 from gpt_fast.serve.launch.ports import derive_config
 
 
@@ -44,8 +45,8 @@ class Container:
             "GPT_FAST_MODEL": str(checkpoint),
             "GPT_FAST_RUN": str(self.run),
         }
-        if kernels.available():  # its cache is empty at first
-            self.environment["GPT_FAST_KERNEL_DIR"] = str(kernels.build().parent)
+        if available():  # its cache is empty at first
+            self.environment["GPT_FAST_KERNEL_DIR"] = str(build().parent)
         with (folder / "log").open("wb") as log:
             self.process = psutil.Popen(self.command, env=self.environment, stdout=log, stderr=log)
 

@@ -19,7 +19,8 @@ import pytest
 from nginx_proxy import WHY_NOT, Proxy
 from serving import ROOT, base_port, java_home, wait_for
 
-from gpt_fast.kernels.cpu import library as kernels
+from gpt_fast.kernels.cpu.building import build
+from gpt_fast.kernels.cpu.library import available
 
 KEY = secrets.token_hex(32)
 NATIVE, CHAT = "/predictions/gpt-fast", "/v1/chat/completions"
@@ -34,8 +35,8 @@ class Served:
         java = java_home()
         assert java is not None
         environment = os.environ | {"JAVA_HOME": java, "PYTHONPATH": str(ROOT), "GPT_FAST_CACHE": str(folder / "cache")}
-        if kernels.available():  # its cache is empty at first
-            environment["GPT_FAST_KERNEL_DIR"] = str(kernels.build().parent)
+        if available():  # its cache is empty at first
+            environment["GPT_FAST_KERNEL_DIR"] = str(build().parent)
         command = [sys.executable, "-m", "gpt_fast", "serve", "--port", str(self.port), "--run-dir", str(self.run_dir)]
         self.output = folder / "output"
         with self.output.open("wb") as output:

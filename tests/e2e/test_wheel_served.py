@@ -20,7 +20,8 @@ import psutil
 import pytest
 from serving import ROOT, base_port, has_ended, wait_for
 
-from gpt_fast.kernels.cpu import library as kernels
+from gpt_fast.kernels.cpu.building import build
+from gpt_fast.kernels.cpu.library import available
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +59,8 @@ class Installed:
             "GPT_FAST_CACHE": str(self.cache),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        if kernels.available():  # its cache is empty at first
-            self.environment["GPT_FAST_KERNEL_DIR"] = str(kernels.build().parent)
+        if available():  # its cache is empty at first
+            self.environment["GPT_FAST_KERNEL_DIR"] = str(build().parent)
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install", "--quiet", "--no-deps"]
         elsewhere = {**self.environment, "HOME": str(folder)}  # pip's own traces are not of interest
         subprocess.run([*pip, "--no-index", str(wheel)], env=elsewhere, check=True, capture_output=True)
