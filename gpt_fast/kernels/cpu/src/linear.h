@@ -215,7 +215,7 @@ inline void tiled_integers(const Format& w, const typename Format::Rows& x, int6
     }
 }
 
-// At a time, where there are many: at most kMostRows.
+// How many rows of a product with kPromptRows and more one micro kernel takes: at most kMostRows.
 template <class Format>
 inline int64_t rows_of_prompts() {
     return Format::kMostRows;
