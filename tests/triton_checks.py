@@ -6,6 +6,7 @@ process of their own, which a test of the same file starts.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -49,6 +50,19 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 if INTERPRETED:
     # A program that finds nothing to do takes milliseconds here.
     pytest.importorskip("gpt_fast.kernels.gpu.attention").num_splits = lambda _: 2
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot_in_any_place(builder: Any, a: Any, b: Any, total: Any, *precision: Any) -> Any:
+        """Products of float32 are summed in float64 and rounded once: NumPy's library adds a row's products in an order
+        that depends on the CPU and on where the row stands, which a GPU's units do not."""
+        if total.data.dtype != "float32":
+            return dot(builder, a, b, total, *precision)
+        zeros = interpreter.TensorHandle(total.data.astype("float64") * 0, interpreter.tl.float64)
+        products = dot(builder, a, b, zeros, *precision).data
+        return interpreter.TensorHandle(products.astype("float32") + total.data, total.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = dot_in_any_place
 
 
 def run_checks(file: str, what: str = "check", **env: str) -> None:
