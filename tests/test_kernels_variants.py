@@ -196,9 +196,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], lis
         target = str(folder / "kernel_calls")
         # One for ARM as users get it; the others compile in a third of the time.
         flags = list(building.FLAGS if name == "neon_dot" else flags_with("-O1"))
-        others = [
-            str(building.SOURCES / file) for file in building.COMPILED if file != "kernels.cpp"
-        ]  # which that includes
+        # kernel_calls.cpp includes kernels.cpp.
+        others = [str(building.SOURCES / file) for file in building.COMPILED if file != "kernels.cpp"]
         flags += [f"-I{building.SOURCES}", str(HERE / "kernel_calls.cpp"), *others, "-o", target]
         flags += ["-DGPT_FAST_BFLOAT16_DOTS"] * rounds
         flags += ["-DGPT_FAST_TILES"] * (name == "tiles")

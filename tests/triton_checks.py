@@ -58,7 +58,7 @@ if INTERPRETED:
         that depends on the CPU and on where the row stands, which a GPU's units do not."""
         if total.data.dtype != "float32":
             return dot(builder, a, b, total, *precision)
-        zeros = interpreter.TensorHandle(total.data.astype("float64") * 0, interpreter.tl.float64)
+        zeros = interpreter.TensorHandle(interpreter.np.zeros(total.data.shape), interpreter.tl.float64)
         products = dot(builder, a, b, zeros, *precision).data
         return interpreter.TensorHandle(products.astype("float32") + total.data, total.dtype.scalar)
 
