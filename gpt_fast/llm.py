@@ -9,62 +9,36 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast, overload
 
 import torch
 
-from gpt_fast import __version__, devices, memory
-from gpt_fast.cgroups import num_cores
-from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.draft import open_draft
 from gpt_fast.checkpoint.families import GenerationDefaults
-from gpt_fast.checkpoint.shard import Shard
-from gpt_fast.config import EngineConfig, ModelConfig, from_mapping
-from gpt_fast.engine.compute import probe
-from gpt_fast.engine.engine import Engine
-from gpt_fast.engine.following import LeadingRunner, follow
+from gpt_fast.config import EngineConfig, from_mapping
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.handle import Handle
-from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.engine.request import Request
-from gpt_fast.engine.runner import Runner
-from gpt_fast.engine.scheduler import Scheduler
-from gpt_fast.engine.speculate.drafter import Drafter
-from gpt_fast.engine.speculate.lookup import LookupDrafter
-from gpt_fast.engine.speculate.model import ModelDrafter
-from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.engine.text import TextStream
 from gpt_fast.engine.token_rules import TokenRules
 from gpt_fast.errors import ConfigError, RankError, RequestError, TokenizerMissing
 from gpt_fast.fields import refuse
-from gpt_fast.foreign.checkpoint import ForeignCheckpoint, open_checkpoint
-from gpt_fast.foreign.model import ForeignModel, Loaded
+from gpt_fast.foreign.checkpoint import open_checkpoint
+from gpt_fast.foreign.model import ForeignModel
 from gpt_fast.kernels.roofline import Roofline, read_bandwidth
-from gpt_fast.model.compile_cache import default_file, kept
+from gpt_fast.loading import LoadedModel, Opened, adopt, load
 from gpt_fast.model.description import describe
-from gpt_fast.model.steps import Served, serve
+from gpt_fast.model.steps import Served
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
-from gpt_fast.parallel.cores import bind
-from gpt_fast.parallel.group import Group, device_of_rank, number_of_ranks, ranks_here
-from gpt_fast.parallel.ranks import Ranks
 from gpt_fast.params import SamplingParams
-from gpt_fast.placement import choose_placement, usable_threads
-from gpt_fast.quantize.apply import check_device, quantize_model
-from gpt_fast.quantize.scheme import quant_config
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
 
-SMALL_MODEL_BYTES = 32 * 2**20  # read per token
-
 Prompt = str | Sequence[int]
-Opened = Checkpoint | ForeignCheckpoint
 
 
 def _tokenizer_of(opened: Opened) -> Tokenizer | None:
@@ -100,16 +74,6 @@ def _begun(handle: Handle) -> Iterator[Delta]:
     return begun
 
 
-def _check_ranks(opened: Opened, options: EngineConfig, num_ranks: int) -> None:
-    """Raise ConfigError for ``options`` that ``num_ranks`` processes cannot follow, or transformers' models cannot."""
-    if isinstance(opened, ForeignCheckpoint):
-        opened.check(options, num_ranks)
-    if num_ranks > 1 and options.device_map is not None:
-        raise ConfigError(f"device_map: {num_ranks} processes share this model already; leave it out")
-    if num_ranks > 1 and options.drafter in ("int8", "int4"):
-        raise ConfigError(f"draft: {options.drafter} is the whole model, which no rank holds; take lookup or a folder")
-
-
 class LLM:
     """Loads ``checkpoint`` (what ``Checkpoint.open`` takes, opened or not), compiles, warms up; then generates. Any
     number of threads may call its methods: all requests share one batch.
@@ -117,55 +81,13 @@ class LLM:
     Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`. ``progress`` shows bars on a terminal.
     Raises ConfigError, CheckpointError or TokenizerError (all ValueError)."""
 
-    _spans: Sequence[devices.Span] = ()  # of layers, where there is a device_map
-
     def __init__(self, checkpoint: str | Path | Opened, *, progress: bool = False, **options: Any) -> None:
-        self.engine_config = o = from_mapping(EngineConfig, options, "LLM()")
-        begin = time.perf_counter()
+        wanted, begin = from_mapping(EngineConfig, options, "LLM()"), time.perf_counter()
         opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
-        opened = opened.with_adapters(o.lora)
-        self.checkpoint, self.config, self.defaults = opened.vocabulary, opened.config, opened.defaults
-        self.num_parameters = opened.num_parameters
+        opened = opened.with_adapters(wanted.lora)
+        self.checkpoint, self.defaults, self.num_parameters = opened.vocabulary, opened.defaults, opened.num_parameters
         self.tokenizer = _tokenizer_of(opened)
-        _check_ranks(opened, o, number_of_ranks())
-        rooms = devices.rooms(o)
-        named: dict[str, Any] = {"device": str(rooms[0].device) if rooms else o.device, "dtype": o.dtype}
-        named["kernels"] = o.kernels and len(rooms) < 2
-        where = choose_placement(self.num_parameters, opened.stored_dtype, **named)
-        self.device, self.dtype = device_of_rank(where.device), where.dtype
-        check_device(opened.format_for(o.quantize).quant, self.device)
-        self.group = Group.from_environment(self.device)
-        shard = self._join(self.group) if self.group is not None else None
-        held = shard.config(self.config) if shard else self.config
-        weight_bytes = opened.num_bytes(self.dtype, o.quantize, shard)
-        draft = None if self.follows else open_draft(opened, self.tokenizer, o)  # only guesses: rank 0 runs it alone
-        draft_bytes = draft.checkpoint.num_bytes(self.dtype, draft.quantize) if draft else 0
-        draft_config = draft.checkpoint.config if draft else None
-        smaller = opened.smaller_modes(o.quantize)
-        if rooms:
-            assert isinstance(opened, Checkpoint)
-            weights = devices.Weights.of(opened.meta_model(self.dtype, o.quantize), draft_bytes, smaller)
-            self._spans = devices.plan_spans(rooms, weights, devices.Shapes(held, draft_config, o, self.dtype))
-            for span in self._spans:
-                check_device(opened.format_for(o.quantize).quant, span.device)
-        else:
-            memory.check_weights(weight_bytes * self._sharing + draft_bytes, self.device, smaller)
-        self._plan_cache(held, draft_config, weight_bytes + draft_bytes)  # refuses what cannot fit
-        if self.group is not None:
-            self.group.wait()  # until all know what is free, which changes now
-        how: dict[str, Any] = {"progress": progress and not self.follows, "column_major": where.column_major}
-        places = devices.of_layers(self._spans)
-        model = opened.build(self.dtype, self.device, quantize=o.quantize, shard=shard, layer_devices=places, **how)
-        guessing = draft.checkpoint.build(self.dtype, self.device, quantize=draft.quantize, **how) if draft else None
-        self._start(model, time.perf_counter() - begin, guessing)
-
-    def _join(self, group: Group) -> Shard:
-        """Take this process' place among the ranks: its cores, what all have to agree on, its share of the model."""
-        if self.device.type == "cpu":
-            torch.set_num_threads(bind(*group.place_here))
-        group.agree("gpt-fast", __version__)
-        group.agree("checkpoint", repr(self.config))
-        return Shard(group.rank, group.count)
+        self._start(load(opened, self.tokenizer, wanted, progress=progress), begin)
 
     @classmethod
     def from_model(cls, model: Transformer | Served, *, tokenizer: Tokenizer | None = None, **options: Any) -> LLM:
@@ -176,122 +98,39 @@ class LLM:
         for name in ("device", "device_map", "dtype", "lora"):
             if options.get(name) is not None:
                 raise ConfigError(f"{name} is the model's own here; leave it out")
+        wanted, begin = from_mapping(EngineConfig, options, "LLM()"), time.perf_counter()
         self = cls.__new__(cls)
-        self.engine_config = from_mapping(EngineConfig, options, "LLM()")
-        self.config, self.tokenizer, self.group = model.config, tokenizer, None
-        self.defaults = GenerationDefaults((), None, SamplingParams())
-        self.device, self.dtype = model.device, model.dtype
+        self.tokenizer, self.defaults = tokenizer, GenerationDefaults((), None, SamplingParams())
         if isinstance(model, ForeignModel):
             self.num_parameters = model.num_parameters
         else:
             self.num_parameters = describe(model.config).num_parameters
-        if self.engine_config.drafter not in (None, "lookup"):
-            raise ConfigError("draft: a model that was built in memory is served without a draft model, or with lookup")
-        if self.engine_config.quantize is not None:
-            if not isinstance(model, Transformer):
-                raise ConfigError("quantize: the weights of this model are packed already")
-            quant = quant_config(self.engine_config.quantize)
-            check_device(quant, self.device)
-            quantize_model(model, quant)
-        self._start(model, load_s=0.0)
+        self._start(adopt(model, wanted), begin)
         return self
 
-    def _start(self, model: Transformer | Loaded | Served, load_s: float, draft: Transformer | None = None) -> None:
-        """Build the engine around ``model``, and a ``draft`` model if there is one, and warm it up."""
-        begin, o = time.perf_counter(), self.engine_config
-        self._ranks = ranks = Ranks.of(self.group)
-        how: dict[str, Any] = {"kernels": o.kernels, "compile": o.compile}
-        self.model = serve(model, ranks=ranks, layer_devices=devices.of_layers(self._spans), **how)
-        if isinstance(self.model, ForeignModel):
-            o = self.engine_config = self.model.adapted(o)
-        if self.group is not None:
-            self.group.wait()  # until all have loaded: then what is free is free
-        plan = self._plan_cache(self.model.config, draft.config if draft else None)
-        plan = plan if self.group is None else self.group.say(plan)
-        log.info("%s", plan)
-        if plan.max_seq_len < plan.wished:
-            log.warning("%s", plan.shortened)
-        self.max_seq_len = plan.max_seq_len
-        num_pages, chunk = 1 + plan.num_pages, plan.prefill_chunk
-        sizes = {"max_batch": plan.max_batch, "max_seq_len": plan.max_seq_len, "prefill_chunk": chunk}
-        sizes |= {"num_pages": num_pages, "page_size": plan.page_size}
-        make: Callable[..., Runner] = partial(LeadingRunner, ranks) if ranks and not self.follows else Runner
-        self._runner = runner = make(self.model, cache_dtype=plan.dtype, **sizes)
-        if self.group is not None:
-            self.group.wait()  # until all can compute: from now on they wait for each other a few seconds only
+    def _start(self, loaded: LoadedModel, begin: float) -> None:
+        """Build the engine of ``loaded``, and warm it up. ``begin``: of loading, by time.perf_counter."""
+        self._loaded, self.model, self.engine_config = loaded, loaded.model, loaded.options
+        self.config, self.device, self.dtype = loaded.config, loaded.site.device, loaded.site.dtype
+        self.max_seq_len = loaded.plan.max_seq_len
         if self.follows:
             return
-        scaling = self.config.rope_scaling
-        long_from = scaling.original_max_seq_len if scaling is not None and scaling.grows else 0
-        anew = scaling is not None and scaling.type == "longrope"
-        pages = PageAllocator(num_pages, plan.page_size, o.prefix_cache)
-        whole = isinstance(self.model, ForeignModel) and not self.model.takes_pieces
-        scheduler = Scheduler(pages, plan.max_batch, chunk, long_from, anew, whole)
-        drafter: Drafter | None = LookupDrafter(o.lookup_history) if o.drafter == "lookup" else None
-        runners = [runner]
-        if draft is not None:
-            guessing = Runner(serve(draft, **how), cache_dtype=plan.dtype, **sizes)
-            drafter = ModelDrafter(guessing, pages, self.config.vocab_size, draft.config.max_seq_len)
-            runners.append(guessing)
-        threads = self._threads()
-        if runner.begins and self.group is None and num_cores() > threads:  # Python has a core for itself
-            runner.runs_ahead = True
-        self.engine = Engine(runner, scheduler, max_waiting=o.max_waiting, threads=threads)
+        self.engine = loaded.make_engine()
         weakref.finalize(self, self.engine.close_soon).atexit = False  # its thread would keep the model for ever
-        if drafter is not None:
-            self.engine.speculation = Speculation(drafter, o.speculate_k)
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
         self._ids = itertools.count()
-        self.engine.start(partial(self._warm_up, runners))
-        self.load_s, self.warm_up_s = load_s, time.perf_counter() - begin
+        self.engine.start(loaded.warm_up)
+        self.load_s, self.warm_up_s = loaded.weights_at - begin, time.perf_counter() - loaded.weights_at
         log.info("ready: loaded in %.1f s, compiled and warmed up in %.1f s", self.load_s, self.warm_up_s)
 
     @property
     def follows(self) -> bool:
         """Whether this process is a rank for which another one decides: :meth:`follow` is all that it can do."""
-        return self.group is not None and self.group.rank > 0
-
-    @property
-    def _sharing(self) -> int:
-        """How many ranks have the memory of this device together."""
-        return ranks_here() if self.group is not None and self.device.type == "cpu" else 1
+        return self._loaded.site.follows
 
     def follow(self) -> None:
         """Compute this rank's share of what rank 0 decides, until that is closed."""
-        assert self._ranks is not None
-        torch.set_num_threads(self._threads())
-        self._warm_up([self._runner])
-        with torch.inference_mode():
-            follow(self._runner, self._ranks)
-
-    def _plan_cache(self, held: ModelConfig, draft: ModelConfig | None, missing: int = 0) -> memory.CachePlan:
-        """The KV cache for ``held``, the model or this rank's share of it, when ``missing`` bytes more of weights are
-        there. Raises ConfigError."""
-        if self._spans:
-            shapes = devices.Shapes(held, draft, self.engine_config, self.dtype)
-            return devices.plan_cache(self._spans, shapes, loaded=not missing)
-        free = memory.free_bytes(self.device) // self._sharing - missing
-        where: dict[str, Any] = {"dtype": self.dtype, "free": free, "device_type": self.device.type}
-        return memory.plan_cache(held, self.engine_config, **where, draft=draft)
-
-    def _threads(self) -> int:
-        """Threads of the engine: no more than there are cores."""
-        # A model that fits a core's share of the cache gains nothing from a second one, and on a busy machine threads
-        # that wait for each other lose a lot: 25 instead of 300 tokens/s were seen with a model of 260,000 weights.
-        small = self.model.bytes_per_token(0, self.dtype.itemsize) < SMALL_MODEL_BYTES and self.device.type == "cpu"
-        return usable_threads(self.engine_config.threads or (1 if small else torch.get_num_threads()))
-
-    def _warm_up(self, runners: Sequence[Runner]) -> None:
-        runner, o = runners[0], self.engine_config
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread, which computes from now on: there Triton launches
-        named = Path(o.compile_cache).expanduser() if o.compile_cache else None
-        cache = kept(named or default_file(self.model.config, self.dtype, o), lambda: runner.path == "compiled")
-        with cache if runner.path == "compiled" else nullcontext():
-            for each in runners:
-                each.warm_up()
-            if not self.follows and self.engine.speculation is not None and o.speculate != "always":
-                self.engine.speculation.control(partial(probe, runner, 0), runner.max_batch, self.max_seq_len)
+        self._loaded.follow()
 
     @overload
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
@@ -452,11 +291,7 @@ class LLM:
         """End the engine, and with it the ranks that follow this one. Once is enough, and more does no harm."""
         if not self.follows:
             self.engine.close()
-        if self.group is None or self.group.closed:
-            return
-        if isinstance(self._runner, LeadingRunner):
-            self._runner.leader.end()
-        self.group.close()
+        self._loaded.close()
 
     def __enter__(self) -> LLM:
         """Of several ranks only rank 0 goes on; the others :meth:`follow` here, and then raise SystemExit."""

@@ -401,6 +401,6 @@ def test_steps_that_begin_ahead_draw_the_same_tokens(
 
 def test_whether_steps_begin_ahead_is_a_question_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, ahead in ((1, False), (2, True)):
-        monkeypatch.setattr("gpt_fast.llm.num_cores", lambda cores=cores: cores)
+        monkeypatch.setattr("gpt_fast.loading.num_cores", lambda cores=cores: cores)
         with LLM.from_model(random_model(TINY, torch.float32), max_seq_len=64, threads=1) as llm:
             assert llm.engine.runner.runs_ahead is ahead

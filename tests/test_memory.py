@@ -263,7 +263,7 @@ def test_a_step_needs_memory_too() -> None:
 def test_the_plan_is_what_is_allocated(dtype: str) -> None:
     model = random_model(TINY, torch.float32)
     with LLM.from_model(model, kv_cache_dtype=dtype, compile=False, max_batch=3, page_size=8) as llm:
-        planned = llm._plan_cache(TINY, None)
+        planned = llm._loaded.plan
         assert planned.num_bytes == llm.engine.runner.cache_bytes
         assert planned.num_pages + 1 == llm.engine.scheduler.pages.num_pages
         assert llm.engine.runner.max_batch == llm.engine.scheduler.max_batch == 3
@@ -309,7 +309,7 @@ def test_llm_refuses_before_anything_is_read(
     options: dict[str, int], tmp_path: Path, free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free(20_000_000)
-    monkeypatch.setattr("gpt_fast.llm.Checkpoint.build", lambda *_, **__: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr("gpt_fast.loading.Checkpoint.build", lambda *_, **__: pytest.fail("the weights were loaded"))
     with pytest.raises(ConfigError, match=rf"{next(iter(options))}.*GB"):
         LLM(write(tmp_path), **options)
 
@@ -325,7 +325,7 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(
     assert checkpoint.num_bytes(torch.bfloat16) == 2 * size
     memory.check_weights(2 * size, CPU, ())
     assert checkpoint.num_bytes(torch.float32, "int8") < 3 * size
-    monkeypatch.setattr("gpt_fast.llm.Checkpoint.build", lambda *_, **__: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr("gpt_fast.loading.Checkpoint.build", lambda *_, **__: pytest.fail("the weights were loaded"))
     with pytest.raises(ConfigError, match=r"weights need .* GB, and .* GB are free on cpu; set quantize: int8 or int4"):
         LLM(tmp_path, dtype="float32")
     free(size // 2)  # what is set already is not proposed
@@ -556,7 +556,7 @@ def test_threads_keep_within_the_share(quota: float | None, threads: int, monkey
 @pytest.mark.parametrize("by", ["the option", "the environment"])
 def test_the_engine_keeps_to_it(by: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    monkeypatch.setattr("gpt_fast.llm.SMALL_MODEL_BYTES", 0)
+    monkeypatch.setattr("gpt_fast.loading.SMALL_MODEL_BYTES", 0)
     given = {"threads": 100_000} if by == "the option" else {}
     if not given:
         monkeypatch.setattr(torch, "get_num_threads", lambda: 100_000)

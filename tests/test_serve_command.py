@@ -23,10 +23,11 @@ from waiting import eventually
 
 from gpt_fast import cli
 from gpt_fast.commands import serve as command
-from gpt_fast.errors import ConfigError, DownloadError, ServerError
+from gpt_fast.errors import ConfigError, DownloadError, RequestError, ServerError
 from gpt_fast.serve import closing
 from gpt_fast.serve.launch import ports
 from gpt_fast.serve.launch.choice import choose
+from gpt_fast.serve.protocol.request import error_body
 from gpt_fast.serve.repository import DEMO, ROOT
 
 psutil = pytest.importorskip("psutil", reason="psutil comes with the extra serve")
@@ -627,11 +628,9 @@ BROKEN_OFF = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n6\r\nOnce u\
 REFUSED = b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"
 
 
-@pytest.mark.parametrize(("sent", "printed"), [(BROKEN_OFF, b"Once u\n"), (b"", b""), (REFUSED, b"\n")])
-def test_an_answer_that_breaks_off_is_told_in_words(
-    sent: bytes, printed: bytes, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    (tmp_path / "request.json").write_text("{}")
+@contextlib.contextmanager
+def answering(sent: bytes) -> Iterator[record.Server]:
+    """A server that sends these bytes to its first two clients."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
@@ -642,12 +641,35 @@ def test_an_answer_that_breaks_off_is_told_in_words(
                 connection.shutdown(socket.SHUT_WR)
 
         threading.Thread(target=answer, daemon=True).start()
-        there = record.Server(1, 0.0, "127.0.0.1", listener.getsockname()[1], "", "")
+        yield record.Server(1, 0.0, "127.0.0.1", listener.getsockname()[1], "", "")
+
+
+@pytest.mark.parametrize(("sent", "printed"), [(BROKEN_OFF, b"Once u\n"), (b"", b""), (REFUSED, b"\n")])
+def test_an_answer_that_breaks_off_is_told_in_words(
+    sent: bytes, printed: bytes, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (tmp_path / "request.json").write_text("{}")
+    with answering(sent) as there:
         with pytest.raises(ServerError, match=r"no whole answer|status 503"):
             asking.ask(there, tmp_path / "request.json")
         with pytest.raises(ServerError, match="no whole answer"):
             asking.drafts(there)
     assert capfdbinary.readouterr().out == printed
+
+
+@pytest.mark.parametrize("text", ["", "Once upon\n" * 20_000])
+def test_a_stream_that_ends_with_an_error_is_one(
+    text: str, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (tmp_path / "request.json").write_text("{}")
+    error = error_body(RequestError("it failed", "prompt", "worker_failed", 500))
+    for end, fails in ((error, True), ('{"error": "a story"}\n', False), ('{"error": null}', False)):
+        body = f"{text}\n{end}".encode()
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        expected = pytest.raises(ServerError, match="ended the answer with an error")
+        with answering(head + body) as there, expected if fails else contextlib.nullcontext():
+            asking.ask(there, tmp_path / "request.json")
+        assert capfdbinary.readouterr().out == body + b"\n"
 
 
 def test_a_pid_that_is_someone_elses_is_not_our_server() -> None:

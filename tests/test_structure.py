@@ -22,7 +22,7 @@ LAYERS = (
     {"kernels", "model", "checkpoint", "quantize", "foreign", "memory", "placement", "devices"},
     {"parallel"},
     {"engine"},
-    {"llm", "hf"},
+    {"loading", "llm", "hf"},
     {"serve", "bench", "evaluate"},
     {"batch"},
     {"commands", "cli"},

@@ -82,7 +82,7 @@ class Phases:
 
 def wrap_engine(phases: Phases) -> None:
     """Time what :class:`gpt_fast.LLM` calls. A function is wrapped where it is looked up when it is called."""
-    from gpt_fast import llm
+    from gpt_fast import llm, loading
     from gpt_fast.checkpoint import checkpoint
     from gpt_fast.checkpoint.stored import StoredTensor
     from gpt_fast.engine.runner import Runner
@@ -96,7 +96,7 @@ def wrap_engine(phases: Phases) -> None:
 
     phases.wrap(llm, "open_checkpoint", "configuration, headers")
     phases.wrap(llm, "_tokenizer_of", "tokenizer")
-    phases.wrap(llm, "open_draft", "configuration, headers")
+    phases.wrap(loading, "open_draft", "configuration, headers")
     phases.wrap(library, "library", "kernels' library")
     phases.wrap(checkpoint, "empty_model", "modules without weights")
     rows = StoredTensor.rows

@@ -13,6 +13,8 @@ from pathlib import Path
 from gpt_fast.errors import ServerError
 from gpt_fast.serve.launch.record import MODEL, Server
 
+_LONGEST_LINE = 2**16  # bytes, of an error
+
 
 def fetch(address: str, path: str, timeout_s: float = 60) -> str:
     """The answer to GET ``path``, of the server at ``address`` (host:port). Raises OSError, and HTTPException also for
@@ -37,7 +39,7 @@ def ready_workers(management: str, model: str) -> int:
 
 def ask(server: Server, request_file: Path) -> None:
     """Send the JSON in ``request_file`` and print the answer as it comes, and a line end. Raises ServerError for an
-    error's status, and for an answer that breaks off."""
+    error's status, for an answer that breaks off, and for one whose last line is an error, as of a stream."""
     connection = http.client.HTTPConnection(server.address, timeout=600)
     connection.request(
         "POST",
@@ -45,16 +47,28 @@ def ask(server: Server, request_file: Path) -> None:
         body=request_file.read_bytes(),
         headers={"Content-Type": "application/json"},
     )
+    end = b""
     with _whole():
         answer = connection.getresponse()
         try:
             while piece := answer.read1():
+                end = (end + piece)[-_LONGEST_LINE:]
                 sys.stdout.buffer.write(piece)
                 sys.stdout.buffer.flush()
         finally:
             print(flush=True)
     if answer.status >= 400:
         raise ServerError(f"the server answered with status {answer.status}")
+    if _is_error(end.rstrip(b"\n").rpartition(b"\n")[2]):
+        raise ServerError("the server ended the answer with an error")
+
+
+def _is_error(line: bytes) -> bool:
+    """Whether a last line is an error's JSON: the status of a stream has been sent before there is one."""
+    try:
+        return {"message", "type", "param", "code"} <= set(json.loads(line)["error"])
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return False
 
 
 def drafts(server: Server) -> str:

@@ -41,6 +41,12 @@ def _only(*values: Any) -> Kind:
     return read
 
 
+def _metadata(value: Any, name: str) -> Mapping[str, Any]:
+    for key, text in json_object(value, name).items():
+        _TEXT(text, f"{name}.{key}")
+    return value  # type: ignore[no-any-return]
+
+
 def _input(value: Any, name: str) -> list[dict[str, Any]]:
     """A text, or a list of items, as messages: thinking, text and calls of one turn are items of their own, and one
     message of a chat."""
@@ -163,6 +169,7 @@ _SAMPLED = set(SAMPLING) - {"n", "max_tokens", "logprobs", "prompt_logprobs"}
 RESPONSE: dict[str, Kind] = {
     **dict.fromkeys(_SAMPLED, as_given),
     **dict.fromkeys((*WITHOUT_EFFECT, "stream_options"), as_given),
+    **{"user": _TEXT, "metadata": _metadata},  # which the answer quotes
     **{"model": _TEXT, "input": _input, "instructions": _TEXT, "stream": flag},
     "max_output_tokens": Whole(1, 2**31, or_float=True),
     **{"tools": _tools, "tool_choice": _tool_choice, "parallel_tool_calls": flag, "text": _text},
