@@ -33,7 +33,8 @@ from gpt_fast.config import ModelConfig
 from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
+from gpt_fast.kernels.cpu.program import Program
+from gpt_fast.kernels.cpu.translation import PackedWeights, Weights
 from gpt_fast.kernels.huge_pages import empty
 from gpt_fast.kernels.roofline import read_bandwidth
 from gpt_fast.model import description as d

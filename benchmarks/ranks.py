@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from gpt_fast.kernels.cpu.packing import pack_dense
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
+from gpt_fast.kernels.cpu.program import Program
+from gpt_fast.kernels.cpu.translation import PackedWeights, Weights
 from gpt_fast.model import description as d
 from gpt_fast.parallel.group import Group
 from gpt_fast.parallel.ranks import Ranks

@@ -13,7 +13,8 @@ from torch import Tensor
 from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
 from gpt_fast.kernels.cpu.building import FLAGS
 from gpt_fast.kernels.cpu.library import available, rounded_in_pairs
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
+from gpt_fast.kernels.cpu.program import Program
+from gpt_fast.kernels.cpu.translation import PackedWeights, Weights
 from gpt_fast.model import description as d
 from gpt_fast.model.cpu_model import pack_block
 from gpt_fast.model.rope import Rope

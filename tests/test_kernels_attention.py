@@ -10,7 +10,7 @@ from torch import Tensor
 from gpt_fast.kernels.cache import LayerCache, StepLayout, padded
 from gpt_fast.kernels.cpu import building, program
 from gpt_fast.kernels.cpu import library as cpu
-from gpt_fast.kernels.cpu.program import Weights
+from gpt_fast.kernels.cpu.translation import Weights
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import Scoring, alibi_slopes, paged_attention_eager
 

@@ -16,7 +16,7 @@ from gpt_fast.config import ModelConfig
 from gpt_fast.kernels import reference
 from gpt_fast.kernels.cpu import library as cpu
 from gpt_fast.kernels.cpu import packing
-from gpt_fast.kernels.cpu.program import PackedWeights, Weights
+from gpt_fast.kernels.cpu.translation import PackedWeights, Weights
 from gpt_fast.model import description as d
 
 pytestmark = pytest.mark.usefixtures("threads_restored")

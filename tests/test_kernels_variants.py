@@ -27,7 +27,9 @@ from torch import Tensor
 from gpt_fast.kernels.cpu import building, packing, quantizing, structs
 from gpt_fast.kernels.cpu import library as cpu
 from gpt_fast.kernels.cpu import program as program_module
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
+from gpt_fast.kernels.cpu import translation
+from gpt_fast.kernels.cpu.program import Program
+from gpt_fast.kernels.cpu.translation import PackedWeights, Weights
 from gpt_fast.kernels.reference import dequantize_int4, quantize_activations
 from gpt_fast.model import description as d
 
@@ -227,7 +229,7 @@ def command(
         without = cpu._load(building.build([name for name in building.variants() if name != "amx"]))
         monkeypatch.setattr(program_module, "library", lambda: without)
     rounds = cpu.rounding("bfloat16") or 2 * (request.param in ("formulas", "tiles"))
-    monkeypatch.setattr(program_module, "rounding", lambda kind: rounds if kind == "bfloat16" else cpu.rounding(kind))
+    monkeypatch.setattr(translation, "rounding", lambda kind: rounds if kind == "bfloat16" else cpu.rounding(kind))
     return build(request.param, bool(rounds))
 
 
@@ -240,7 +242,7 @@ def test_results_equal_the_native_kernels(command: list[str], request: pytest.Fi
         torch.testing.assert_close(got, expected, **close, msg=lambda text: f"{name}: {text}")
 
     tiles, amx = "[tiles]" in request.node.name, "amx" in building.variants()
-    pairs = program_module.rounding("bfloat16") == cpu.rounding("bfloat16")  # both multiply bfloat16 in the same way
+    pairs = translation.rounding("bfloat16") == cpu.rounding("bfloat16")  # both multiply bfloat16 in the same way
     in_pairs = "[avx2]" in request.node.name  # rounds x to int8 so
     by_bytes = {bytes_of_attention(), "[formulas]" in request.node.name}  # attention to int8 caches, natively and there
     wide = building.variants()[0].startswith(("avx512", "amx"))  # takes 64 keys of bytes together, others 32

@@ -15,7 +15,8 @@ from programs import Twin, needs_cpp
 
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache
-from gpt_fast.kernels.cpu.program import Program, Weights
+from gpt_fast.kernels.cpu.program import Program
+from gpt_fast.kernels.cpu.translation import Weights
 from gpt_fast.model import description as d
 
 pytestmark = [needs_cpp, pytest.mark.usefixtures("threads_restored")]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cpu.library import runs
-from gpt_fast.kernels.cpu.program import PackedWeights, Program, Weights
+from gpt_fast.kernels.cpu.program import Program
+from gpt_fast.kernels.cpu.translation import PackedWeights, Weights
 from gpt_fast.model import description as d
 from gpt_fast.model.cpu_model import pack_rows
 from gpt_fast.quantize.apply import swap_layers

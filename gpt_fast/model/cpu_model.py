@@ -12,7 +12,8 @@ from gpt_fast.errors import UnsupportedError
 from gpt_fast.kernels.cache import LayerCache, PagedLayer, StepLayout, StepNumbers, padded, whole_sequences
 from gpt_fast.kernels.cpu import packing
 from gpt_fast.kernels.cpu.library import available, rounded_together
-from gpt_fast.kernels.cpu.program import Drawing, PackedWeights, Program, Ranks, Weights, check, named
+from gpt_fast.kernels.cpu.program import Drawing, Program, named
+from gpt_fast.kernels.cpu.translation import PackedWeights, Ranks, Weights, check
 from gpt_fast.kernels.race import Draw
 from gpt_fast.model import description as d
 from gpt_fast.model.transformer import Block, KVCache, Transformer

@@ -20,7 +20,7 @@ from gpt_fast.errors import UnsupportedError, first_line
 from gpt_fast.foreign.model import ForeignModel, Loaded
 from gpt_fast.kernels import gpu
 from gpt_fast.kernels.cache import PagedLayer, StepLayout
-from gpt_fast.kernels.cpu import program
+from gpt_fast.kernels.cpu import translation
 from gpt_fast.model import shares
 from gpt_fast.model.compile_cache import keep_private
 from gpt_fast.model.cpu_model import CpuModel, pack_model
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _BLOCK_VARIANTS = 128
 
 
-class Ranks(program.Ranks, shares.Collectives, Protocol):
+class Ranks(translation.Ranks, shares.Collectives, Protocol):
     """The processes that share a model with this one, whatever runs it (parallel/ranks.py)."""
 
 
