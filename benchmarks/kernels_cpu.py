@@ -38,6 +38,7 @@ from gpt_fast.kernels.cpu.translation import PackedWeights, Weights
 from gpt_fast.kernels.huge_pages import empty
 from gpt_fast.kernels.roofline import read_bandwidth
 from gpt_fast.model import description as d
+from gpt_fast.model.describing import describe
 from gpt_fast.model.rope import Rope
 from gpt_fast.model.shapes import shape
 from gpt_fast.placement import usable_threads
@@ -164,7 +165,7 @@ class Steps:
     def __init__(self, c: ModelConfig, kind: str, most: Iterable[tuple[int, int]], cache_dtype: torch.dtype) -> None:
         self.config = c
         most = list(most)
-        description = d.describe(c)
+        description = describe(c)
         blocks, self.weight_bytes = [], 0
         for block in description.blocks:
             found = {m.name: random_pieces(kind, m, c) for m in block.matrices}

@@ -16,7 +16,7 @@ import torch
 
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.model.building import random_model
-from gpt_fast.model.description import describe
+from gpt_fast.model.describing import describe
 from gpt_fast.model.shapes import shape
 from gpt_fast.placement import choose_placement
 

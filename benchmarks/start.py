@@ -45,7 +45,7 @@ from gpt_fast.cgroups import num_cores  # noqa: E402
 from gpt_fast.checkpoint.checkpoint import Checkpoint  # noqa: E402
 from gpt_fast.checkpoint.stored import map_file  # noqa: E402
 from gpt_fast.kernels.roofline import read_bandwidth  # noqa: E402
-from gpt_fast.model.description import describe  # noqa: E402
+from gpt_fast.model.describing import describe  # noqa: E402
 from gpt_fast.model.shapes import shape  # noqa: E402
 
 WORKER = Path(__file__).resolve().parent / "starting" / "worker.py"

@@ -78,7 +78,7 @@ class VocabShare(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape and mathematics of one decoder-only transformer. model/description.py makes operations of it."""
+    """The shape and mathematics of one decoder-only transformer. model/describing.py makes operations of it."""
 
     family: str  # a row of family_table.FAMILIES
     vocab_size: int

@@ -29,7 +29,7 @@ from gpt_fast.foreign.checkpoint import open_checkpoint
 from gpt_fast.foreign.model import ForeignModel
 from gpt_fast.kernels.roofline import Roofline, read_bandwidth
 from gpt_fast.loading import LoadedModel, Opened, adopt, load
-from gpt_fast.model.description import describe
+from gpt_fast.model.describing import describe
 from gpt_fast.model.steps import Served
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta

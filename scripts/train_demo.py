@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
-from gpt_fast.model.description import describe
+from gpt_fast.model.describing import describe
 from gpt_fast.model.transformer import Transformer
 
 SEPARATOR = "<|endoftext|>"

@@ -30,7 +30,7 @@ from gpt_fast.config import ExpertsConfig, ModelConfig, VocabShare
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
-from gpt_fast.model.description import describe, parts
+from gpt_fast.model.describing import describe, parts
 from gpt_fast.model.shapes import SHAPES, shape
 from gpt_fast.model.transformer import weight_bytes
 from gpt_fast.quantize.scheme import quant_config

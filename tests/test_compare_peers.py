@@ -23,7 +23,7 @@ from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ModelConfig
 from gpt_fast.model.building import random_model
-from gpt_fast.model.description import describe
+from gpt_fast.model.describing import describe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 

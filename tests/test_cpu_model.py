@@ -28,7 +28,7 @@ from gpt_fast.errors import EngineError, UnsupportedError
 from gpt_fast.kernels.race import Draw
 from gpt_fast.model.building import random_model
 from gpt_fast.model.cpu_model import CpuModel, pack_model
-from gpt_fast.model.description import describe
+from gpt_fast.model.describing import describe
 from gpt_fast.model.shapes import shape
 from gpt_fast.model.steps import serve
 from gpt_fast.model.transformer import Block, Transformer

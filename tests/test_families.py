@@ -29,7 +29,7 @@ from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
-from gpt_fast.model.description import describe, parts
+from gpt_fast.model.describing import describe, parts
 from gpt_fast.model.shapes import shape
 from gpt_fast.quantize.scheme import quant_config
 from gpt_fast.quantize.writer import quantize_checkpoint

@@ -19,7 +19,8 @@ from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.model.building import random_model
-from gpt_fast.model.description import Layout, parts
+from gpt_fast.model.describing import parts
+from gpt_fast.model.description import Layout
 from gpt_fast.quantize.hub import parse_header
 from gpt_fast.quantize.linear import QuantizedLinear
 

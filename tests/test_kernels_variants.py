@@ -24,10 +24,9 @@ from quantized import noisy_rows
 from test_program import CASES as OPERATIONS
 from torch import Tensor
 
-from gpt_fast.kernels.cpu import building, packing, quantizing, structs
+from gpt_fast.kernels.cpu import building, packing, quantizing, structs, translation
 from gpt_fast.kernels.cpu import library as cpu
 from gpt_fast.kernels.cpu import program as program_module
-from gpt_fast.kernels.cpu import translation
 from gpt_fast.kernels.cpu.program import Program
 from gpt_fast.kernels.cpu.translation import PackedWeights, Weights
 from gpt_fast.kernels.reference import dequantize_int4, quantize_activations

@@ -31,7 +31,7 @@ from gpt_fast.kernels.cpu.packing import from_nibbles, nibbles
 from gpt_fast.kernels.reference import dequantize_int4
 from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
-from gpt_fast.model.description import describe, parts
+from gpt_fast.model.describing import describe, parts
 from gpt_fast.model.transformer import weight_bytes
 from gpt_fast.params import SamplingParams
 from gpt_fast.quantize.apply import bytes_of, quantize_model, random_quantized, swap_layers

@@ -13,7 +13,8 @@ from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.kernels.gpu import linear
 from gpt_fast.kernels.gpu.graphs import PROMPT_BUCKETS, CapturedProgram, Run
 from gpt_fast.kernels.gpu.program import BlockWeights, GpuProgram
-from gpt_fast.model.description import Matrix, describe
+from gpt_fast.model.describing import describe
+from gpt_fast.model.description import Matrix
 from gpt_fast.model.rope import Rope
 
 PRECISIONS = ("bf16", "int8", "int4", "fp8")

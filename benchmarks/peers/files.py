@@ -73,7 +73,7 @@ def write_random(config: ModelConfig, directory: Path, shard_bytes: int = _SHARD
     from gpt_fast.checkpoint.families import to_hf_config
     from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
     from gpt_fast.checkpoint.weight_files import write_safetensors
-    from gpt_fast.model.description import parts
+    from gpt_fast.model.describing import parts
 
     shapes = {part.source: part.stored_shape for part in parts(config)}
     reach = max(_ROW_STEP * shape[0] + shape[-1] for shape in shapes.values()) + _MATRIX_STEP * len(shapes)

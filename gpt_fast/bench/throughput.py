@@ -38,7 +38,7 @@ from gpt_fast.kernels.roofline import read_bandwidth
 from gpt_fast.llm import LLM
 from gpt_fast.memory import check_weights, read_numbers
 from gpt_fast.model.building import random_model
-from gpt_fast.model.description import describe
+from gpt_fast.model.describing import describe
 from gpt_fast.model.shapes import shape
 from gpt_fast.parallel.group import number_of_ranks
 from gpt_fast.params import SamplingParams

@@ -38,7 +38,8 @@ from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError, TokenizerError, TokenizerMissing, some
 from gpt_fast.gguf import is_gguf
 from gpt_fast.model.building import empty_model
-from gpt_fast.model.description import Part, describe, parts
+from gpt_fast.model.describing import describe, parts
+from gpt_fast.model.description import Part
 from gpt_fast.model.transformer import Transformer, weight_bytes
 from gpt_fast.quantize.apply import SchemeOf, quantized_part, swap_layers
 from gpt_fast.quantize.compressed import METHOD as COMPRESSED

@@ -24,7 +24,8 @@ from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.checkpoint.weight_files import read_torch_file
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
-from gpt_fast.model.description import Layout, parts
+from gpt_fast.model.describing import parts
+from gpt_fast.model.description import Layout
 from gpt_fast.model.shapes import SHAPES, shape
 from gpt_fast.quantize.formats import Format, OwnFormat, row_order
 from gpt_fast.quantize.scheme import quant_config

@@ -14,7 +14,7 @@ from gpt_fast.checkpoint.stacked import stacked
 from gpt_fast.checkpoint.stored import StoredTensor, progress_bar
 from gpt_fast.checkpoint.weight_files import write_safetensors
 from gpt_fast.errors import CheckpointError
-from gpt_fast.model.description import parts
+from gpt_fast.model.describing import parts
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.quantize.formats import row_order
 

@@ -20,6 +20,7 @@ from gpt_fast.config import ModelConfig
 from gpt_fast.kernels.cache import LayerCache, StepLayout
 from gpt_fast.model import description as d
 from gpt_fast.model.attention import Scoring, alibi_slopes, attend, attend_plain
+from gpt_fast.model.describing import describe
 from gpt_fast.model.experts import Linear, run_experts
 from gpt_fast.model.rope import Angles, Rope, rotate
 
@@ -225,7 +226,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.description = config, d.describe(config)
+        self.config, self.description = config, describe(config)
         self.embed = Block(self.description.embed)
         self.layers = nn.ModuleList(map(Block, self.description.layers))
         self.head = Block(self.description.head)

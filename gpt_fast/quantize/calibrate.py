@@ -26,6 +26,7 @@ from gpt_fast.checkpoint.weight_files import read_safetensors
 from gpt_fast.errors import ConfigError
 from gpt_fast.model import description as d
 from gpt_fast.model.building import NoDraws
+from gpt_fast.model.describing import describe
 from gpt_fast.model.rope import Rope
 from gpt_fast.model.transformer import Block, Context
 from gpt_fast.quantize.apply import SchemeOf, swap_layers
@@ -81,7 +82,7 @@ def calibration_tokens(
 
 def _quantize_blocks(writer: CheckpointWriter, tokens: Tensor, report: Report) -> None:
     config, quant, source = writer.source.config, writer.quant, writer.source.tensors
-    description = d.describe(config)
+    description = describe(config)
     positions = torch.arange(tokens.shape[1])
     angles = [Rope(table)(positions, torch.full_like(positions, tokens.shape[1])) for table in description.ropes]
     context = Context(tokens, positions, angles)

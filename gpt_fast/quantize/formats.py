@@ -13,7 +13,8 @@ from torch import nn
 from gpt_fast.checkpoint.shard import Cut
 from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.config import ModelConfig
-from gpt_fast.model.description import Layout, Part, parts
+from gpt_fast.model.describing import parts
+from gpt_fast.model.description import Layout, Part
 from gpt_fast.quantize.apply import quantized_part
 from gpt_fast.quantize.linear import QuantizedLinear
 from gpt_fast.quantize.rtn import quantized_pieces

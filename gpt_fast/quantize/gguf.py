@@ -21,7 +21,7 @@ import torch
 from gpt_fast.checkpoint.gguf_tensors import GgufTensor, TurnedTensor
 from gpt_fast.checkpoint.stored import Report, StoredTensor
 from gpt_fast.config import ModelConfig
-from gpt_fast.model.description import describe, parts
+from gpt_fast.model.describing import describe, parts
 from gpt_fast.quantize.formats import RoundedFormat, Tensors
 from gpt_fast.quantize.scheme import QuantConfig, Scheme, Split
 from gpt_fast.quantize.tinygemm import MIDDLE, regrid

@@ -34,7 +34,7 @@ import torch
 from gpt_fast.config import MODES, ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.kernels.cpu.packing import GROUP_SIZES
-from gpt_fast.model.description import describe
+from gpt_fast.model.describing import describe
 
 _MODULE = re.compile(r"(layers\.\d+|head)\.\w+", re.ASCII)  # names of linear layers in a Transformer
 METHOD = "gpt_fast"  # quant_method of the checkpoints written here

@@ -25,7 +25,8 @@ from gpt_fast.checkpoint.families import read_json
 from gpt_fast.checkpoint.stored import Report, progress_bar
 from gpt_fast.checkpoint.weight_files import layout, write_rows
 from gpt_fast.errors import CheckpointError, ConfigError
-from gpt_fast.model.description import Part, parts
+from gpt_fast.model.describing import parts
+from gpt_fast.model.description import Part
 from gpt_fast.quantize.formats import OwnFormat, RoundedFormat, beside, plain_weight
 from gpt_fast.quantize.scheme import QuantConfig
 

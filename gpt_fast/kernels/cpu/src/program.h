@@ -1,5 +1,5 @@
 // A step of a model: a short program over buffers, in one parallel region: no allocation, no dispatch, no thread asleep
-// between two operations. program.py builds it from the model's description (model/description.py says what each
+// between two operations. translation.py builds it from the model's description (model/description.py says what each
 // operation means); the mathematics is that of model/transformer.py.
 //
 // A buffer holds one row of float32 for each token. Products may take their rows rounded (rounding_of), from one of two
@@ -32,7 +32,7 @@ enum OpCode : int64_t {
     kRows
 };
 
-// Built by Python, which reads here what fields this struct and those around it have (program.py): int64_t, double, a
+// Built by Python, which reads here what fields this struct and those around it have (structs.py): int64_t, double, a
 // struct or pointers, whole lines, 8 bytes each. Numbers have the names that model/description.py gives them. What an
 // operation does not name is zero.
 struct Op {
