@@ -16,7 +16,7 @@ from typing import Any, cast, overload
 
 import torch
 
-from gpt_fast.checkpoint.families import GenerationDefaults
+from gpt_fast.checkpoint.generation import GenerationDefaults
 from gpt_fast.config import EngineConfig, from_mapping
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.handle import Handle

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 from typing import Any
 
-from gpt_fast.checkpoint.families import GenerationDefaults
+from gpt_fast.checkpoint.generation import GenerationDefaults
 from gpt_fast.engine.pages import PageAllocator
 from gpt_fast.errors import RequestError
 from gpt_fast.outputs import Completion, Delta, FinishReason

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast import LLM, SamplingParams
-from gpt_fast.checkpoint.families import GenerationDefaults
+from gpt_fast.checkpoint.generation import GenerationDefaults
 from gpt_fast.engine.engine import Engine
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.engine.pages import PageAllocator

@@ -21,7 +21,8 @@ import torch
 from quantized import dequantized
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.families import parse_config, read_json, to_hf_config
+from gpt_fast.checkpoint.families import parse_config, to_hf_config
+from gpt_fast.checkpoint.json_values import read_json
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor

@@ -17,14 +17,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.convert import convert
-from gpt_fast.checkpoint.families import (
-    GenerationDefaults,
-    parse_config,
-    read_generation_defaults,
-    read_json,
-    to_hf_config,
-)
+from gpt_fast.checkpoint.families import parse_config, to_hf_config
 from gpt_fast.checkpoint.family_table import FAMILIES
+from gpt_fast.checkpoint.generation import GenerationDefaults, read_generation_defaults
+from gpt_fast.checkpoint.json_values import read_json
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.config import ModelConfig

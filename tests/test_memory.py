@@ -23,8 +23,8 @@ from test_hub_quantized import make as make_hub
 from gpt_fast import LLM, SamplingParams, memory
 from gpt_fast.cgroups import cpu_quota
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.families import LIMITS
 from gpt_fast.checkpoint.family import KEYS
+from gpt_fast.checkpoint.json_values import LIMITS
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.commands import bench, info
 from gpt_fast.commands import eval as evaluate

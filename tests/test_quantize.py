@@ -21,8 +21,8 @@ from torch._dynamo.utils import counters
 
 from gpt_fast import cli
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.families import read_json
 from gpt_fast.checkpoint.family_table import FAMILIES
+from gpt_fast.checkpoint.json_values import read_json
 from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ExpertsConfig, ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError

@@ -23,10 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt_fast.checkpoint.families import GenerationDefaults, parse_config, read_generation_defaults, read_json
+from gpt_fast.checkpoint.families import parse_config
 from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.checkpoint.files import RIGHTS, companions, is_one, the_checkpoint
+from gpt_fast.checkpoint.generation import GenerationDefaults, read_generation_defaults
 from gpt_fast.checkpoint.gguf_models import read_gguf
+from gpt_fast.checkpoint.json_values import read_json
 from gpt_fast.checkpoint.lora import Adapter, adapted, open_adapters, touched
 from gpt_fast.checkpoint.meta_files import read_meta_file, refuse_config
 from gpt_fast.checkpoint.shard import Cut, Shard

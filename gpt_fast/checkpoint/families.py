@@ -1,4 +1,4 @@
-"""From a Hugging Face ``config.json`` and ``generation_config.json`` to :class:`ModelConfig` and defaults, and back.
+"""From a Hugging Face ``config.json`` to :class:`ModelConfig`, and back.
 
 What differs between families stands in their rows (family.py). What a checkpoint asks for and no field of
 ``ModelConfig`` expresses is refused by name, never ignored.
@@ -6,32 +6,16 @@ What differs between families stands in their rows (family.py). What a checkpoin
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gpt_fast.checkpoint.family import ACTIVATIONS, KEYS, Family
 from gpt_fast.checkpoint.family_table import FAMILIES
-from gpt_fast.config import MAX_POSITIONS, ExpertsConfig, ModelConfig, RopeScaling
-from gpt_fast.errors import CheckpointError, ConfigError, RequestError, UnknownFamilyError
-from gpt_fast.params import SamplingParams
+from gpt_fast.checkpoint.json_values import Values
+from gpt_fast.config import ExpertsConfig, ModelConfig, RopeScaling
+from gpt_fast.errors import CheckpointError, ConfigError, UnknownFamilyError
 
-# The greatest sizes that a config.json may ask for, by field: far above every model, and small enough to compute with.
-# Whether the file's tensors have these sizes is checked before anything is built (Checkpoint.open).
-LIMITS = {
-    "vocab_size": 2**24, "dim": 2**18, "ffn_dim": 2**20, "num_layers": 2**12, "num_heads": 2**14,
-    "num_kv_heads": 2**14, "head_dim": 2**14, "max_seq_len": MAX_POSITIONS, "num_experts": 2**12,
-    "sliding_window": 2**31 - 1,
-}  # fmt: skip
-_LARGEST = 1e15  # of numbers that are no sizes: NaN and infinity, which Python's JSON knows, are not below it
-_MAX_JSON = 100_000_000  # bytes
-_SHOWN = 60  # characters of a wrong value
-
-_KINDS = {f.name: str(f.type) for kind in (ExpertsConfig, ModelConfig) for f in dataclasses.fields(kind)}
 _MAY_BE_NULL = ("num_kv_heads", "head_dim", "ffn_dim", "attention_cap", "logits_cap")
 
 # What rope_scaling has for each kind beside its factor, and those fields of RopeScaling that have other names.
@@ -52,22 +36,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {"is_causal": (None, True)}
 QUANT_METHODS = ("gpt_fast", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in ``path``. Raises CheckpointError when it is missing, not JSON, or not an object."""
-    try:
-        size = path.stat().st_size
-        value = json.loads(path.read_text(encoding="utf-8")) if size <= _MAX_JSON else None
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except (OSError, ValueError, RecursionError) as e:  # ValueError: broken JSON and broken UTF-8
-        raise CheckpointError(f"{path} cannot be read: {e}") from None
-    if size > _MAX_JSON:
-        raise CheckpointError(f"{path} has {size} bytes, more than {_MAX_JSON}")
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, not an object")
-    return value
-
-
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """``raw``, the content of a ``config.json``, as ModelConfig. ``where`` names it in errors.
 
@@ -75,7 +43,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     """
     row = _family(raw, where)
     aliases = {key: raw[alias] for alias, key in row.aliases.items() if alias in raw}
-    values = _Values({**row.defaults, **raw, **aliases}, where + ": ")
+    values = Values({**row.defaults, **raw, **aliases}, where + ": ")
     if values.get("rope_parameters") is None and "rope_parameters" in row.defaults:  # null, too, means the family's
         values["rope_parameters"] = row.defaults["rope_parameters"]
     if values.get("quantization_config"):
@@ -133,82 +101,7 @@ def _keys(row: Family) -> dict[str, str]:
     return {n: key for n, key in {**KEYS, **row.keys}.items() if n not in said and key in row.defaults}
 
 
-class _Values(dict[str, Any]):
-    """An object of a ``config.json``. ``at``: the beginning of messages about it, file and key."""
-
-    def __init__(self, values: Mapping[str, Any], at: str) -> None:
-        super().__init__(values)
-        self.at = at
-
-    def wrong(self, said: str) -> CheckpointError:
-        return CheckpointError(self.at + said)
-
-    def inner(self, key: str) -> _Values:
-        """The object ``key``; an empty one where there is none."""
-        value = self.get(key) or {}
-        if not isinstance(value, dict):
-            raise self.wrong(f"{key} must be an object, not {_shown(value)}")
-        return _Values(value, f"{self.at}{key}.")
-
-    def typed(self, key: str, kind: type) -> Any:
-        value = self.get(key)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self.wrong(f"{key} must be {kind.__name__}, not {_shown(value)}")
-        return value
-
-    def size(self, key: str, field: str = "") -> int:
-        """``field``: whose limit holds, if not that of ``key``."""
-        return self.check_size(key, self.typed(key, int), LIMITS.get(field or key, MAX_POSITIONS))
-
-    def check_size(self, key: str, value: int, limit: int = MAX_POSITIONS) -> int:
-        if not 1 <= value <= limit:
-            raise self.wrong(f"{key} must be between 1 and {limit}, not {_shown(value)}")
-        return value
-
-    def number(self, key: str) -> float:
-        value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
-            raise self.wrong(f"{key} must be a number below {_LARGEST:g}, not {_shown(value)}")
-        return float(value)
-
-    def power(self, key: str, exponent: float) -> float:
-        """The value of ``key``, above 0, to the power of ``exponent``."""
-        value = self.number(key)
-        if value <= 0:
-            raise self.wrong(f"{key} must be above 0, not {value:g}")
-        return float(value**exponent)
-
-    def choice(self, key: str, values: Mapping[Any, Any]) -> Any:
-        """What ``values`` has for the value of ``key``. True is no 1 there, and False no 0."""
-        given = self.get(key)
-        for value, meaning in values.items():
-            if value == given and isinstance(value, bool) == isinstance(given, bool):
-                return meaning
-        raise self.wrong(f"{key} {_shown(given)} is not supported, only {', '.join(map(repr, values))}")
-
-    def field(self, name: str, key: str) -> Any:
-        """The value of ``key``, of the type of the field ``name``."""
-        kind = _KINDS[name]
-        if kind == "int":
-            return self.size(key, name)
-        return self.number(key) if kind.startswith("float") else self.typed(key, bool)
-
-    def factors(self, key: str) -> tuple[float, ...]:
-        given = self.get(key)
-        if not isinstance(given, (list, tuple)) or not all(
-            isinstance(f, (int, float)) and 0 < f < _LARGEST for f in given
-        ):
-            raise self.wrong(f"{key} must be a list of positive numbers, not {_shown(given)}")
-        return tuple(float(f) for f in given)
-
-
-def _shown(value: object) -> str:
-    """``value`` for a message: a file may hold numbers of thousands of digits and lists of millions."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-
-
-def _rope(values: _Values, fields: dict[str, Any]) -> None:
+def _rope(values: Values, fields: dict[str, Any]) -> None:
     """The rotary fields, from ``rope_scaling`` and ``rope_theta`` or from transformers 5's ``rope_parameters``."""
     rope = values.inner("rope_scaling" if values.get("rope_scaling") else "rope_parameters")
     nested = [name for name, value in rope.items() if isinstance(value, dict)]
@@ -236,7 +129,7 @@ def _rope(values: _Values, fields: dict[str, Any]) -> None:
         fields["rotary_dim"] = None if share == 1 else int(fields["head_dim"] * share)
 
 
-def _scaling(values: _Values, rope: _Values, positions: int) -> RopeScaling | None:
+def _scaling(values: Values, rope: Values, positions: int) -> RopeScaling | None:
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -276,7 +169,7 @@ def _scaling(values: _Values, rope: _Values, positions: int) -> RopeScaling | No
     return RopeScaling("longrope", factor, original, attention_factor=attention, short=short, long=long)
 
 
-def _windows(row: Family, values: _Values, num_layers: int) -> tuple[int, ...]:
+def _windows(row: Family, values: Values, num_layers: int) -> tuple[int, ...]:
     """Sliding window of each layer, 0 for none; () when no layer has one."""
     if row.windows == "none":
         return ()
@@ -296,7 +189,7 @@ def _windows(row: Family, values: _Values, num_layers: int) -> tuple[int, ...]:
     return tuple(window * s for s in sliding) if window and any(sliding) else ()
 
 
-def _sliding_layers(values: _Values, num_layers: int) -> list[bool]:
+def _sliding_layers(values: Values, num_layers: int) -> list[bool]:
     kinds, known = values["layer_types"], ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise values.wrong(f"layer_types must list one type for each of the {num_layers} layers")
@@ -359,46 +252,3 @@ def _rope_keys(config: ModelConfig, row: Family) -> dict[str, Any]:
     if scaling.type == "dynamic":
         raw["max_position_embeddings"] = scaling.original_max_seq_len
     return raw
-
-
-@dataclass(frozen=True)
-class GenerationDefaults:
-    """What a checkpoint says about generation, for requests that leave it open."""
-
-    eos_token_ids: tuple[int, ...]  # any of them ends a completion
-    bos_token_id: int | None
-    sampling: SamplingParams  # fields the checkpoint does not set are None
-
-
-def read_generation_defaults(
-    directory: Path | None, raw: Mapping[str, Any], usual: Mapping[str, Any]
-) -> GenerationDefaults:
-    """From ``generation_config.json`` of ``directory`` where both exist, else from ``raw``, its ``config.json``.
-
-    Token ids missing from the first are taken from the second, then from ``usual``, the family's. Sampling defaults
-    count only with ``do_sample`` true, and then an unwritten temperature is 1.0, as in transformers; unlike there
-    an unwritten top_k stays off. ``repetition_penalty`` counts always, as there. Raises CheckpointError for a value of
-    the wrong type.
-    """
-    path = (directory or Path()) / "generation_config.json"
-    generation = read_json(path) if directory is not None and path.exists() else {}
-    where, chosen = (str(path), generation) if generation else (str(path.with_name("config.json")), raw)
-    said = {**usual, **raw, **{key: value for key, value in generation.items() if value is not None}}
-    eos, bos = (_token_ids(key, said.get(key), where) for key in ("eos_token_id", "bos_token_id"))
-    return GenerationDefaults(eos, bos[0] if bos else None, _sampling(chosen, where))
-
-
-def _token_ids(key: str, value: object, where: str) -> tuple[int, ...]:
-    ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CheckpointError(f"{where}: {key} must be a token id or a list of them, not {value!r}")
-    return tuple(i for i in ids if i >= 0)  # -1 is an old way to write none
-
-
-def _sampling(raw: Mapping[str, Any], where: str) -> SamplingParams:
-    drawn = ("temperature", "top_k", "top_p", "min_p") if raw.get("do_sample") else ()
-    given = {key: raw[key] for key in (*drawn, "repetition_penalty") if raw.get(key) is not None}
-    try:
-        return SamplingParams(**({"temperature": 1.0} if drawn else {}) | given)
-    except RequestError as e:
-        raise CheckpointError(f"{where}: {e.message}") from None

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gpt_fast.checkpoint.families import read_json
 from gpt_fast.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from gpt_fast.checkpoint.json_values import read_json
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.checkpoint.weight_files import open_weights
 from gpt_fast.errors import CheckpointError, some

@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt_fast.checkpoint.families import parse_config, read_json, to_hf_config
+from gpt_fast.checkpoint.families import parse_config, to_hf_config
+from gpt_fast.checkpoint.json_values import read_json
 from gpt_fast.checkpoint.llama2c import read_bin, read_header
 from gpt_fast.checkpoint.stored import StoredTensor
 from gpt_fast.checkpoint.weight_files import read_torch_file

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from gpt_fast.checkpoint.families import read_json
 from gpt_fast.checkpoint.files import SINGLE
+from gpt_fast.checkpoint.json_values import read_json
 from gpt_fast.checkpoint.stored import Report, StoredTensor, map_file
 from gpt_fast.errors import CheckpointError
 

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint, most_common_dtype
-from gpt_fast.checkpoint.families import read_generation_defaults, read_json
 from gpt_fast.checkpoint.files import the_checkpoint
+from gpt_fast.checkpoint.generation import read_generation_defaults
+from gpt_fast.checkpoint.json_values import read_json
 from gpt_fast.checkpoint.lora import Adapter, adapted, open_adapters, touched
 from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.checkpoint.stored import StoredTensor

@@ -222,7 +222,7 @@ RUN: dict[type[d.Op], Callable[..., None]] = {
 
 
 class Transformer(nn.Module):
-    """The model of ``config`` (``description.describe``). Parameters: ``embed.*``, ``layers.<i>.*``, ``head.*``."""
+    """The model of ``config`` (``describing.describe``). Parameters: ``embed.*``, ``layers.<i>.*``, ``head.*``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.families import read_json
+from gpt_fast.checkpoint.json_values import read_json
 from gpt_fast.checkpoint.stored import Report, progress_bar
 from gpt_fast.checkpoint.weight_files import layout, write_rows
 from gpt_fast.errors import CheckpointError, ConfigError
