@@ -22,7 +22,6 @@ _LARGEST = 1e15  # of numbers that are no sizes: NaN and infinity, which Python'
 _MAX_JSON = 100_000_000  # bytes
 _SHOWN = 60  # characters of a wrong value
 
-
 _KINDS = {f.name: str(f.type) for kind in (ExpertsConfig, ModelConfig) for f in dataclasses.fields(kind)}
 
 
