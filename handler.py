@@ -58,13 +58,14 @@ from gpt_fast.gguf import name_of_gguf  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
 from gpt_fast.serve.lanes import Lanes  # noqa: E402
 from gpt_fast.serve.last_words import hold_open  # noqa: E402
-from gpt_fast.serve.metrics import NO_WORKER, Metrics, worker_id, write_torchserve  # noqa: E402
+from gpt_fast.serve.metrics import Metrics  # noqa: E402
 from gpt_fast.serve.model_yaml import RESPONSE_S, serves_continuously  # noqa: E402
 from gpt_fast.serve.only_worker import claim  # noqa: E402
 from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, error_body  # noqa: E402
 from gpt_fast.serve.routes import Routes  # noqa: E402
 from gpt_fast.serve.session import TOO_MANY_LARGE, Session, as_request_error, wait_for_news  # noqa: E402
 from gpt_fast.serve.settings import HandlerSettings, read_settings  # noqa: E402
+from gpt_fast.serve.torchserve_metrics import NO_WORKER, worker_id, write_torchserve  # noqa: E402
 from gpt_fast.serve.tracing import FirstRequest  # noqa: E402
 
 EXIT_AFTER_S = 1.0  # a worker that cannot go on: long enough for its last answer to leave

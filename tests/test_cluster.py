@@ -15,7 +15,7 @@ import pytest
 import yaml
 from container_script import load_container_script
 
-from gpt_fast.serve import metrics
+from gpt_fast.serve import metric_table
 from gpt_fast.serve.model_yaml import read_model_yaml
 from gpt_fast.serve.routes import ROUTES
 
@@ -152,7 +152,7 @@ def test_services_agree_with_the_runtime_and_the_code(name: str, script: ModuleT
 def test_services_scale_on_metrics_that_are_there(name: str) -> None:
     (metric,) = SERVICES[name]["spec"]["predictor"]["autoScaling"]["metrics"]
     query = metric["external"]["metric"]["query"]
-    gauges = {family.name for family in metrics.FAMILIES if family.kind == "gauge"}
+    gauges = {family.name for family in metric_table.FAMILIES if family.kind == "gauge"}
     asked = re.findall(r"vllm:(\w+)\{", query)
     assert set(asked) == {"num_requests_running", "num_requests_waiting"} <= gauges
     selected = set(re.findall(r'serving_kserve_io_inferenceservice="([^"]*)"', query))

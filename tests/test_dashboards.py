@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpt_fast.serve.metrics import FAMILIES, draft_families
+from gpt_fast.serve.metric_table import FAMILIES, draft_families
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DASHBOARD: dict[str, Any] = json.loads((CONFIGS / "grafana.json").read_text())

@@ -29,17 +29,9 @@ from gpt_fast.engine.text import TextStream
 from gpt_fast.errors import RequestError, try_later
 from gpt_fast.params import SamplingParams
 from gpt_fast.serve import metrics as module
-from gpt_fast.serve.metrics import (
-    ERRORS,
-    FAMILIES,
-    Metrics,
-    Sample,
-    draft_families,
-    log_line,
-    torchserve_line,
-    worker_id,
-    write_torchserve,
-)
+from gpt_fast.serve.metric_table import ERRORS, FAMILIES, draft_families
+from gpt_fast.serve.metrics import Metrics, Sample, log_line
+from gpt_fast.serve.torchserve_metrics import torchserve_line, worker_id, write_torchserve
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRET = "a word of the prompt"

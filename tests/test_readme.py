@@ -25,7 +25,7 @@ from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.cli import main
 from gpt_fast.commands import serve
 from gpt_fast.config import EngineConfig
-from gpt_fast.serve import metrics, model_yaml
+from gpt_fast.serve import metric_table, model_yaml
 from gpt_fast.serve.protocol import native
 from gpt_fast.serve.settings import HandlerSettings
 
@@ -127,7 +127,7 @@ def test_the_table_of_the_handlers_keys_has_every_key() -> None:
 
 def test_the_table_of_metrics_has_every_metric() -> None:
     assert first_column(SERVING, "metric") == {
-        family.name for family in (*metrics.FAMILIES, *metrics.draft_families(1))
+        family.name for family in (*metric_table.FAMILIES, *metric_table.draft_families(1))
     }
 
 

@@ -26,7 +26,8 @@ import json
 import sys
 
 from gpt_fast import LLM, SamplingParams
-from gpt_fast.serve.metrics import CONTENT_TYPE, Metrics, worker_id, write_torchserve
+from gpt_fast.serve.metrics import CONTENT_TYPE, Metrics
+from gpt_fast.serve.torchserve_metrics import worker_id, write_torchserve
 
 
 class Handler:
