@@ -15,7 +15,7 @@ from fake_model import FakeModel, FakeModelLLM, check_idle
 from test_speculation import DEMO, same_model
 
 from gpt_fast import Completion, SamplingParams, cli
-from gpt_fast.bench import plots, published
+from gpt_fast.bench import draft_table, plots, published
 from gpt_fast.bench import speculation as bench
 from gpt_fast.bench.drafting import BreakEven, DecodeStep, StepLog, Tally, break_even, plain_step_s, speculating
 from gpt_fast.engine import engine as engine_module
@@ -307,14 +307,14 @@ def test_published_rules_have_rows_and_answers_of_their_own(prompts: Path, tempe
         asked = made._batches(3)[0]
         answers = {method.name: method.ask(asked) for method in made.methods()}
     assert [row["method"] for row in rows] == ["target", "draft alone", "k = 1", "k = 2", "auto", *names]
-    assert len(bench.agreement(rows).splitlines()) == 1
+    assert len(draft_table.agreement(rows).splitlines()) == 1
     for row in rows[-3:]:
         assert (row["same_tokens"], row["k"]) == (None, None)
         assert [row[name] for name in ("draft_s", "verify_s", "plain_s", "expected_ratio")] == [None] * 4
         assert row["tokens_per_second"] > 0
         assert 0 < row["acceptance"] < 1
         assert row["mean_accepted_length"] == pytest.approx(1 + row["drafts_per_step"] * row["acceptance"], abs=0.3)
-        assert bench.describe(row).split()[-4:] == ["-"] * 4
+        assert draft_table.describe(row).split()[-4:] == ["-"] * 4
     tokens = {name: [done.token_ids for done in got.completions] for name, got in answers.items()}
     assert tokens["coupled"] == tokens["target"]
     for name in ("leviathan", "chen"):

@@ -169,6 +169,7 @@ def _engine_row(row: dict[str, Any]) -> str:
 
 def run_drafts(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
     """A table for each batch size, with a row for each way to speculate."""
+    from gpt_fast.bench import draft_table as table
     from gpt_fast.bench import plots
     from gpt_fast.bench import speculation as bench
 
@@ -189,12 +190,12 @@ def run_drafts(arguments: argparse.Namespace, given: dict[str, Any]) -> dict[str
         )
         for batch_size in wanted.batch_sizes:
             rows = made.run(batch_size, bar.update)
-            lines = [f"\nbatch {batch_size}", bench.HEAD, *map(bench.describe, rows), bench.verdict(rows)]
+            lines = [f"\nbatch {batch_size}", table.HEAD, *map(table.describe, rows), table.verdict(rows)]
             bar.write("\n".join(lines))
             results += rows
         if "profile" in given:
             made.trace(Path(given["profile"]))
-    print(f"\n{bench.NOTES}\n{bench.agreement(results)}")
+    print(f"\n{table.NOTES}\n{table.agreement(results)}")
     if "plot" in given:
         plots.plot_drafts(results, given["plot"])
     return {**facts, "results": results}
