@@ -24,6 +24,7 @@ from gpt_fast.engine.scheduler import Scheduler
 from gpt_fast.engine.speculate.drafter import Drafter
 from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.kernels.cache import LayerCache, PagedLayer
+from gpt_fast.loading import Site
 from gpt_fast.model.attention import StepLayout
 from gpt_fast.tokenizer import Tokenizer
 
@@ -107,7 +108,8 @@ class FakeModelLLM(LLM):
         num_drafts: int = 4,
     ) -> None:
         self.model: Any = FakeModel()
-        self.group = None
+        site = Site(self.model.device, self.model.dtype)
+        self._loaded: Any = SimpleNamespace(site=site, close=lambda: None)
         self.config: Any = SimpleNamespace(vocab_size=VOCAB_SIZE)
         self.tokenizer, self.max_seq_len = Bytes(), max_seq_len
         self.defaults = GenerationDefaults((), None, SamplingParams())
@@ -116,7 +118,7 @@ class FakeModelLLM(LLM):
         num_pages = 1 + (num_pages or max_batch * -(-max_seq_len // page_size))
         sizes = {"max_batch": max_batch, "max_seq_len": max_seq_len, "num_pages": num_pages, "page_size": page_size,
                  "prefill_chunk": prefill_chunk}  # fmt: skip
-        self._runner = runner = Runner(self.model, **sizes)
+        runner = Runner(self.model, **sizes)
         pages = PageAllocator(num_pages, page_size, prefix_cache)
         self.engine = Engine(runner, Scheduler(pages, max_batch, prefill_chunk), max_waiting=max_waiting, threads=1)
         self.engine.speculation = None if drafter is None else Speculation(drafter(pages, sizes), num_drafts)
