@@ -15,10 +15,10 @@ def _put_on_the_brake():
     import time
     from pathlib import Path
 
-    from gpt_fast import llm
+    from gpt_fast import loading
     from gpt_fast.engine.runner import Runner
 
-    llm.num_cores = lambda: 1  # no step begins before the one before it has ended: each has its number
+    loading.num_cores = lambda: 1  # no step begins before the one before it has ended: each has its number
 
     file, steps = Path({file!r}), itertools.count(1)
 
