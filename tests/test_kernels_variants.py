@@ -58,7 +58,7 @@ class Memory:
         angles = kind.from_address(step.angles) if step.angles else kind()
         positions = (ctypes.c_int64 * n).from_address(step.positions) if step.turns else range(n)
         self._regions: list[tuple[int, int, Any]] = []  # address, bytes, what lies there
-        for item in (program._program, step, angles, *program._kept):
+        for item in (program._program, step, angles, *program._translation._kept):
             if isinstance(item, Tensor):
                 self._add(item.data_ptr(), item.nbytes)
             else:
@@ -69,7 +69,7 @@ class Memory:
         for at, size in (
             (step.tokens, 8 * n), (step.positions, 8 * n), (step.rows, 8 * step.num_rows), (step.write_slots, 8 * n),
             (step.query_start, 4 * (slots + 1)), (step.context_len, 4 * slots),
-            (step.page_table, 4 * slots * step.pages_per_slot), (step.input, 4 * n * program._buffers.widths[0]),
+            (step.page_table, 4 * slots * step.pages_per_slot), (step.input, 4 * n * program._translation._buffers.widths[0]),
             (step.output, 4 * n * program._width),
         ):  # fmt: skip
             self._add(at, size)

@@ -76,7 +76,7 @@ class Program:
         translated = Translation(
             blocks, output, rows_before=rows_before, input=input, ranks=ranks, vocab_size=vocab_size
         )
-        self._kept, self._program = translated, translated.struct
+        self._translation, self._program = translated, translated.struct  # the first keeps what the second reads
         self._width, self._halves, self._in_place = translated.width, translated.halves, translated.in_place
         self._rows = rows_before is not None
         self._angles: Sequence[Angles] | None = None  # of the last step
