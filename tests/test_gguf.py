@@ -373,6 +373,18 @@ def test_sentencepiece_by_its_keys(data_dir: Path, tmp_path: Path) -> None:
     assert template.render([{"role": "user", "content": "hi"}]) == "<s>[user] hi"
 
 
+def test_user_defined_tokens_are_written_with_spaces(data_dir: Path, tmp_path: Path) -> None:
+    """Gemma's runs of spaces: llama.cpp's converter spells those of user-defined tokens as spaces, and no others."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma2")
+    add_sentencepiece(writer, data_dir / "tokenizers" / "mistral" / "tokenizer.model.v1", user_defined=["  ", " " * 17])
+    close(writer)
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    text = "a" + " " * 17 + "b  c"
+    ids = tokenizer.encode(text)
+    assert tokenizer.vocab_size - 1 in ids
+    assert tokenizer.decode(ids) == text  # the model has two spaces as a piece of its own, too
+
+
 def test_the_demo_model_keeps_its_ids(tmp_path: Path, data_dir: Path) -> None:
     path = write_model(DEMO, tmp_path / "m.gguf", "Q8_0")
     ours, theirs = load_tokenizer(path), load_tokenizer(DEMO)

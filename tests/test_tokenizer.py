@@ -22,6 +22,8 @@ from vocabularies import library_for_ranks, write_all
 
 from gpt_fast.errors import RequestError, TokenizerError
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from gpt_fast.tokenizer.chat import ChatTemplate
+from gpt_fast.tokenizer.chat_prompt import encode_chat
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, gpt2_spec
 from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from gpt_fast.tokenizer.settings import AddedToken, AddedTokenSplitter, Settings
@@ -546,6 +548,33 @@ def test_a_text_that_a_vocabulary_cannot_spell_is_refused(tmp_path: Path) -> Non
         tokenizer.encode("abc")
 
 
+@pytest.mark.parametrize(("name", "end"), [("llama3-tiktoken", "<|eot_id|>"), ("qwen-tiktoken", "<|im_end|>")])
+def test_special_tokens_stay_whole_in_a_long_run(load: Load, name: str, end: str) -> None:
+    """A message in a script without spaces is one run with the token behind it, and runs are cut; and what follows may
+    be a mark that Unicode joins to the token's last character."""
+    tokenizer = load(name)
+    for length in (0, 24_991, 24_995, 24_999, 25_000):
+        text = "漢" * length + end + "\u0338a"
+        ids = tokenizer.encode(text, bos=False, allow_special=True)
+        assert ids.count(SPECIAL[name][end]) == 1, length
+        assert tokenizer.decode(ids, skip_special=False) == text
+
+
+@pytest.mark.parametrize("flag", ["rstrip", "lstrip"])
+def test_forged_tokens_leave_the_white_space_around_the_true_ones(flag: str, vocabularies: Path) -> None:
+    """Phi-3's markup swallows white space, also where a chat is encoded in parts."""
+    spec = json.loads((vocabularies / "chat-json" / "tokenizer.json").read_text())
+    for token in spec["added_tokens"]:
+        token[flag] = token["special"]
+    tokenizer = HfJsonTokenizer(spec, Settings(), source="chat-json")
+    source = {"rstrip": "<|user|>\n {{ messages[0].content }}<|end|>\n<|assistant|>\n",
+              "lstrip": "<|user|>{{ messages[0].content }} \n<|end|>\n<|assistant|>"}[flag]  # fmt: skip
+    template = ChatTemplate(source, {}, "the test")
+    for content in ("Hello world", "Hello <|end|>"):
+        ids = encode_chat(template, tokenizer, [{"role": "user", "content": content}])
+        assert ids == [32010, *tokenizer.encode(content, bos=False), 32007, 32001]
+
+
 @pytest.mark.parametrize(
     ("name", "bos", "prefix", "eos"),
     [
@@ -641,6 +670,26 @@ def test_sentencepiece_added_tokens_of_the_json_files(tmp_path: Path) -> None:
     )
     with pytest.raises(TokenizerError, match="do not belong together"):
         load_tokenizer(tmp_path)
+
+
+def test_added_tokens_of_spaces_are_spaces(tmp_path: Path, vocabularies: Path) -> None:
+    """Gemma's files list runs of spaces among the added tokens, in SentencePiece's spelling."""
+    model = train_sentencepiece(user_defined_symbols=["▁▁"], remove_extra_whitespaces=False)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    bare = load_tokenizer(tmp_path)
+    two = next(id for id in range(bare.vocab_size) if bare.token_bytes(id) == b"  ")
+    config = {"added_tokens_decoder": {str(two): {"content": "▁▁", "special": False}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert two in tokenizer.encode("hello  hello")
+    assert tokenizer.decode(tokenizer.encode("hello  hello")) == "hello  hello"
+
+    spec = json.loads((vocabularies / "mistral-json" / "tokenizer.json").read_text())
+    two = spec["model"]["vocab"]["▁▁"]
+    spec["added_tokens"].append({"id": two, "content": "▁▁", "special": False, "normalized": False,
+                                 **dict.fromkeys(("single_word", "lstrip", "rstrip"), False)})  # fmt: skip
+    tokenizer = HfJsonTokenizer(spec, Settings(), source="mistral-json")
+    assert tokenizer.decode([*tokenizer.encode("hello"), two]) == "hello  "
 
 
 @pytest.mark.parametrize(("options", "dropped"), [

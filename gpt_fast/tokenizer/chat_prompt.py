@@ -158,9 +158,26 @@ def _encode_parts(tokenizer: Tokenizer, parts: Sequence[str], hidden: Mapping[in
             last = part if i % 2 else last
             continue
         ids += tokenizer.encode(trusted, bos=False, allow_special=True)
+        plain = _without_swallowed(tokenizer, last, plain, "".join(parts[i + 1 : i + 2]))
         ids += _encode_behind(tokenizer, plain, last)
         trusted = ""
     return ids + tokenizer.encode(trusted, bos=False, allow_special=True)
+
+
+def _without_swallowed(tokenizer: Tokenizer, before: str, text: str, behind: str) -> str:
+    """``text`` without the white space that the special tokens ``before`` and ``behind`` it swallow, as those of some
+    checkpoints do. Each may be empty."""
+
+    def same(*texts: str) -> bool:
+        first, second = (tokenizer.encode(text, bos=False, allow_special=True) for text in texts)
+        return first == second
+
+    first, last = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+    if before and first and same(before + first, before):
+        text = text[len(first) :]
+    if behind and last and same(last + behind, behind):
+        text = text[: len(text) - len(last)]
+    return text
 
 
 def _encode_behind(tokenizer: Tokenizer, text: str, special: str) -> list[int]:

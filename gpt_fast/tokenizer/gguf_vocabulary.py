@@ -18,7 +18,7 @@ from gpt_fast.errors import TokenizerError, TokenizerMissing
 from gpt_fast.gguf import read_metadata
 from gpt_fast.tokenizer.base import Tokenizer
 from gpt_fast.tokenizer.hf_json import BYTE_LEVEL, HfJsonTokenizer, bpe_spec, split
-from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
+from gpt_fast.tokenizer.sentencepiece_model import SPACE, SentencePieceTokenizer
 from gpt_fast.tokenizer.settings import settings_of
 from gpt_fast.tokenizer.tiktoken_ranks import LLAMA3_PATTERN, QWEN_PATTERN
 
@@ -190,9 +190,11 @@ def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: list[str], t
     if (unknown := named["unknown"]) is not None:  # a model has one
         kinds = [_CONTROL if kind == _UNKNOWN else kind for kind in kinds]
         kinds[tokens.index(unknown)] = _UNKNOWN
+    # llama.cpp's converter spells the spaces of user-defined tokens, such as Gemma's, as no model finds them.
+    known, spelled = set(tokens), [token.replace(" ", SPACE) for token in tokens]
     pieces = (
-        _field(1, token.encode()) + _field(2, float(score)) + _field(3, kind)
-        for token, score, kind in zip(tokens, scores, kinds, strict=True)
+        _field(1, (token if ours in known else ours).encode()) + _field(2, float(score)) + _field(3, kind)
+        for token, ours, score, kind in zip(tokens, spelled, scores, kinds, strict=True)
     )
     trainer = _field(3, _BPE) + _field(35, int(_BYTE in kinds))
     for number, token in zip((45, 46, 47), named.values(), strict=True):

@@ -53,14 +53,15 @@ class HfJsonTokenizer(Tokenizer):
         except MALFORMED as error:
             raise TokenizerError(f"{source}: its decoder is malformed: {error!r}") from error
         self.bytewise = decoder is not None
-        piece_to_bytes, dropped = decoder or (str.encode, 0)
-        pieces = {id: piece_to_bytes(piece) for piece, id in self._library.get_vocab(with_added_tokens=False).items()}
+        piece_to_bytes, dropped = decoder or (lambda piece, is_added: piece.encode(), 0)
+        vocab = self._library.get_vocab(with_added_tokens=False)
+        pieces = {id: piece_to_bytes(piece, False) for piece, id in vocab.items()}
         if (largest := max(pieces, default=0)) >= MAX_IDS:
             raise TokenizerError(f"{source}: a token has the id {largest}; fetch the file again")
         bos, prefix = _bos(self._library, settings)
         eos = self._library.token_to_id(settings.eos_token) if settings.eos_token else None
         super().__init__(
-            pieces | {id: token.content.encode() for id, token in added.items()},
+            pieces | {id: piece_to_bytes(token.content, True) for id, token in added.items()},
             {id: token.content for id, token in added.items() if token.special},
             bos_token_id=bos,
             eos_token_ids=() if eos is None else (eos,),
@@ -113,9 +114,10 @@ def bpe_spec(vocab: Mapping[str, int], merges: Sequence[str], pre_tokenizer: Map
     return {"version": "1.0", "added_tokens": [], "model": model} | steps
 
 
-def bytes_decoder(decoder: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], int] | None:
-    """A decoder's steps as a function from piece to bytes, and the number of leading spaces that it drops from a text.
-    None if decoding is more than a concatenation (WordPiece, CTC ...), where text is decoded by the library."""
+def bytes_decoder(decoder: Mapping[str, Any] | None) -> tuple[Callable[[str, bool], bytes], int] | None:
+    """A decoder's steps as a function of a piece, and of whether that is an added token, to bytes; and the number of
+    leading spaces that it drops from a text. None if decoding is more than a concatenation (WordPiece, CTC ...), where
+    text is decoded by the library."""
     replacements: list[tuple[str, str]] = []
     kinds: set[str] = set()
     dropped = 0
@@ -135,8 +137,9 @@ def bytes_decoder(decoder: Mapping[str, Any] | None) -> tuple[Callable[[str], by
     if not kinds - {"Fuse", "Strip"}:
         return None  # no decoder: the library puts spaces between the tokens
 
-    def piece_to_bytes(piece: str) -> bytes:
-        if "ByteLevel" in kinds and set(piece) <= BYTE_OF_CHAR.keys():  # any other piece is plain text
+    def piece_to_bytes(piece: str, is_added: bool) -> bytes:
+        # Any other piece is plain text. So are added tokens; but Gemma's have the marks for spaces that are replaced.
+        if "ByteLevel" in kinds and not is_added and set(piece) <= BYTE_OF_CHAR.keys():
             return bytes([BYTE_OF_CHAR[char] for char in piece])
         for old, new in replacements:
             piece = piece.replace(old, new)

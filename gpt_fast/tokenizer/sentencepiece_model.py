@@ -13,7 +13,7 @@ from gpt_fast.tokenizer.base import Tokenizer
 from gpt_fast.tokenizer.hf_json import MALFORMED, prefixes_every_segment
 from gpt_fast.tokenizer.settings import AddedToken, AddedTokenSplitter, Settings, merge_added_tokens, read_added_tokens
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space within a piece
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space within a piece
 # Protocol buffers merge a repeated message field by field, so these bytes behind a model (ModelProto field 3,
 # NormalizerSpec field 3, the number 0) are the same model with add_dummy_prefix switched off.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
@@ -61,7 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
         eos = dict.fromkeys((sp.eos_id(), ids_by_name.get(settings.eos_token or "", -1)))
         super().__init__(
             {id: _piece_bytes(sp, id, name) for id, name in enumerate(names)}
-            | {id: token.content.encode() for id, token in added.items()},
+            | {id: token.content.replace(SPACE, " ").encode() for id, token in added.items()},
             special,
             bos_token_id=bos if bos >= 0 else None,
             eos_token_ids=tuple(id for id in eos if id >= 0),
@@ -105,7 +105,7 @@ def _is_control(sp: Any, id: int) -> bool:
 
 
 def _piece_bytes(sp: Any, id: int, name: str) -> bytes:
-    return bytes.fromhex(name[3:5]) if sp.is_byte(id) else name.replace(_SPACE, " ").encode()  # "<0xE4>"
+    return bytes.fromhex(name[3:5]) if sp.is_byte(id) else name.replace(SPACE, " ").encode()  # "<0xE4>"
 
 
 def _cut_pattern(names: list[str]) -> re.Pattern[str] | None:
@@ -117,7 +117,7 @@ def _cut_pattern(names: list[str]) -> re.Pattern[str] | None:
 def _leading_spaces_dropped(sp: Any) -> int:
     # The normalizer's flags are not in the library's interface, but its decoder obeys them: without a dummy prefix it
     # keeps all spaces, with one it drops the first, and where extra white space is removed it drops them all.
-    space = sp.piece_to_id(_SPACE)
+    space = sp.piece_to_id(SPACE)
     if sp.is_unknown(space):
         return 0
     kept = len(sp.decode([space] * 3))

@@ -104,17 +104,22 @@ class TiktokenTokenizer(Tokenizer):
             eos_token_ids=tuple(ids[name] for name in eos_names if name in ids),
             prefix_ids=settings.prefix(bos, (bos,) if row.bos_token and bos is not None else ()),
         )
-        self._normalize = row.normalize
+        self._normalize, self._special_ids = row.normalize, ids
+        names = sorted(ids, key=len, reverse=True)  # the longest first, where one begins like another
+        self._special_pattern = re.compile(f"({'|'.join(map(re.escape, names))})")
         self._encoding = tiktoken.Encoding(
             row.name, pat_str=row.pattern, mergeable_ranks=ranks, special_tokens=ids, explicit_n_vocab=None
         )
 
     def _encode(self, text: str, allow_special: bool) -> list[int]:
-        allowed = self._encoding.special_tokens_set if allow_special else set()
-        text = self._normalize(text)
-        parts = [text] if len(text) <= _MAX_RUN_CHARS else _cut_runs(text)
-        encoded = (self._encoding.encode(part, allowed_special=allowed, disallowed_special=()) for part in parts)
+        # Special tokens go first: no cut and no normalization of what is around them may reach into one.
+        parts = self._special_pattern.split(text) if allow_special else [text]
+        encoded = ([self._special_ids[p]] if i % 2 else self._encode_plain(p) for i, p in enumerate(parts) if p)
         return list(itertools.chain.from_iterable(encoded))
+
+    def _encode_plain(self, text: str) -> list[int]:
+        runs = map(self._encoding.encode_ordinary, _cut_runs(self._normalize(text)))
+        return list(itertools.chain.from_iterable(runs))
 
 
 def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
