@@ -536,6 +536,46 @@ def test_special_pieces_of_a_vocabulary_are_not_found_in_text(kind: str, tmp_pat
         assert tokenizer.decode(tokenizer.encode("a</s> a</s>")) == "a</s> a</s>"
 
 
+@pytest.mark.parametrize("ignore_merges", [True, False])
+def test_special_pieces_that_byte_pairs_make_are_not_found_in_text(ignore_merges: bool, tmp_path: Path) -> None:
+    """They merge to a piece that the file calls special, or take a whole word without merging."""
+    import tokenizers
+
+    pieces = ["[", "x", "]", "a", "\u2581", "[x", "[x]"]
+    merges = [("[", "x")] if ignore_merges else [("[", "x"), ("[x", "]")]
+    model = tokenizers.models.BPE(
+        {piece: id for id, piece in enumerate(pieces)}, merges, ignore_merges=ignore_merges, unk_token="a"
+    )
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    library.decoder = tokenizers.decoders.Metaspace(prepend_scheme="never")
+    library.add_special_tokens(["[x]"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    for text in ("[x]", "a[x][x] [x]a", "[x"):
+        ids = tokenizer.encode(text)
+        assert 6 not in ids
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.encode(text, allow_special=True) == library.encode(text).ids
+    assert tokenizer.encode("[xa x") == library.encode("[xa x").ids
+
+
+def test_a_panic_of_the_library_is_the_request_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no Exception, so nothing behind would stop it: it would end the worker."""
+
+    class Panic(BaseException):
+        pass
+
+    class Library:
+        def encode(self, text: str, **options: Any) -> Any:
+            raise Panic("end byte index 1 is not a char boundary")
+
+    tokenizer = HfJsonTokenizer(json.loads(wordpiece()._library.to_str()), Settings(), source="x")  # type: ignore[attr-defined]
+    monkeypatch.setattr(tokenizer, "_library", Library())
+    with pytest.raises(RequestError, match="not a char boundary"):
+        tokenizer.encode("hello")
+
+
 def test_a_text_that_a_vocabulary_cannot_spell_is_refused(tmp_path: Path) -> None:
     """A vocabulary should have a token for what it does not know; this one has none."""
     import tokenizers

@@ -74,7 +74,9 @@ class HfJsonTokenizer(Tokenizer):
             self._library.encode_special_tokens = not allow_special
             try:
                 return list(self._library.encode(text, add_special_tokens=False).ids)
-            except Exception as error:  # there is no token for what the vocabulary does not know
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # no token for what the vocabulary does not know; or the library panics
                 raise RequestError(f"the model's vocabulary has no tokens for all of this text: {error}") from error
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -168,8 +170,9 @@ def _load(spec: dict[str, Any], added: Mapping[int, AddedToken], source: str) ->
     import tokenizers
 
     spec["truncation"] = spec["padding"] = None
-    if spec["model"].get("type") != "BPE":  # the others find pieces of the vocabulary in any text, special ones too
-        steps = [spec.get("pre_tokenizer"), _cut_names([token.content for token in added.values() if token.special])]
+    names = [token.content for token in added.values() if token.special]
+    if _makes_any(spec["model"], names):
+        steps = [spec.get("pre_tokenizer"), _cut_names(names)]
         spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [step for step in steps if step is not None]}
     # The library numbers tokens that are not in the vocabulary by their order.
     in_order = [added[id] for id in sorted(added)]
@@ -183,6 +186,17 @@ def _load(spec: dict[str, Any], added: Mapping[int, AddedToken], source: str) ->
     except BaseException as error:  # the library raises plain Exception, and where it panics not even that
         why = f"is refused by the tokenizers library ({error}); fetch the file again"
         raise TokenizerError(f"{source} {why}") from error
+
+
+def _makes_any(model: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Whether the model may find one of ``names`` in a text: byte pairs make what they merge, other models and those
+    that do not merge a whole word find all pieces of their vocabulary."""
+    if model.get("type") != "BPE":
+        return True
+    own = set(names) & model["vocab"].keys()
+    merges = model.get("merges") or () if own else ()
+    made = (merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge) for merge in merges)
+    return bool(own and model.get("ignore_merges")) or any(name in own for name in made)
 
 
 def _cut_names(names: Sequence[str]) -> dict[str, Any] | None:
