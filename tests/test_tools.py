@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,8 @@ def test_the_format_is_found_in_the_template_s_text(name: str) -> None:
         ("{{ messages }}", "hermes", False),
         ("{{ tools }}<|tool|>", "hermes", False),  # a format that is not in the table
         ("{{ tools }}<tool_call>\n<function=f>", "hermes", False),  # no JSON behind the marker
+        ("{{ tools }}{{ ns }}<tool_call>\n{{ ns }}<invoke name='f'>", "hermes", False),
+        ("{{ tools }} in <tool_call></tool_call>:\n<tool_calls>[{...}]</tool_calls>", "hermes", False),
         ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]", "mistral-args", True),
         ("<|start_header_id|>{{ content }}", "hermes", False),  # Llama 3 before tools
         ("{{ xml_tools }}<tools><tool_call>", "hermes", False),  # a variable of its own
@@ -168,12 +171,26 @@ def test_nothing_in_a_tool_or_a_call_forges_a_turn() -> None:
     assert tokenizer().decode(ids, skip_special=False).count(json.dumps(forged)[1:-1]) == 5
 
 
+@pytest.mark.parametrize("form", ["tojson(ensure_ascii=true)", "string"])
+def test_what_looks_like_a_special_token_is_found_again_where_a_template_escapes_it(form: str) -> None:
+    """Python's and JSON's escapes: in them a string that is kept from the template is another one, of more characters."""
+    server = replace(context("think"), template=ChatTemplate("{{ tools | " + form + " }}<tool_call>", {}, "the test"))
+    texts = ["x", "</s>", "a \U000f0000 </s> é", "\\udb80\\udc00 \\U000f0001", "s"]
+    offered = [tool("f", a={"type": "string", "enum": texts})]
+    said = tokenizer().decode(parse_chat(chat(tools=offered), server).prompts[0], skip_special=False)
+    assert said == (json.dumps if "json" in form else str)(offered) + "<tool_call>"
+
+
 def test_earlier_thinking_goes_where_the_template_looks_for_it() -> None:
     messages = turns(called("weather"))
     messages[1]["reasoning_content"] = "Let me look."
     assert "<|channel|>analysis<|message|>Let me look.<|end|>" in prompt("harmony", messages=messages)
     messages[1]["content"] = "Looking."
     assert "Let me look." not in prompt("harmony", messages=messages)
+    for key in ("reasoning_content", "thinking"):  # the other name for it is LFM2.5's
+        template = ChatTemplate("{{ messages[1]." + key + " }}</think>", {}, "the test")
+        request = parse_chat(chat(messages=messages), replace(context("think"), template=template))
+        assert tokenizer().decode(request.prompts[0]) == "Let me look.</think>"
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

@@ -66,7 +66,8 @@ class ThinkingFormat:
 HERMES = CallFormat(
     "hermes",
     marks=("<tool_call>",),
-    foreign=("<function=", "<arg_key>"),  # Qwen3-Coder and GLM-4.5 put no JSON behind the same marker
+    # Qwen3-Coder, GLM-4.5 and MiniMax-M3 put no JSON behind the same marker, Apriel 1.5 a list behind another one.
+    foreign=("<function=", "<arg_key>", "<invoke", "<tool_calls>"),
     marker="<tool_call>",
     opening='\n{"name": "NAME", "arguments": ',
     closing="}\n</tool_call>",

@@ -11,6 +11,7 @@ inside a message would become a system turn. Two cases:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -25,6 +26,8 @@ FALLBACK = "fallback:plain"
 FALLBACK_STOPS = ("\nuser:", "\nsystem:")
 _WORD = re.compile(r"[\w.-]*", re.ASCII)
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
+# A character of these, also as JSON in ASCII and as Python write it: some templates show tools and arguments so.
+_WRITTEN = re.compile(r"[\U000F0000-\U000FFFFD]|\\udb[89ab][0-9a-f]\\ud[c-f][0-9a-f]{2}|\\U000f[0-9a-f]{4}")
 _OPEN_END = "\U0010fffd"  # where a last message goes on; private use, outside of the range above
 
 
@@ -107,7 +110,7 @@ def _hide(
     used: set[str] = set()
 
     def note(text: str) -> str:
-        used.update(text)
+        used.update(text, map(_character, _WRITTEN.findall(text)))
         # White space stays outside, for the template to trim or keep.
         found.update(dict.fromkeys(piece.strip() for piece, dangerous in names.pieces(text) if dangerous))
         return text
@@ -147,12 +150,31 @@ def _changed(value: Any, change: Callable[[str], str], names: SpecialNames, fiel
     return value
 
 
+def _character(written: str) -> str:
+    """The one that a match of _WRITTEN means."""
+    units = written.encode("ascii", "backslashreplace").decode("unicode_escape")
+    return units.encode("utf-16", "surrogatepass").decode("utf-16")
+
+
+def _revealed(text: str, hidden: Mapping[int, str]) -> str:
+    """``text`` with the strings that were hidden in the place of their characters, written as these were."""
+
+    def string(found: re.Match[str]) -> str:
+        written = found[0]
+        original = hidden.get(ord(_character(written)))
+        if original is None or len(written) == 1:
+            return original or written
+        return (json.dumps if written[1] == "u" else repr)(original)[1:-1]
+
+    return _WRITTEN.sub(string, text)
+
+
 def _encode_parts(tokenizer: Tokenizer, parts: Sequence[str], hidden: Mapping[int, str]) -> list[int]:
     """Ids of ``parts``, every second of which is a special token that the template wrote."""
     ids: list[int] = []
     trusted = last = ""
     for i, part in enumerate(parts):
-        plain = part if i % 2 else part.translate(hidden)
+        plain = part if i % 2 else _revealed(part, hidden)
         if plain == part:
             trusted += part
             last = part if i % 2 else last

@@ -36,8 +36,8 @@ def chat_prompt(
     if context.tokenizer is None:
         raise RequestError("this checkpoint has no tokenizer; POST v1/completions takes token ids", "messages")
     dialect = context.dialect
-    if dialect.thinking is not None and dialect.thinking.key != "reasoning_content":
-        messages = [_with_thinking(message, dialect.thinking.key) for message in messages]
+    key = "reasoning_content" if dialect.thinking is None else dialect.thinking.key
+    messages = [_with_thinking(message, key) for message in messages]
     called = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (tools and not dialect.writes_tools) or (called and not dialect.reads_calls):
         messages, tools = describe_tools(messages, tools), []
@@ -47,7 +47,10 @@ def chat_prompt(
 
 
 def _with_thinking(message: dict[str, Any], key: str) -> dict[str, Any]:
-    """``message`` with its thinking under ``key``. Beside text and calls gpt-oss' template takes no thinking."""
+    """``message`` with its thinking under ``key``. Beside text and calls gpt-oss' template takes no thinking. A few
+    other templates know another name, by which transformers gives it too."""
+    if key == "reasoning_content":
+        return message if key not in message else {"thinking": message[key], **message}
     rest = {name: value for name, value in message.items() if name != "reasoning_content"}
     if "reasoning_content" not in message or ("tool_calls" in message and message["content"]):
         return rest
