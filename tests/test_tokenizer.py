@@ -732,6 +732,27 @@ def test_added_tokens_of_spaces_are_spaces(tmp_path: Path, vocabularies: Path) -
     assert tokenizer.decode([*tokenizer.encode("hello"), two]) == "hello  "
 
 
+@pytest.mark.parametrize("name", ["mistral-json", "gpt2-vocab-merges"])
+def test_added_tokens_of_normalized_text_decode_as_in_the_library(name: str, vocabularies: Path) -> None:
+    """Where a normalizer marks spaces, they are found with the space before them."""
+    import tokenizers
+
+    if name == "mistral-json":
+        spec = json.loads((vocabularies / name / "tokenizer.json").read_text())
+    else:
+        vocab = json.loads((vocabularies / name / "vocab.json").read_text())
+        spec = gpt2_spec(vocab, (vocabularies / name / "merges.txt").read_text(), Settings(), name)
+        spec["normalizer"], spec["pre_tokenizer"] = {"type": "ByteLevel"}, None
+    flags = {"special": False, "normalized": True, **dict.fromkeys(("single_word", "lstrip", "rstrip"), False)}
+    size = len(spec["model"]["vocab"])
+    spec["added_tokens"] += [flags | {"id": size, "content": "<tool>"}, flags | {"id": size + 1, "content": "\n\n"}]
+    library = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    tokenizer = HfJsonTokenizer(spec, Settings(), source=name)
+    ids = tokenizer.encode("hello <tool> hello\n\n", bos=False)
+    assert size in ids
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == library.decode(ids)
+
+
 @pytest.mark.parametrize(("options", "dropped"), [
     ({"add_dummy_prefix": False, "remove_extra_whitespaces": False}, 0),
     ({"add_dummy_prefix": True, "remove_extra_whitespaces": False}, 1),

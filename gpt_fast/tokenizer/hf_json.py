@@ -58,10 +58,13 @@ class HfJsonTokenizer(Tokenizer):
         pieces = {id: piece_to_bytes(piece, False) for piece, id in vocab.items()}
         if (largest := max(pieces, default=0)) >= MAX_IDS:
             raise TokenizerError(f"{source}: a token has the id {largest}; fetch the file again")
+        # As the library knows them: what it finds in normalized text has what the normalizer puts in front.
+        names = {id: self._library.id_to_token(id) for id in added}
+        pieces |= {id: piece_to_bytes(name, name == added[id].content) for id, name in names.items()}
         bos, prefix = _bos(self._library, settings)
         eos = self._library.token_to_id(settings.eos_token) if settings.eos_token else None
         super().__init__(
-            pieces | {id: piece_to_bytes(token.content, True) for id, token in added.items()},
+            pieces,
             {id: token.content for id, token in added.items() if token.special},
             bos_token_id=bos,
             eos_token_ids=() if eos is None else (eos,),
@@ -117,9 +120,9 @@ def bpe_spec(vocab: Mapping[str, int], merges: Sequence[str], pre_tokenizer: Map
 
 
 def bytes_decoder(decoder: Mapping[str, Any] | None) -> tuple[Callable[[str, bool], bytes], int] | None:
-    """A decoder's steps as a function of a piece, and of whether that is an added token, to bytes; and the number of
-    leading spaces that it drops from a text. None if decoding is more than a concatenation (WordPiece, CTC ...), where
-    text is decoded by the library."""
+    """A decoder's steps as a function of a piece, and of whether that is the text of an added token, to bytes; and the
+    number of leading spaces that it drops from a text. None if decoding is more than a concatenation (WordPiece, CTC
+    ...), where text is decoded by the library."""
     replacements: list[tuple[str, str]] = []
     kinds: set[str] = set()
     dropped = 0
