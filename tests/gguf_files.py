@@ -172,16 +172,18 @@ def _add_config(writer: gguf.GGUFWriter, checkpoint: Checkpoint, arch: str, extr
 def add_sentencepiece(
     writer: gguf.GGUFWriter, model: Path, controls: Sequence[str] = (), user_defined: Sequence[str] = ()
 ) -> None:
-    """The pieces of a SentencePiece model, and more of them that are ``controls`` or ``user_defined``."""
+    """The pieces of a SentencePiece model, and more of them that are ``controls`` or ``user_defined``; these may be
+    some of the model's, too."""
     import sentencepiece
 
     sp = sentencepiece.SentencePieceProcessor(model_file=str(model))
     ids = range(sp.vocab_size())
     kinds = ((sp.is_unknown, 2), (sp.is_control, 3), (sp.is_unused, 5), (sp.is_byte, 6))
     writer.add_tokenizer_model("llama")
-    more = [(token, 3) for token in controls] + [(token, 4) for token in user_defined]
-    types = [next((kind for test, kind in kinds if test(i)), 1) for i in ids]
-    writer.add_token_list([*(sp.id_to_piece(i) for i in ids), *(token for token, _ in more)])
+    pieces = [sp.id_to_piece(i) for i in ids]
+    types = [4 if pieces[i] in user_defined else next((kind for test, kind in kinds if test(i)), 1) for i in ids]
+    more = [(token, 3) for token in controls] + [(token, 4) for token in user_defined if token not in pieces]
+    writer.add_token_list([*pieces, *(token for token, _ in more)])
     writer.add_token_scores([*(sp.get_score(i) for i in ids), *(-1000.0 for _ in more)])
     writer.add_token_types([*types, *(kind for _, kind in more)])
     writer.add_bos_token_id(sp.bos_id())

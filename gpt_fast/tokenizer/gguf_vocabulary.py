@@ -80,16 +80,16 @@ _TODO = "put the model's own tokenizer.json beside the weights: gpt-fast convert
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The ids of the tokens that end an answer: those that the keys name, and control tokens known to do so."""
     named = [metadata[key] for key in _END_KEYS if isinstance(metadata.get(key), int)]
-    controls = {token: id for id, token in reversed(_controls(metadata).items())}
+    controls = {token: id for id, token in reversed(_of_kind(metadata, _CONTROL).items())}
     return list(dict.fromkeys([*named, *(controls[end] for end in _ENDS if end in controls)]))
 
 
-def _controls(metadata: Mapping[str, Any]) -> dict[int, str]:
-    """Control tokens by id; none where the metadata do not say."""
+def _of_kind(metadata: Mapping[str, Any], wanted: int) -> dict[int, str]:
+    """Tokens of the kind ``wanted`` by id; none where the metadata do not say."""
     tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(types, array):
         return {}
-    return {i: token for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL}
+    return {i: token for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == wanted}
 
 
 def load_gguf(path: Path) -> Tokenizer:
@@ -122,10 +122,11 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _phi3_markup(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The markup of chats in Phi-3's SentencePiece vocabularies, which swallows the white space behind it: no key says
-    so, and llama.cpp knows it too."""
+    so, and llama.cpp knows it too. Of it ``</s>`` is declared to be text."""
+    controls, texts = (_of_kind(metadata, kind) for kind in (_CONTROL, _USER_DEFINED))
     return {
-        str(id): {"content": token, "special": True, "rstrip": True}
-        for id, token in _controls(metadata).items()
+        str(id): {"content": token, "special": id in controls, "rstrip": True}
+        for id, token in (controls | texts).items()
         if token not in _WITHOUT_RSTRIP
     }
 
