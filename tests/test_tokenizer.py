@@ -732,6 +732,27 @@ def test_added_tokens_of_spaces_are_spaces(tmp_path: Path, vocabularies: Path) -
     assert tokenizer.decode([*tokenizer.encode("hello"), two]) == "hello  "
 
 
+@pytest.mark.parametrize("name", ["mistral-json", "mistral-sentencepiece"])
+def test_added_tokens_without_flags_have_those_of_tokenizer_json(
+    name: str, tmp_path: Path, vocabularies: Path
+) -> None:
+    """CodeGen's added_tokens.json lists runs of spaces, which are text."""
+    shutil.copytree(vocabularies / name, tmp_path, dirs_exist_ok=True)
+    spec = json.loads((vocabularies / "mistral-json" / "tokenizer.json").read_text())
+    flags = {"normalized": False, **dict.fromkeys(("single_word", "lstrip", "rstrip"), False)}
+    spec["added_tokens"] += [
+        flags | {"id": 32_000, "content": "\t\t\t", "special": False},
+        flags | {"id": 32_001, "content": "<turn>", "special": True},
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"\t\t\t": 32_000, "<turn>": 32_001, "<pad>": 32_002}))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("a\t\t\tb<turn>")
+    assert 32_000 in ids
+    assert tokenizer.decode(ids).replace("\t ", "\t") == "a\t\t\tb<turn>"
+    assert [tokenizer.is_special(32_000 + i) for i in range(3)] == [False, True, True]
+
+
 @pytest.mark.parametrize("name", ["mistral-json", "gpt2-vocab-merges"])
 def test_added_tokens_of_normalized_text_decode_as_in_the_library(name: str, vocabularies: Path) -> None:
     """Where a normalizer marks spaces, they are found with the space before them."""

@@ -40,8 +40,8 @@ class HfJsonTokenizer(Tokenizer):
             raise TokenizerError(f"{source} {why}: {error!r}") from error
         vocab = vocab if isinstance(vocab, dict) else {}  # Unigram has a list; its special tokens are all added ones
         named = {name: vocab[name] for name in settings.special_names if isinstance(vocab.get(name), int)}
-        layers = (read_added_tokens(spec, source), settings.added)
-        added = merge_added_tokens(*layers, vocab=named, special_names=settings.special_names)
+        listed = read_added_tokens(spec, source)
+        added = merge_added_tokens(listed, settings.beside(listed), vocab=named, special_names=settings.special_names)
         self._library = _load(spec, added, source)
         self._lock = threading.Lock()  # over the library's switch for special tokens, which is not a call's own
         for token in added.values():

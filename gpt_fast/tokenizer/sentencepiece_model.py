@@ -43,7 +43,8 @@ class SentencePieceTokenizer(Tokenizer):
         names = _names(sp, source)
         vocab = {name: id for id, name in enumerate(names)}
         controls = {id: AddedToken(id, name, True) for id, name in enumerate(names) if _is_control(sp, id)}
-        declared = (*read_added_tokens(converted, beside), *settings.added)
+        listed = read_added_tokens(converted, beside)
+        declared = (*listed, *settings.beside(listed))
         layers = ({token.id: token for token in declared}.values(), controls.values())
         added = merge_added_tokens(*layers, vocab=vocab, special_names=settings.special_names)
         for id, token in added.items():

@@ -36,6 +36,7 @@ class Settings:
     """The files' facts; None or empty where they are silent."""
 
     added: tuple[AddedToken, ...] = ()  # in the order of their ids
+    unflagged: frozenset[int] = frozenset()  # ids of those whose file says no more of them; see ``beside``
     special_names: frozenset[str] = frozenset()  # every string that is named as a BOS, EOS, padding ... token
     bos_token: str | None = None
     eos_token: str | None = None
@@ -43,6 +44,12 @@ class Settings:
     add_prefix_space: bool | None = None  # a text is taken to begin behind a space; byte-level vocabularies: if true
     legacy: bool | None = None
     tokenizer_class: str | None = None
+
+    def beside(self, listed: Iterable[AddedToken]) -> tuple[AddedToken, ...]:
+        """The added tokens of these files, without those that tokenizer.json has ``listed`` with flags and these
+        without any."""
+        known = self.unflagged & {token.id for token in listed}
+        return tuple(token for token in self.added if token.id not in known)
 
     def prefix(self, bos: int | None, usual: tuple[int, ...]) -> tuple[int, ...]:
         """What goes in front of a text: the ``usual`` ids, unless the files say whether to add ``bos``."""
@@ -64,15 +71,18 @@ def settings_of(
     """The facts in the objects ``config``, ``special`` and ``extra`` of the three files. Raises TokenizerError, naming
     ``source``."""
     names = {**special, **config}
-    # added_tokens.json has no flags. What is added beyond a vocabulary is nearly always markup of chats.
-    bare = [(id, {"content": content, "special": True}) for content, id in extra.items()]
+    # added_tokens.json has no flags. What is added beyond a vocabulary is mostly markup of chats.
+    bare = _added_tokens(lambda: [(id, {"content": name, "special": True}) for name, id in extra.items()], source)
+    flagged = _added_tokens(lambda: [*config.get("added_tokens_decoder", {}).items()], source)
+    added = {token.id: token for token in (*bare, *flagged)}
     strings = [token_text(names.get(name)) for name in _NAMED_TOKENS]
     further = names.get("additional_special_tokens") or []
     if not isinstance(further, list):
         raise TokenizerError(f"{source}: additional_special_tokens must be a list, not {further!r:.40}")
     strings += map(token_text, further)
     return Settings(
-        added=_added_tokens(lambda: [*bare, *config.get("added_tokens_decoder", {}).items()], source),
+        added=tuple(added[id] for id in sorted(added)),
+        unflagged=frozenset(added) - {token.id for token in flagged},
         special_names=frozenset(name for name in strings if name),
         bos_token=token_text(names.get("bos_token")),
         eos_token=token_text(names.get("eos_token")),
