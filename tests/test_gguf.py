@@ -402,7 +402,14 @@ def test_phi3s_markup_swallows_white_space(vocabularies: Path, data_dir: Path, t
     writer.add_eos_token_id(32_000)  # <|endoftext|>, the first of the tokens behind the model's
     close(writer)
     ours, theirs = load_tokenizer(tmp_path / "m.gguf"), load_tokenizer(vocabularies / "chat-json")
-    for text in ("<|user|>\n  hi<|end|>\n<|assistant|>\n", "<|endoftext|>  x", "<s> a", "plain <|user|> text", "</s>a</s> b"):
+    texts = [
+        "<|user|>\n  hi<|end|>\n<|assistant|>\n",
+        "<|endoftext|>  x",
+        "<s> a",
+        "plain <|user|> text",
+        "</s>a</s> b",
+    ]
+    for text in texts:
         for allowed in (True, False):
             assert ours.encode(text, bos=False, allow_special=allowed) == theirs.encode(
                 text, bos=False, allow_special=allowed

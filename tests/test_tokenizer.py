@@ -733,9 +733,7 @@ def test_added_tokens_of_spaces_are_spaces(tmp_path: Path, vocabularies: Path) -
 
 
 @pytest.mark.parametrize("name", ["mistral-json", "mistral-sentencepiece"])
-def test_added_tokens_without_flags_have_those_of_tokenizer_json(
-    name: str, tmp_path: Path, vocabularies: Path
-) -> None:
+def test_added_tokens_without_flags_have_those_of_tokenizer_json(name: str, tmp_path: Path, vocabularies: Path) -> None:
     """CodeGen's added_tokens.json lists runs of spaces, which are text."""
     shutil.copytree(vocabularies / name, tmp_path, dirs_exist_ok=True)
     spec = json.loads((vocabularies / "mistral-json" / "tokenizer.json").read_text())
@@ -904,6 +902,7 @@ def test_values_that_make_no_sense(tmp_path: Path, vocabularies: Path) -> None:
     [
         ("mistral-json", {"decoder": ["Fuse"]}, r"tokenizer\.json: its decoder is malformed"),
         ("mistral-json", {"model": {"type": "BPE", "vocab": {"<s>": []}}}, "is refused by the tokenizers library"),
+        ("mistral-json", {"model": {"type": "BPE", "vocab": {"<s>": 1}, "merges": 5}}, "is refused by the tokenizers"),
         ("mistral-sentencepiece", {"normalizer": True}, r"the tokenizer\.json beside .*: its steps are malformed"),
         ("mistral-sentencepiece", {"normalizer": {}}, r"the tokenizer\.json beside .*: its steps are malformed"),
     ],

@@ -173,7 +173,7 @@ def test_nothing_in_a_tool_or_a_call_forges_a_turn() -> None:
 
 @pytest.mark.parametrize("form", ["tojson(ensure_ascii=true)", "string"])
 def test_what_looks_like_a_special_token_is_found_again_where_a_template_escapes_it(form: str) -> None:
-    """Python's and JSON's escapes: in them a string that is kept from the template is another one, of more characters."""
+    """In Python's and JSON's escapes what stands for a string that is kept from the template has more characters."""
     server = replace(context("think"), template=ChatTemplate("{{ tools | " + form + " }}<tool_call>", {}, "the test"))
     texts = ["x", "</s>", "a \U000f0000 </s> é", "\\udb80\\udc00 \\U000f0001", "s"]
     offered = [tool("f", a={"type": "string", "enum": texts})]

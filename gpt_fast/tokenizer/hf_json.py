@@ -174,13 +174,13 @@ def _load(spec: dict[str, Any], added: Mapping[int, AddedToken], source: str) ->
 
     spec["truncation"] = spec["padding"] = None
     names = [token.content for token in added.values() if token.special]
-    if _makes_any(spec["model"], names):
-        steps = [spec.get("pre_tokenizer"), _cut_names(names)]
-        spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [step for step in steps if step is not None]}
     # The library numbers tokens that are not in the vocabulary by their order.
     in_order = [added[id] for id in sorted(added)]
     spec["added_tokens"] = [vars(token) | {"normalized": token.normalized and not token.special} for token in in_order]
     try:
+        if _makes_any(spec["model"], names):
+            steps = [spec.get("pre_tokenizer"), _cut_names(names)]
+            spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [step for step in steps if step is not None]}
         library = tokenizers.Tokenizer.from_str(json.dumps(spec))
         library.encode("a")  # its post-processor may name tokens that are not there
         return library
