@@ -196,6 +196,20 @@ def test_the_kernel_draws_as_its_plain_twin(vocab_size: int) -> None:
     assert logits.gather(1, drawn[:, None]).isfinite().all()
 
 
+def test_top_p_is_a_share_of_all_that_top_k_keeps_ties_included() -> None:
+    """By torch and by the kernel. Logits of bfloat16 are often equal."""
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.1]).log()
+    assert kept(logits, top_k=2, top_p=0.39) == [0]  # the shares are 0.4 and three times 0.2
+    assert kept(logits, top_k=2, top_p=0.6) == [0, 1, 2, 3]
+    generator, choose = torch.Generator().manual_seed(2), random.Random(2)
+    tied = torch.randint(-4, 5, (600, 30), generator=generator).float()
+    rows = [
+        row(position=p, top_k=choose.choice([2, 5, 12]), top_p=choose.choice([0.3, 0.6, 0.8, 0.95])) for p in range(600)
+    ]
+    draws = [draw_of(r) for r in rows]
+    assert (draw(tied, draws) != plain_draw(tied, draws)).sum() <= 1
+
+
 def by_kernel(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return draw(logits, [Draw(temperature)] * len(logits))
 

@@ -183,13 +183,13 @@ def _ranked(scaled: Tensor, top_k: list[int], top_p: list[float], count: int) ->
     """The ``count`` largest of each row in falling order, and which of them top_k and top_p keep; both [R, count]."""
     device = scaled.device
     ranked = scaled.topk(count, dim=-1).values
-    keep = torch.arange(count, device=device)[None, :] < tensor_of(top_k, torch.int64, device)[:, None]
+    limits = tensor_of(top_k, torch.int64, device)[:, None]
+    keep = torch.arange(count, device=device)[None, :] < limits
     if all(p >= 1.0 for p in top_p):
         return ranked, keep
-    # top_p is a share of what top_k left: normalise over that, or over the whole row where top_k is off.
-    kept = log_total(ranked.masked_fill(~keep, -torch.inf))
-    whole = tensor_of([k == scaled.shape[1] for k in top_k], torch.bool, device)
-    total = torch.where(whole, log_total(scaled), kept)
+    # top_p is a share of what top_k left: of what equals the last token that it keeps, too.
+    least = ranked.gather(1, limits.clamp(max=count) - 1).masked_fill(limits == scaled.shape[1], -torch.inf)
+    total = log_total(scaled.masked_fill(scaled < least, -torch.inf))
     limit = tensor_of(top_p, torch.float32, device)[:, None]
     mass = (ranked - total[:, None]).exp().masked_fill(~keep, 0.0).cumsum(dim=-1)
     likelier = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=-1)
