@@ -102,6 +102,14 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": 1, "b": 2}],
         [{"a": 1}, {"a": 1, "b": 2, "c": 3}],
     ),
+    "an heir of what stands in a list": (
+        thing(
+            x={"anyOf": [thing(a=NUMBER), NUMBER]},
+            y={"allOf": [{"$ref": "#/properties/x/anyOf/0"}, thing(b=NUMBER)]},
+        ),
+        [{"x": 1, "y": {"a": 1, "b": 2}}],
+        [{"x": 1, "y": {"a": 1}}, {"x": 1, "y": {"a": 1, "b": 2, "c": 3}}],
+    ),
     "properties beside a definition": (
         thing(b=NUMBER) | {"$ref": "#/$defs/Base", "$defs": BASE},
         [{"b": 2, "a": 1}],
@@ -134,6 +142,14 @@ def test_an_object_has_what_it_names_and_no_more(case: Any) -> None:
     for value in bad:
         assert not takes(schema, value), value
     assert schema == before
+
+
+def test_objects_behind_a_tuple_are_closed() -> None:
+    """As drafts before 2020-12 write it."""
+    draft = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array"}
+    schema = {**draft, "items": [NUMBER], "additionalItems": thing(a=NUMBER)}
+    assert takes(schema, [1, {"a": 1}])
+    assert not takes(schema, [1, {"a": 1, "b": 2}])
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

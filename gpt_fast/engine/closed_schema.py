@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from gpt_fast.engine.schema_limits import MAX_PATTERNS, Patterns, check_numbers
 from gpt_fast.errors import RequestError
 
 # How grammars spell JSON, as llguidance's options: with free white space a weak model can go on with blanks for ever.
@@ -18,7 +19,8 @@ ONE_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 _SAYS = ("additionalProperties", "unevaluatedProperties")
 _NAMES = ("properties", "patternProperties")
 _SCHEMAS_BY_NAME = (*_NAMES, "$defs", "definitions")  # objects of schemas
-_SCHEMAS_INSIDE = ("items", "prefixItems", "contains", "additionalProperties")  # of a value inside: one, or a list
+# Schemas of a value inside: one, or a list.
+_SCHEMAS_INSIDE = ("items", "prefixItems", "additionalItems", "contains", "additionalProperties")
 _SAME_VALUE = ("allOf", "anyOf", "oneOf", "then", "else")  # schemas of the value itself: one, or a list
 _MAX_PARTS = 100_000  # to look at: 0.3 s
 
@@ -26,9 +28,14 @@ _MAX_PARTS = 100_000  # to look at: 0.3 s
 def close_objects(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     """``schema`` with its objects closed. One that is composed (``allOf``, or ``$ref`` and ``anyOf`` beside properties)
     is closed as a whole: parts that were closed each for itself would exclude the properties of the others. Raises
-    RequestError naming the field ``name`` where too many schemas are composed of too many, or are too deep."""
+    RequestError naming the field ``name`` where too many schemas are composed of too many, or are too deep, and for
+    what schema_limits.py refuses."""
+    check_numbers(schema, name)
     try:
         return _Closing(schema).closed()
+    except _TooManyPatternsError:
+        message = f"{name} asks of one string to match more than {MAX_PATTERNS} patterns and formats at once"
+        raise RequestError(message, name, "grammar_too_large") from None
     except (_TooManyPartsError, RecursionError):
         message = f"{name} composes too many schemas of too many others; make it smaller"
         raise RequestError(message, name, "grammar_too_large") from None
@@ -38,12 +45,17 @@ class _TooManyPartsError(Exception):
     """More than _MAX_PARTS."""
 
 
+class _TooManyPatternsError(Exception):
+    """More than MAX_PATTERNS."""
+
+
 class _Closing:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._open: dict[str, Any] = {}  # definitions that are parts of something composed, by their new name
         self._open_names: dict[str, str] = {}  # of the pointer to the original
         self._num_parts = 0  # that were looked at
+        self._patterns = Patterns(root, self._target)
 
     def closed(self) -> dict[str, Any]:
         closed: dict[str, Any] = self._visit(self._root, part=False)
@@ -55,6 +67,8 @@ class _Closing:
             return [self._visit(each, part) for each in node]
         if not isinstance(node, Mapping):
             return node
+        if self._patterns.too_many([node], lambda each: self._parts(each, set())):
+            raise _TooManyPatternsError
         new = dict(node)
         for key in _SCHEMAS_BY_NAME:
             if isinstance(new.get(key), Mapping):
@@ -128,7 +142,10 @@ class _Closing:
         node: Any = self._root
         for step in pointer.split("/")[1:]:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
-            node = node.get(name) if isinstance(node, Mapping) else None
+            if isinstance(node, list):
+                node = node[int(name)] if name.isdecimal() and len(name) < 6 and int(name) < len(node) else None
+            else:
+                node = node.get(name) if isinstance(node, Mapping) else None
         return node
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast.engine.closed_schema import ONE_SPELLING, close_objects
+from gpt_fast.engine.lark_limits import check_lark, with_room
 from gpt_fast.errors import MAX_SHOWN, RequestError, try_later
 from gpt_fast.params import SamplingParams
 from gpt_fast.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ class GrammarCompiler:
         limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self._count(len(source))
         try:
-            matcher = LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+            matcher = with_room(lambda: LLMatcher(self._vocabulary, source, log_level=0, limits=limits))
             for which in (0, -1):
                 self._rehearse(CompiledGrammar(matcher.deep_copy(), self._vocab_size, field), which)
             grammar = CompiledGrammar(matcher, self._vocab_size, field)
@@ -165,12 +166,15 @@ def _why(error: str) -> str:
 
 def _source(params: SamplingParams, matcher: Any, field: str) -> str:
     if params.grammar is not None:
+        check_lark(params.grammar, field)
         return str(matcher.grammar_from_lark(params.grammar))
     if params.pattern is not None:
         return str(matcher.grammar_from_regex(params.pattern))
     try:
         closed = close_objects(params.json_schema or {}, field)
         return str(matcher.grammar_from_json_schema(json.dumps(closed), overrides=ONE_SPELLING))
+    except RequestError:
+        raise
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{field} is not usable: {str(error)[:300]}", field) from None
 
