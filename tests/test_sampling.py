@@ -76,6 +76,13 @@ def test_the_order_is_temperature_min_p_top_k_top_p() -> None:
     assert kept(LOGITS, min_p=0.2, top_p=0.55) == [0]
 
 
+def test_top_p_is_as_exact_at_the_lowest_temperature() -> None:
+    assert kept(torch.tensor([2.5, 2.5, 2.5, 0.0]), temperature=1e-5, top_p=0.99) == [0, 1, 2]
+    close = torch.tensor([300.0, 300.0, 300.0, 300.0 - 3 * 2.0**-10])  # the last is 1 / 19 as likely as each
+    for top_p in (0.97, 0.98):
+        assert kept(close, temperature=1e-3, top_p=top_p) == [0, 1, 2]
+
+
 def test_wide_vocabularies_take_the_short_way_to_the_same_answer() -> None:
     generator = torch.Generator().manual_seed(0)
     peaked = torch.randn(5000, generator=generator) * 5

@@ -187,11 +187,12 @@ def _ranked(scaled: Tensor, top_k: list[int], top_p: list[float], count: int) ->
     keep = torch.arange(count, device=device)[None, :] < limits
     if all(p >= 1.0 for p in top_p):
         return ranked, keep
-    # top_p is a share of what top_k left: of what equals the last token that it keeps, too.
+    # top_p is a share of what top_k left: of what equals the last token that it keeps, too. Relative to the greatest,
+    # because at a low temperature a total is too large a number to be exact.
     least = ranked.gather(1, limits.clamp(max=count) - 1).masked_fill(limits == scaled.shape[1], -torch.inf)
-    total = log_total(scaled.masked_fill(scaled < least, -torch.inf))
+    total = log_total((scaled - ranked[:, :1]).masked_fill(scaled < least, -torch.inf))
     limit = tensor_of(top_p, torch.float32, device)[:, None]
-    mass = (ranked - total[:, None]).exp().masked_fill(~keep, 0.0).cumsum(dim=-1)
+    mass = (ranked - ranked[:, :1] - total[:, None]).exp().masked_fill(~keep, 0.0).cumsum(dim=-1)
     likelier = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=-1)
     return ranked, keep & ((likelier < limit) | (limit >= 1.0))
 
