@@ -213,7 +213,8 @@ class LLM:
         shown: Collection[int] = resolved.shown_special_tokens
         if not resolved.skip_special_tokens and self.tokenizer is not None:
             shown = self.tokenizer.special
-        detokenizer = IncrementalDetokenizer(self.tokenizer, token_ids, shown)
+        constrained = resolved.grammar_field is not None  # a grammar counts every space that a token has
+        detokenizer = IncrementalDetokenizer(self.tokenizer, token_ids, shown, every_space=constrained)
         if like is not None and dataclasses.replace(like.params, seed=resolved.seed) == resolved:
             grammar, rules = like.grammar and like.grammar.copy(), like.rules
         else:

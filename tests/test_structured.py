@@ -18,6 +18,8 @@ from gpt_fast.serve.protocol import chat_grammar
 
 pytest.importorskip("llguidance")
 
+DEMO = Path(__file__).parents[1] / "model_store" / "demo" / "target"
+
 
 @pytest.fixture(scope="module")
 def llm(data_dir: Path) -> Iterator[LLM]:
@@ -48,6 +50,16 @@ def test_regex_and_choice(llm: LLM) -> None:
     assert re.fullmatch(r"[0-9]{3}-[a-f]+z", done.text)
     done = llm.generate("a", SamplingParams(max_tokens=50, temperature=1.0, seed=2, choice=("red fox", "blue\nfish")))
     assert done.text in ("red fox", "blue\nfish")
+
+
+def test_a_space_at_the_beginning_is_there_also_where_no_text_is_before() -> None:
+    """SentencePiece takes the first space of a text for its own."""
+    with LLM(DEMO, dtype="float32", compile=False, max_seq_len=64, max_batch=1) as llm:
+        for choice in (" the", "the", "  x"):
+            assert llm.generate("", SamplingParams(choice=(choice,))).text == choice
+        done = llm.generate("", SamplingParams(max_tokens=40, temperature=1.0, seed=1, regex="( [a-z]{1,3}){2}"))
+        assert re.fullmatch("( [a-z]{1,3}){2}", done.text)
+        assert not llm.generate("", SamplingParams(max_tokens=4)).text.startswith(" ")
 
 
 def test_constrained_and_free_requests_share_a_batch(llm: LLM) -> None:

@@ -23,16 +23,21 @@ class IncrementalDetokenizer:
     ``prompt_ids``: the tokens before. Their text is not returned, but it decides whether a leading space is the dummy
     prefix of a text or a space between words, and it may end in half a character. Ids past the tokenizer's vocabulary
     have no text: models pad their vocabulary, and a broken one may choose such a token. Without a tokenizer no id has
-    text. ``shown``: special tokens whose names count as text. The cost of a push does not grow with the text."""
+    text. ``shown``: special tokens whose names count as text. ``every_space``: none is a dummy, also where no text is
+    before. The cost of a push does not grow with the text."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int] = (), shown: Collection[int] = ()
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int] = (),
+        shown: Collection[int] = (),
+        every_space: bool = False,
     ) -> None:
         self._tokenizer, self._shown = tokenizer or _NO_TOKENIZER, frozenset(shown)
         known = [id for id in prompt_ids if id < self._tokenizer.vocab_size]
         self._window = None if self._tokenizer.bytewise else _Window(self._tokenizer, known)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._droppable_spaces = self._tokenizer.leading_spaces_dropped
+        self._droppable_spaces = 0 if every_space else self._tokenizer.leading_spaces_dropped
         for id in known:
             if not self._droppable_spaces:
                 break  # a token has text

@@ -82,7 +82,7 @@ class CompletionRequest(OpenAIRequest):
         shown: Collection[int] = ()
         if tokenizer is not None and not self.params.skip_special_tokens:
             shown = tokenizer.special
-        return _Offsets(tokenizer, prompt, start, shown)
+        return _Offsets(tokenizer, prompt, start, shown, self.params.grammar_field is not None)
 
     def _prompt_logprobs(self, index: int, completion: Completion) -> dict[str, list[Any]]:
         entries = completion.prompt_logprobs or ()
@@ -121,11 +121,18 @@ class CompletionRequest(OpenAIRequest):
 
 
 class _Offsets:
-    """Where each token begins in a text that starts behind ``prompt`` and counts from ``start``. ``shown``: see
-    IncrementalDetokenizer."""
+    """Where each token begins in a text that starts behind ``prompt`` and counts from ``start``. ``shown`` and
+    ``every_space``: see IncrementalDetokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], start: int, shown: Collection[int]) -> None:
-        self._stream = IncrementalDetokenizer(tokenizer, prompt, shown)
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        start: int,
+        shown: Collection[int],
+        every_space: bool = False,
+    ) -> None:
+        self._stream = IncrementalDetokenizer(tokenizer, prompt, shown, every_space)
         self._next = start
 
     def push(self, token: int) -> int:
