@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_model import EOS, Bytes
 
 from gpt_fast import LLM, RequestError, SamplingParams
+from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.serve.protocol import chat_grammar
 
 pytest.importorskip("llguidance")
@@ -60,6 +62,29 @@ def test_a_space_at_the_beginning_is_there_also_where_no_text_is_before() -> Non
         done = llm.generate("", SamplingParams(max_tokens=40, temperature=1.0, seed=1, regex="( [a-z]{1,3}){2}"))
         assert re.fullmatch("( [a-z]{1,3}){2}", done.text)
         assert not llm.generate("", SamplingParams(max_tokens=4)).text.startswith(" ")
+
+
+class _NamedEnd(Bytes):
+    """A tokenizer to which the end of a text is a word, as where an added token is not marked as special."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._text[EOS] = self.special.pop(EOS)
+
+
+def test_a_token_that_ends_a_text_comes_nowhere_within_it() -> None:
+    """In a JSON string its name would be text: the answer ended there."""
+    compiler = GrammarCompiler(_NamedEnd(), EOS + 1, (EOS,))
+    own = compiler.compile(SamplingParams(json_schema={"type": "array", "items": {"type": "string"}}))
+    assert own is not None
+    for id in b'["a':
+        assert not own.allowed()[EOS]
+        own.advance(id)
+    assert not own.allowed()[EOS]
+    own = compiler.compile(SamplingParams(choice=("a", "ab")))
+    assert own is not None
+    own.advance(ord("a"))
+    assert own.allowed().nonzero()[:, 0].tolist() == [ord("b"), EOS]
 
 
 def test_constrained_and_free_requests_share_a_batch(llm: LLM) -> None:

@@ -184,7 +184,8 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
         ids = range(tokenizer.vocab_size)
-        self.special_token_ids = [i for i in ids if tokenizer.is_special(i)]
+        # What ends a completion is no text within it, whatever the tokenizer takes it for.
+        self.special_token_ids = [i for i in ids if tokenizer.is_special(i) or i in eos_token_ids]
         self.tokens = [tokenizer.token_bytes(i, skip_special=False) for i in ids]
         self.bos_token_id = tokenizer.bos_token_id
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else (self.special_token_ids or [0])[0]
