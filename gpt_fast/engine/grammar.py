@@ -12,6 +12,7 @@ import json
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ class GrammarCompiler:
         limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self._count(len(source))
         try:
-            matcher = with_room(lambda: LLMatcher(self._vocabulary, source, log_level=0, limits=limits))
+            build = partial(LLMatcher, self._vocabulary, source, log_level=0, limits=limits)
+            matcher = build() if params.grammar is None else with_room(build)
             for which in (0, -1):
                 self._rehearse(CompiledGrammar(matcher.deep_copy(), self._vocab_size, field), which)
             grammar = CompiledGrammar(matcher, self._vocab_size, field)
