@@ -59,10 +59,9 @@ def pick_dtype(
         return cast(torch.dtype, getattr(torch, name))
     if device.type != "cpu":
         return torch.bfloat16
-    if kernels and runs(torch.bfloat16, device):
-        narrow = stored == torch.bfloat16
-    else:
-        narrow = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    fast = kernels and runs(torch.bfloat16, device)
+    fast = fast or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    narrow = stored == torch.bfloat16 and fast
     fits = num_parameters * 4 < host_memory().total / 2
     return torch.bfloat16 if narrow or not fits else torch.float32
 
