@@ -215,6 +215,9 @@ def test_a_state_takes_no_drafts_and_whole_prompts(saved: Any) -> None:
     with LLM(folder, **OPTIONS) as llm:
         assert llm.engine_config.prefill_chunk == 128
         assert not llm.engine_config.prefix_cache
+    with LLM(folder, dtype="float32", threads=1, page_size=4, num_pages=9) as llm:
+        assert llm.max_seq_len == 36, "what the pages hold, as for other models"
+        assert len(llm.generate(PROMPTS[1], GREEDY).token_ids) == 36 - len(PROMPTS[1])
 
 
 def test_prompts_of_a_state_are_whole_in_any_company(saved: Any) -> None:

@@ -76,7 +76,8 @@ class ForeignModel:
         if not self._way.paged:
             options = replace(options, prefix_cache=False)
         if not self._way.takes_pieces:
-            longest = options.max_seq_len or min(WHOLE_PROMPT, self.config.max_seq_len)
+            room = options.num_pages * options.page_size if options.num_pages else WHOLE_PROMPT
+            longest = options.max_seq_len or min(WHOLE_PROMPT, self.config.max_seq_len, room)
             options = replace(options, max_seq_len=longest, prefill_chunk=longest)
         return options
 
