@@ -468,6 +468,9 @@ def test_llm_refuses_modes_and_devices(tmp_path: Path) -> None:
     quantize_checkpoint(Checkpoint.open(source), tmp_path / "b", quant_config("fp8"))
     with pytest.raises(ConfigError, match="fp8 is not supported on cpu"):
         LLM(tmp_path / "b", device="cpu")
+    quantized = Checkpoint.open(source).build(torch.float32, quantize="int8")
+    with pytest.raises(ConfigError, match="quantize: the weights of this model are quantized already"):
+        LLM.from_model(quantized, quantize="int4")
 
 
 def test_compiled_equals_eager_and_nothing_compiles_in_service(tmp_path: Path) -> None:

@@ -58,7 +58,16 @@ def swap_layers(model: nn.Module, scheme_of: SchemeOf, device: torch.device | st
 
 
 def quantize_model(model: Transformer, config: QuantConfig) -> None:
-    """Round the weights of ``model``, in memory, to nearest, in place."""
+    """Round the weights of ``model``, in memory, to nearest, in place. Raises ConfigError for one that has linear
+    layers quantized otherwise; those that are as ``config`` says stay."""
+    for block in (model.embed, *model.layers, model.head):
+        for matrix in block.block.matrices:
+            module = block.get_submodule(matrix.name)
+            if isinstance(module, (QuantizedLinear, SplitLinear)):
+                scheme = config.scheme(block.block.prefix + matrix.name, model.config)
+                wanted = [scheme.queries, scheme.keys_values] if isinstance(scheme, Split) else [scheme]
+                if [piece.scheme for piece in module.pieces()] != wanted:
+                    raise ConfigError("quantize: the weights of this model are quantized already; leave it out")
     _swap_all(model, config, model.device, rounded=True)
 
 
