@@ -31,7 +31,9 @@ from gpt_fast.engine.speculate.speculation import Speculation
 from gpt_fast.errors import ConfigError
 from gpt_fast.foreign.checkpoint import ForeignCheckpoint
 from gpt_fast.foreign.model import ForeignModel, Loaded
+from gpt_fast.kernels.cpu.library import CACHE_FORMATS, runs
 from gpt_fast.model.compile_cache import default_file, kept
+from gpt_fast.model.cpu_model import CpuModel
 from gpt_fast.model.steps import Served, serve
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.parallel.cores import bind
@@ -82,6 +84,13 @@ class Site(NamedTuple):
         if self.group is not None:
             self.group.wait()
 
+    def check_cache(self, options: EngineConfig) -> None:
+        """Raise ConfigError for a KV cache that the C++ kernels do not have, where they would run steps."""
+        asked = self.dtype if options.kv_cache_dtype == "auto" else getattr(torch, options.kv_cache_dtype)
+        if options.kernels and runs(self.dtype, self.device) and asked not in CACHE_FORMATS:
+            todo = "take bfloat16 or int8, or set kernels: false"
+            raise ConfigError(f"kv_cache_dtype: the C++ kernels have no cache of {options.kv_cache_dtype}; {todo}")
+
     def plan_cache(
         self, held: ModelConfig, draft: ModelConfig | None, options: EngineConfig, missing: int = 0
     ) -> memory.CachePlan:
@@ -124,6 +133,8 @@ def load(opened: Opened, tokenizer: Tokenizer | None, options: EngineConfig, *, 
     else:
         memory.check_weights(weight_bytes * site.sharing + draft_bytes, device, smaller)
     site.plan_cache(held, draft_config, options, weight_bytes + draft_bytes)  # refuses what cannot fit
+    if draft is not None or (isinstance(opened, Checkpoint) and len(site.spans) < 2):
+        site.check_cache(options)
     site.wait()  # until all know what is free, which changes now
     how: dict[str, Any] = {"progress": progress and not site.follows, "column_major": where.column_major}
     places = devices.of_layers(site.spans)
@@ -136,13 +147,16 @@ def adopt(model: Transformer | Served, options: EngineConfig) -> LoadedModel:
     """``model``, which was built in memory, as ``options`` say: its linear layers may be packed. Raises ConfigError."""
     if options.drafter not in (None, "lookup"):
         raise ConfigError("draft: a model that was built in memory is served without a draft model, or with lookup")
+    site = Site(model.device, model.dtype)
+    if isinstance(model, Transformer | CpuModel):
+        site.check_cache(options)
     if options.quantize is not None:
         if not isinstance(model, Transformer):
             raise ConfigError("quantize: the weights of this model are packed already")
         quant = quant_config(options.quantize)
         check_device(quant, model.device)
         quantize_model(model, quant)
-    return LoadedModel(model, model.config, options, Site(model.device, model.dtype))
+    return LoadedModel(model, model.config, options, site)
 
 
 def _check_ranks(opened: Opened, options: EngineConfig, num_ranks: int) -> None:
@@ -191,8 +205,9 @@ class LoadedModel:
         if not site.follows and options.drafter is not None:
             drafter: Drafter = LookupDrafter(options.lookup_history)
             if draft is not None:
-                self._runners.append(Runner(serve(draft, **how), cache_dtype=plan.dtype, **sizes))
                 longest = draft.config.max_seq_len
+                sizes["prefill_chunk"] = min(plan.prefill_chunk, longest)  # behind that a table of positions may end
+                self._runners.append(Runner(serve(draft, **how), cache_dtype=plan.dtype, **sizes))
                 drafter = ModelDrafter(self._runners[-1], self._pages, config.vocab_size, longest)
             self._speculation = Speculation(drafter, options.speculate_k)
         site.wait()  # until all can compute: from now on they wait for each other a few seconds only

@@ -24,7 +24,7 @@ from gpt_fast.checkpoint.saving import save_checkpoint
 from gpt_fast.config import ExpertsConfig, ModelConfig, RopeScaling
 from gpt_fast.engine.runner import Runner
 from gpt_fast.engine.scheduler import SequencePlan, StepPlan
-from gpt_fast.errors import EngineError, UnsupportedError
+from gpt_fast.errors import ConfigError, EngineError, UnsupportedError
 from gpt_fast.kernels.race import Draw
 from gpt_fast.model.building import random_model
 from gpt_fast.model.cpu_model import CpuModel, pack_model
@@ -276,6 +276,32 @@ def test_weights_stored_in_bfloat16_stay_so_and_others_are_widened() -> None:
     plain = choose_placement(NUM_PARAMETERS, torch.float32, device="cpu", kernels=False, dtype="float32")
     assert (plain.kernels, plain.column_major) == (False, True)
     assert choose_placement(NUM_PARAMETERS, torch.float32, device="cpu").column_major is False
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["a CPU with bfloat16", "one without"])
+def test_plain_torch_narrows_no_weights_by_itself(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even on a CPU that computes faster with bfloat16."""
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: fast)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    for stored in (torch.float32, torch.float16):
+        assert choose_placement(NUM_PARAMETERS, stored, device="cpu", kernels=False).dtype == torch.float32
+    wanted = torch.bfloat16 if fast else torch.float32
+    assert choose_placement(NUM_PARAMETERS, torch.bfloat16, device="cpu", kernels=False).dtype == wanted
+
+
+def test_a_cache_that_the_kernels_do_not_have_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(random_model(TINY, torch.float32), tmp_path)
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_dtype": "float16", "compile": False}
+    told = "kv_cache_dtype: the C.. kernels have no cache of float16; take bfloat16 or int8, or set kernels: false"
+    with LLM(tmp_path, **options, kernels=False) as llm:
+        assert llm.engine.runner.cache[0].k.dtype == torch.float16
+    with pytest.raises(ConfigError, match=told):
+        LLM.from_model(random_model(TINY, torch.float32), kv_cache_dtype="float16", compile=False)
+    monkeypatch.setattr(Checkpoint, "build", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=told):
+        LLM(tmp_path, **options)
 
 
 def test_a_cache_of_integers_is_smaller_and_nearly_as_good() -> None:

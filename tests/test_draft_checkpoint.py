@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import families_table
 import pytest
 import torch
 import yaml
@@ -93,6 +94,18 @@ def test_the_handler_loads_it_by_the_key_of_torchserves_example(
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain torch"])
+def test_a_table_of_positions_that_ends_before_a_step_does_drafts(kernels: bool, tmp_path: Path) -> None:
+    families_table.FAMILIES["llama"]().save_pretrained(tmp_path / "target")
+    families_table.make("GPT2", max_position_embeddings=20).save_pretrained(tmp_path / "draft")
+    options = OPTIONS | {"kernels": kernels, "compile": False, "draft": str(tmp_path / "draft"), "speculate": "always"}
+    with LLM(tmp_path / "target", **options) as llm:
+        short, long = llm.generate([[5, 6, 7], list(range(3, 33))], SamplingParams(max_tokens=24, ignore_eos=True))
+    assert len(short.token_ids) == len(long.token_ids) == 24
+    assert short.num_drafted > 0
+    assert long.num_drafted == 0
 
 
 def refusal(kind: type[ValueError], draft: Path) -> str:
