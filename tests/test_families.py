@@ -261,6 +261,17 @@ def test_positions_that_were_not_learned_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path, max_seq_len=257)
 
 
+@pytest.mark.parametrize("options", [{"kernels": False}, {"device_map": {"cpu": 1, "cpu:1": 2}}, {}], ids=str)
+def test_a_last_page_may_have_more_room_than_there_are_learned_positions(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nothing may be computed behind the last of 50 positions, the steps of the warm-up included."""
+    save(families_table.make("GPT2", max_position_embeddings=50), tmp_path)
+    with LLM(tmp_path, dtype="float32", compile=False, page_size=64, **options) as llm:
+        done = llm.generate([5] * 40, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert len(done.token_ids) == 10
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda row: row.name)
 def test_defaults_are_those_of_transformers(family: Any) -> None:
     """A config.json that names its architecture alone means what transformers' own defaults say."""

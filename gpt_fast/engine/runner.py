@@ -45,6 +45,7 @@ class Runner:
         self.vocab_size = model.vocab_size
         self.page_size, self.num_pages = page_size, num_pages
         self.pages_per_sequence = -(-max_seq_len // page_size)
+        self._longest = min(prefill_chunk, max_seq_len, page_size * (num_pages - 1))  # tokens of a sequence in a step
         # Whether a step may begin before the host knows the tokens of the one before (ahead.py). On a CPU that pays
         # where Python has a core that no thread of the kernels wants.
         self.runs_ahead = self.device.type == "cuda"
@@ -196,7 +197,6 @@ class Runner:
             finite.append(bool(self._run(StepPlan((plan,))).isfinite().all()))
 
         finite: list[bool] = []
-        capacity = self.page_size * min(self.num_pages - 1, self.pages_per_sequence)
-        self._step.warm_up(run, min(self.prefill_chunk, capacity))
+        self._step.warm_up(run, self._longest)
         if not all(finite):
             log.warning("the model computes logits that are not finite: what it generates means nothing")
