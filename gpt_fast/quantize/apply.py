@@ -106,4 +106,5 @@ def check_device(quant: QuantConfig | None, device: torch.device) -> None:
     if "fp8" in kinds and not (
         device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 9))
     ):
-        raise ConfigError(f"quantize: fp8 is not supported on {device}, which cannot multiply in it; use int8")
+        todo = "use int8, and for a checkpoint that is stored in fp8 the unquantized one"
+        raise ConfigError(f"quantize: fp8 is not supported on {device}, which cannot multiply in it; {todo}")
