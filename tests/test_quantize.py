@@ -466,7 +466,7 @@ def test_llm_refuses_modes_and_devices(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fp8 is not supported on cpu"):
         LLM(source, quantize="fp8", device="cpu")
     quantize_checkpoint(Checkpoint.open(source), tmp_path / "b", quant_config("fp8"))
-    with pytest.raises(ConfigError, match="fp8 is not supported on cpu.* stored in fp8 the unquantized one"):
+    with pytest.raises(ConfigError, match=r"fp8 is not supported on cpu.* stored in fp8 the unquantized one"):
         LLM(tmp_path / "b", device="cpu")
     quantized = Checkpoint.open(source).build(torch.float32, quantize="int8")
     with pytest.raises(ConfigError, match="quantize: the weights of this model are quantized already"):
