@@ -211,9 +211,24 @@ def test_examples_are_read_and_answered(tmp_path: Path, loaded: tuple[Served, To
     assert len(read_examples(path, limit=2)) == 2
     path.write_text('{"context": "a\u2028b", "continuation": "c\u0085"}\n', encoding="utf-8")
     assert read_examples(path) == [Example((("a\u2028b", " c\u0085"),), 0)]
-    path.write_text('{"what": 1}\n')
-    with pytest.raises(ConfigError, match=r"examples\.jsonl:1"):
-        read_examples(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"what": 1}', ":1: not an example"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": 2}', "gold is 2, and the 2 texts are counted from 0"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": -1}', "gold is -1, and the 2 texts"),
+        ('{"query": "a", "choices": [], "gold": 0}', "gold is 0, and the 0 texts"),
+        ('{"query": "a", "choices": "bc", "gold": 0}', "'bc' is no list of texts"),
+        ('{"context_options": "bc", "continuation": "a", "gold": 0}', "'bc' is no list of texts"),
+        ("", " holds no examples"),
+    ],
+)
+def test_what_is_no_example_is_told(line: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "examples.jsonl").write_text(line + "\n")
+    with pytest.raises(ConfigError, match=rf"examples\.jsonl.*{told}"):
+        read_examples(tmp_path / "examples.jsonl")
 
 
 # lm-evaluation-harness, of which a stand-in is enough to see what it asks and is told

@@ -25,7 +25,8 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--examples", metavar="FILE.jsonl", help=examples)
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness; needs the extra eval")
     add = parser.add_argument
-    add("--separator", default="<|endoftext|>", metavar="TEXT", help="'' for none (default: %(default)s)")
+    absent = argparse.SUPPRESS
+    add("--separator", default=absent, metavar="TEXT", help="'' for none (default: <|endoftext|>)")
     add("--context", type=values.whole(2), metavar="N", help="tokens of a window (default: the model's)")
     add("--stride", type=values.whole(1), metavar="N", help="tokens that windows move on by (default: half of it)")
     add("--max-tokens", type=values.whole(1), metavar="N", help="stop after scoring so many")
@@ -120,8 +121,8 @@ def _measure(
 def _refuse_without_effect(arguments: argparse.Namespace) -> None:
     """Raise ValueError for an option of another kind of evaluation."""
     kind = next(name for name in ("perplexity", "examples", "tasks") if getattr(arguments, name) is not None)
-    for name in ("limit",) if kind == "perplexity" else ("stride", "max_tokens"):
-        if getattr(arguments, name) is not None:
+    for name in ("limit",) if kind == "perplexity" else ("separator", "stride", "max_tokens"):
+        if vars(arguments).get(name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} means nothing with --{kind}")
 
 

@@ -114,15 +114,28 @@ def read_examples(path: str | Path, limit: int | None = None) -> list[Example]:
             out.append(_example(json.loads(line)))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}:{number}: not an example that is understood: {error!r}") from None
+    if not out:
+        raise ConfigError(f"{path} holds no examples")
     return out
 
 
 def _example(raw: Mapping[str, Any]) -> Example:
+    """Raises KeyError, TypeError or ValueError for what is none."""
     if "choices" in raw:
-        return Example(tuple(_spaced(raw["query"], choice) for choice in raw["choices"]), int(raw["gold"]))
-    if "context_options" in raw:
-        return Example(tuple(_spaced(o, raw["continuation"]) for o in raw["context_options"]), int(raw["gold"]))
-    return Example((_spaced(raw["context"], raw["continuation"]),), 0)
+        pairs, gold = [(raw["query"], choice) for choice in _listed(raw["choices"])], int(raw["gold"])
+    elif "context_options" in raw:
+        pairs, gold = [(o, raw["continuation"]) for o in _listed(raw["context_options"])], int(raw["gold"])
+    else:
+        pairs, gold = [(raw["context"], raw["continuation"])], 0
+    if not 0 <= gold < len(pairs):
+        raise ValueError(f"gold is {gold}, and the {len(pairs)} texts are counted from 0")
+    return Example(tuple(_spaced(*pair) for pair in pairs), gold)
+
+
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list of texts")
+    return value
 
 
 def _spaced(before: str, continuation: str) -> tuple[str, str]:
