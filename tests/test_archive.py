@@ -280,6 +280,28 @@ def test_a_new_archive_replaces_the_old_one_and_nothing_else(checkpoint: Path, t
 
 
 @needs_archiver
+def test_another_command_may_write_the_same_archive_meanwhile(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = build_archive(checkpoint, name="m", output=tmp_path / "store")
+    other, replace = shutil.copytree(ours, tmp_path / "other"), os.replace
+    (other / "other.txt").touch()
+    faster = {ours: lambda: shutil.rmtree(ours), None: lambda: shutil.copytree(other, ours)}
+
+    def replace_later(source: Path, target: Path) -> None:
+        if act := faster.pop(source if source == ours else None, None):
+            act()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_later)
+    assert build_archive(checkpoint, name="m", output=tmp_path / "store") == ours
+    assert not faster
+    assert (ours / "MAR-INF" / "MANIFEST.json").is_file()
+    assert not (ours / "other.txt").exists()
+    assert list((tmp_path / "store").iterdir()) == [ours]
+
+
+@needs_archiver
 @pytest.mark.parametrize("folder", ["a,b", "a [1]", "a*", "a=b ü;%20#?"])
 def test_an_archive_may_lie_in_a_folder_of_any_name(checkpoint: Path, tmp_path: Path, folder: str) -> None:
     inside = names(build_archive(checkpoint, name="m", output=tmp_path / folder, archive_format="zip-store"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -102,14 +103,26 @@ def build_archive(
             (work / NAME).write_text(text, encoding="utf-8")
             narrow(work / NAME, [config])
             built = _pack(work, [*models, *adapters], name, version, archive_format, handler)
-            if target.is_dir():
-                shutil.rmtree(target)
-            os.replace(built, target)
+            _replace(target, built, work)
     except OSError as error:
         if reason := _no_room(str(error)):
             raise ConfigError(f"{target} cannot be written: {reason}") from error
         raise
     return target
+
+
+def _replace(target: Path, built: Path, work: Path) -> None:
+    """Give ``built`` the name ``target``. An earlier archive of this name goes to ``work``; another command may put its
+    own there at any moment."""
+    for turn in itertools.count():
+        if target.is_dir():
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(target, work / f"earlier-{turn}")
+        try:
+            return os.replace(built, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
 
 @contextlib.contextmanager
