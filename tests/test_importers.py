@@ -333,3 +333,13 @@ def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         convert(source, out)
     assert (out / "config.json").stat() == before
+
+
+def test_a_link_to_an_empty_folder_leads_there(tmp_path: Path) -> None:
+    save_checkpoint(random_model(TINY, torch.float32), tmp_path / "in")
+    (tmp_path / "empty").mkdir()
+    for name, leads_to in (("link", "empty"), ("dangling", "new")):
+        (tmp_path / name).symlink_to(leads_to)
+        convert(tmp_path / "in", tmp_path / name)
+        assert (tmp_path / leads_to / "config.json").is_file()
+        assert (tmp_path / name).is_symlink()

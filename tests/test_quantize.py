@@ -538,6 +538,37 @@ def test_a_run_that_a_full_disk_stopped_at_once_begins_anew(tmp_path: Path, monk
     assert whole == other
 
 
+def test_two_runs_do_not_write_the_same_folder(tmp_path: Path) -> None:
+    source, quant = Checkpoint.open(write(tmp_path / "a")), quant_config("int8")
+    with CheckpointWriter(source, quant, tmp_path / "b", {"method": "rtn"}, resume=False) as writer:
+        for resume in (False, True):  # whoever would delete what is left, or go on with it, would spoil it
+            with pytest.raises(CheckpointError, match=r"another run writes \S+/b.partial: wait for it"):
+                quantize_checkpoint(source, tmp_path / "b", quant, resume=resume)
+        for block in writer.blocks:
+            writer.round_block(block, None)
+    assert Checkpoint.open(tmp_path / "b").format.method == "gpt_fast"
+
+
+def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    source, quant = Checkpoint.open(write(tmp_path / "a")), quant_config("int8")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_mount", lambda path: path == tmp_path / "empty")
+        with pytest.raises(CheckpointError, match="link is a mount point, which cannot be replaced; name a new folder"):
+            quantize_checkpoint(source, tmp_path / "link", quant)
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path / "empty")
+        with pytest.raises(CheckpointError, match="empty is the current folder"):
+            quantize_checkpoint(source, tmp_path / "empty", quant)
+    assert not list((tmp_path / "empty").iterdir())
+    quantize_checkpoint(source, tmp_path / "link", quant)  # where the link leads
+    assert (tmp_path / "empty" / "config.json").is_file()
+    assert (tmp_path / "link").is_symlink()
+
+
 def test_an_interrupted_rounding_goes_on_with_the_next_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, quant = Checkpoint.open(write(tmp_path / "a")), quant_config("int8")
     quantize_checkpoint(source, tmp_path / "whole", quant)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.saving import write_checkpoint
+from gpt_fast.checkpoint.saving import new_folder, write_checkpoint
 from gpt_fast.checkpoint.stacked import stacked
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
@@ -47,11 +47,10 @@ def convert(
 
     ``out_dir`` appears when it is whole. Raises CheckpointError, naming the file, for whatever cannot be converted.
     """
-    source, out = Path(source), Path(out_dir)
+    source = Path(source)
     if not source.exists():
         raise CheckpointError(f"{source} does not exist")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty; choose another output directory")
+    out = new_folder(out_dir)
     opened = Checkpoint.open(source, config).with_adapters(lora)
     if not opened.format.has_values:
         raise CheckpointError(f"{source} is quantized ({opened.format.method}); convert the unquantized checkpoint")

@@ -19,6 +19,18 @@ from gpt_fast.model.transformer import Transformer
 from gpt_fast.quantize.formats import row_order
 
 
+def new_folder(named: str | Path) -> Path:
+    """The path without links of the folder ``named`` that is to be made; an empty one may be there, which is replaced.
+    Raises CheckpointError where that could not be, so that nobody hears of it after the work."""
+    out = Path(named).resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{named} exists and is not empty; choose another output directory")
+    for what, holds in (("the current folder", out == Path.cwd()), ("a mount point", out.is_mount())):
+        if holds:
+            raise CheckpointError(f"{named} is {what}, which cannot be replaced; name a new folder in it")
+    return out
+
+
 def write_checkpoint(
     directory: Path, tensors: Mapping[str, StoredTensor], raw: Mapping[str, Any], dtype: torch.dtype | None, bar: bool
 ) -> None:

@@ -9,6 +9,7 @@ beginning; ``progress.json`` names the blocks that are complete, and what they w
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -16,12 +17,13 @@ import os
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
 from gpt_fast.checkpoint.json_values import read_json
+from gpt_fast.checkpoint.saving import new_folder
 from gpt_fast.checkpoint.stored import Report, progress_bar
 from gpt_fast.checkpoint.weight_files import layout, write_rows
 from gpt_fast.errors import CheckpointError, ConfigError
@@ -47,18 +49,16 @@ class CheckpointWriter:
         self, source: Checkpoint, quant: QuantConfig, out: Path, settings: Mapping[str, Any], resume: bool,
         rounding: RoundedFormat | None = None,
     ) -> None:  # fmt: skip
-        self.source, self.quant, self.out, self.form = source, quant, out, OwnFormat(quant)
+        self.source, self.quant, self.out, self.form = source, quant, new_folder(out), OwnFormat(quant)
         self.rounding = rounding or RoundedFormat(quant)
         self._check_source()
         self.blocks = {
             f"{name}.": list(own) for name, own in groupby(parts(source.config), lambda p: p.target.rsplit(".", 2)[0])
         }
-        self.partial = out.with_name(out.name + ".partial")
+        self.partial = self.out.with_name(self.out.name + ".partial")
         self.path = self.partial / "model.safetensors"
         self.made_from = {**quant.to_json(), **settings, "source": _fingerprint(source)}
         self.done: set[str] = set()
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise CheckpointError(f"{out} exists and is not empty; choose another output directory")
         specs = self.form.specs(source.config)
         kept = source.format.dtype
         self._specs = {n: (dtype or kept or source.tensors[n].dtype, shape) for n, (dtype, shape) in specs.items()}
@@ -72,7 +72,7 @@ class CheckpointWriter:
                 file.write(header)
                 file.truncate(len(header) + sum(math.prod(s) * d.itemsize for d, s in self._specs.values()))
             self._note()
-        self._file = open(self.path, "r+b")  # noqa: SIM115 - closed by __exit__
+        self._file = self._opened()
 
     def _check_source(self) -> None:
         form, path, wanted = self.source.format, self.source.path, self.quant.blocks
@@ -84,7 +84,22 @@ class CheckpointWriter:
                 f"group_size: {wanted.group_size} fits no layer of {path}; the inputs must fill whole groups"
             )
 
+    def _opened(self) -> BinaryIO:
+        """The file of the tensors, which no other run has until it is closed. Raises CheckpointError if one has it."""
+        file = open(self.path, "r+b")  # noqa: SIM115 - closed by __exit__
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            todo = "wait for it, or choose another output directory"
+            raise CheckpointError(f"another run writes {self.partial}: {todo}") from None
+        except OSError:
+            pass  # a file system without locks
+        return file
+
     def _take_up(self, resume: bool) -> None:
+        if self.path.exists():
+            self._opened().close()
         if not resume:
             raise CheckpointError(f"{self.partial} is left from an interrupted run: go on with --resume, or delete it")
         noted = self.partial / _PROGRESS
