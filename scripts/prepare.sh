@@ -31,13 +31,17 @@ while [ $# -gt 0 ]; do
   shift
 done
 [ -n "$REPO" ] || usage_error "REPO is missing"
+case "$MODE" in
+  "" | int8 | int4 | fp8) ;;
+  *) usage_error "--quantize takes int8, int4 or fp8, not $MODE" ;;
+esac
 
 install_extras serve
 GPT_FAST="$VENV/bin/gpt-fast"
 CHECKPOINT="$OUTPUT/$REPO"
 "$GPT_FAST" download "$REPO" --out "$CHECKPOINT"
 if [ -n "$MODE" ]; then
-  "$GPT_FAST" quantize --checkpoint "$CHECKPOINT" --mode "$MODE" --out "$CHECKPOINT-$MODE"
+  "$GPT_FAST" quantize --checkpoint "$CHECKPOINT" --mode "$MODE" --out "$CHECKPOINT-$MODE" --resume
   CHECKPOINT="$CHECKPOINT-$MODE"
 fi
 say "Serve it:  $(command_for quickstart.sh --checkpoint "$CHECKPOINT")"

@@ -76,6 +76,7 @@ def test_help_says_how_to_use_it(name: str, tmp_path: Path) -> None:
         ("prepare.sh", []),
         ("prepare.sh", ["--bogus"]),
         ("prepare.sh", ["one/model", "another/model"]),
+        ("prepare.sh", ["one/model", "--quantize", "int5"]),
         ("archive.sh", ["--bogus"]),
     ],
 )
