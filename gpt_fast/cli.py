@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted."""
     try:
         _prepare_streams()
-        return _run(argv)
+        with _ended_in_good_order():
+            return _run(argv)
     except KeyboardInterrupt as error:  # from anywhere, also from the imports of the commands, which take a moment
         print("\ninterrupted" + "".join(f": {words}" for words in error.args), file=sys.stderr)
         return 130
+    finally:
+        _settle_stdout()
 
 
 def commands() -> tuple[Any, ...]:
@@ -49,7 +55,9 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments = parser.parse_args(argv)
     try:
         _refuse_empty(arguments)
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        _flush_stdout()
+        return status
     except BrokenPipeError:
         return 0  # the reader of our output has seen enough
     except (ValueError, OSError, RuntimeError) as error:
@@ -68,6 +76,50 @@ def _prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def _ended_in_good_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit with their status, so that what is half made is removed on the way out. A
+    second one ends the process at once. A command may hear them in its own way. Of several ranks each ends at once: one
+    that waits for another in C++ would not hear."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        numbers = []
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone hears signals
+        numbers = []
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            if signal.getsignal(number) is end:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _flush_stdout() -> None:
+    """Write what stdout still holds, while an error can be told. Raises OSError, which names it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "stdout") from error
+
+
+def _settle_stdout() -> None:
+    """Let the null device have what cannot be written, since Python tries again when it ends, and complains."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _without_markup(docstring: str | None) -> str:

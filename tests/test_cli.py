@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -406,10 +407,14 @@ GPTQ = ["quantize", "--checkpoint", "CKPT", "--mode", "int4-gptq", "--out", "OUT
         ([], 2, "COMMAND"),
         (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--num-samples", "0"], 2, "of at least 1, not 0"),
         (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--system", "b"], 1, "without --interactive"),
+        (["generate", "--checkpoint", "CKPT", "--interactive", "--json"], 1, "--json means nothing with --interactive"),
+        (["generate", "--checkpoint", "CKPT", "--interactive", "--num-samples", "2"], 1, "--num-samples means nothing"),
+        (["generate", "--checkpoint", "CKPT", "--interactive", "--profile", "OUT"], 1, "--profile means nothing"),
         (["generate", "--checkpoint", "a/b", "--prompt", "a"], 1, "Fetch it:  gpt-fast download a/b --out DIR"),
         (["eval", "--checkpoint", "a/b/c.gguf", "--perplexity", "x"], 1, "gpt-fast download a/b c.gguf --out DIR"),
         (["info", "--checkpoint", ""], 1, "--checkpoint is empty"),
         (["generate", "--checkpoint", "CKPT", "--prompt", "a", "--lora", ""], 1, "--lora is empty"),
+        (["convert", "CKPT", "--out", "OUT", "--lora", "a", "--lora", "a=2"], 2, "a is named twice; add its weights"),
         (["serve", "--stop", "--checkpoint", ""], 1, "--checkpoint is empty"),
         (["serve", "--stop", "--draft", ""], 1, "--draft is empty"),
         (["serve", "--stop", "--run-dir", ""], 1, "--run-dir is empty"),
@@ -420,18 +425,25 @@ GPTQ = ["quantize", "--checkpoint", "CKPT", "--mode", "int4-gptq", "--out", "OUT
         (["eval", "--checkpoint", "CKPT", "--perplexity", "x", "--context", "1"], 2, "of at least 2, not 1"),
         (["eval", "--checkpoint", "CKPT", "--perplexity", "x", "--limit", "1"], 1, "nothing with --perplexity"),
         (["eval", "--checkpoint", "CKPT", "--examples", "x", "--max-tokens", "1"], 1, "nothing with --examples"),
+        (["eval", "--checkpoint", "CKPT", "--examples", "x", "--separator", "a"], 1, "nothing with --examples"),
         (["eval", "--checkpoint", "CKPT", "--perplexity", "/no"], 1, "--perplexity: /no cannot be used: No such file"),
         ([*GPTQ, "--calibration", "x", "--calibration-sequences", "-1"], 2, "of at least 1, not -1"),
         ([*GPTQ, "--calibration", "/no"], 1, "--calibration: /no cannot be used: No such file"),
         ([*GPTQ, "--calibration", "LATIN"], 1, "latin.txt is not a text in UTF-8: byte 1 is wrong"),
+        ([*INT8[:-1], "int4", "--out", "OUT", "--group-size", "0"], 1, "group_size: 0 is not one of 32, 64, 128"),
+        ([*INT8, "--out", "."], 1, ". is the current folder, which cannot be replaced"),
+        (["convert", "CKPT", "--out", "."], 1, ". is the current folder, which cannot be replaced"),
+        (["convert", "CKPT", "--out", "/"], 1, "/ exists and is not empty"),
         ([*INT8, "--out", "/dev/null/x"], 1, "--out: /dev/null/x.partial cannot be used: Not a directory"),
     ],
 )
 def test_mistakes_are_told_in_one_line(
-    arguments: list[str], status: int, words: str, checkpoint: Path, tmp_path: Path
+    arguments: list[str], status: int, words: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = {"CKPT": str(checkpoint), "OUT": str(tmp_path / "out"), "LATIN": str(tmp_path / "latin.txt")}
     (tmp_path / "latin.txt").write_bytes(b"d\xe9j\xe0")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     result = gpt_fast(*(places.get(a, a) for a in arguments))
     assert result.returncode == status
     assert words in result.stderr
@@ -478,3 +490,59 @@ def test_ctrl_c_says_so_on_a_line_of_its_own(checkpoint: Path, tmp_path: Path) -
         left = gpt_fast("quantize", "--checkpoint", checkpoint, "--mode", "int8", "--out", tmp_path / "out")
     assert left.returncode == 130
     assert left.stderr == "\ninterrupted: the same command with --resume goes on from here\n"
+
+
+# The command line without torch, and a command that makes a folder, says so and waits.
+WAITING = """
+import contextlib, sys, tempfile, time
+from types import SimpleNamespace
+from gpt_fast import cli
+
+def run(arguments):
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]):
+        print("made", flush=True)
+        time.sleep(60)
+
+def add_parser(subparsers):
+    subparsers.add_parser("wait").set_defaults(run=run)
+
+cli.commands = lambda: (SimpleNamespace(add_parser=add_parser),)
+sys.exit(cli.main(["wait"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_nothing_half_made(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WAITING, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "made\n"
+        assert list(tmp_path.iterdir())
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        assert process.stderr.read() == ("\ninterrupted\n" if number == signal.SIGINT else "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("more", "to", "status", "told"),
+    [
+        ("", "/dev/full", 1, "gpt-fast say: stdout cannot be used: No space left on device\n"),
+        (", flush=True", "/dev/full", 1, "gpt-fast say: No space left on device\n"),
+        ("", "nobody", 0, ""),
+        (", flush=True", "nobody", 0, ""),
+    ],
+)
+def test_a_stdout_that_takes_nothing_is_told_once(more: str, to: str, status: int, told: str) -> None:
+    said = f"def run(_):\n    print('a'{more})\n    return 0\n\ndef _"
+    code = WAITING.replace('"wait"', '"say"').replace("def run", said)
+    read, write = os.pipe() if to == "nobody" else (None, os.open(to, os.O_WRONLY))
+    if read is not None:
+        os.close(read)
+    command, buffered = [sys.executable, "-c", code, "x"], {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        command, cwd=ROOT, env=buffered, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (status, told)

@@ -362,6 +362,7 @@ def test_the_command_gives_its_counts_as_json() -> None:
         ((), "give --draft"),
         (("--draft", "lookup"), "give --draft"),
         (("--draft", DEMO / "draft", "--speculate", "never"), "leave --speculate never out"),
+        (("--draft", DEMO / "draft", "--kv-cache-dtype", "int8"), "has no KV cache: leave --kv-cache-dtype int8 out"),
         (("--draft", DEMO / "draft", "--profile", "x"), "--profile"),
         (("--draft", "/nowhere"), "/nowhere"),
         (("--draft", DEMO / "draft", "--temperature", "-1"), "temperature"),

@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     options.refuse_absent(arguments.checkpoint)
     if arguments.system is not None and not arguments.interactive:
         raise ValueError("--system means nothing without --interactive")
+    if arguments.interactive:
+        refuse_of_one_prompt(arguments)
     params = SamplingParams(**options.given(arguments, arguments.sampling))
     prompt = told_of_stdin(sys.stdin.read).removesuffix("\n") if arguments.prompt == "-" else arguments.prompt
 
@@ -83,6 +85,17 @@ def run(arguments: argparse.Namespace) -> int:
         for line in origins.lines() if origins is not None else ():
             print(line, file=sys.stderr)
     return 0
+
+
+def refuse_of_one_prompt(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for an option that a conversation does nothing with."""
+    for option, given in {
+        "num-samples": arguments.num_samples > 1,
+        "profile": arguments.profile,
+        "json": arguments.json,
+    }.items():
+        if given:
+            raise ValueError(f"--{option} means nothing with --interactive")
 
 
 def told_of_stdin(read: Callable[[], str]) -> str:

@@ -26,7 +26,10 @@ class AddAdapter(argparse.Action):
             new = {folder: float(weight)}
         except ValueError:
             new = {values: 1.0}
-        setattr(namespace, self.dest, vars(namespace).get(self.dest, {}) | new)
+        before = vars(namespace).get(self.dest, {})
+        if twice := before.keys() & new.keys():
+            raise argparse.ArgumentError(self, f"{twice.pop()} is named twice; add its weights up")
+        setattr(namespace, self.dest, before | new)
 
 
 _SWITCH = argparse.BooleanOptionalAction

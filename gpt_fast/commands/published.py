@@ -74,6 +74,8 @@ def refuse_options(arguments: argparse.Namespace, chosen: EngineConfig) -> None:
     where = f"--method {arguments.method}"
     if chosen.speculate not in (None, "always"):
         raise ConfigError(f"{where} always guesses --speculate-k tokens: leave --speculate {chosen.speculate} out")
+    if chosen.kv_cache_dtype != "auto":
+        raise ConfigError(f"{where} has no KV cache: leave --kv-cache-dtype {chosen.kv_cache_dtype} out")
     for name in ("interactive", "profile"):
         if getattr(arguments, name):
             raise ConfigError(f"{where} does not do --{name}: leave it out, or take --method coupled")

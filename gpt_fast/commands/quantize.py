@@ -61,7 +61,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--calibration-sequences means nothing with --mode {arguments.mode}")
     if gptq != bool(arguments.calibration):
         raise ValueError("--mode int4-gptq and --calibration need each other")
-    quant = quant_config(mode, arguments.group_size or 32, quantize_head=not arguments.keep_head)
+    size = 32 if arguments.group_size is None else arguments.group_size
+    quant = quant_config(mode, size, quantize_head=not arguments.keep_head)
     checkpoint, out = Checkpoint.open(arguments.checkpoint), Path(arguments.out)
     checkpoint = checkpoint.with_adapters(vars(arguments).get("lora"))
     if gptq:
