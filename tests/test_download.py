@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -360,6 +362,56 @@ def test_full_disk(hub: Hub, checkpoint: dict[str, bytes], tmp_path: Path, monke
     monkeypatch.setattr("gpt_fast.checkpoint.download.snapshot_download", full)
     with pytest.raises(DownloadError, match=r"no space left for it in .*out"):
         download("some/model", out_dir=tmp_path / "out", endpoint=hub.url)
+
+
+def test_what_came_otherwise_than_announced_is_told(
+    hub: Hub, checkpoint: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["some/model"] = checkpoint
+
+    endless = type("TooManyRedirects", (Exception,), {})  # as the library's transport names it
+    for error, told in (
+        (OSError("file should be of size 2 but has size 1\nPlease retry"), "size 1; run the same command again"),
+        (endless("Exceeded 20 redirects"), r"cannot be reached \(Exceeded 20 redirects\)"),
+    ):
+        mock = Mock(side_effect=error)
+        monkeypatch.setattr("gpt_fast.checkpoint.download.snapshot_download", mock)
+        with pytest.raises(DownloadError, match=f"^some/model: .*{told}"):
+            download("some/model", out_dir=tmp_path / "out", endpoint=hub.url)
+
+
+# The library as it is while it fetches: a thread that is not to be told, and a file that it never takes up again.
+FETCHING = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from gpt_fast import cli
+from gpt_fast.checkpoint import download
+
+def fetch():
+    with open(sys.argv[1] + "/a.incomplete", "wb"):
+        print("fetching", flush=True)
+        time.sleep(60)
+
+def fetch_all(*_, **__):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fetch).result()
+
+download.download = fetch_all
+sys.exit(cli.main(["download", "some/model"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_does_not_wait_for_the_file_that_is_fetched(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FETCHING, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "fetching\n"
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+        assert "interrupted: the same command keeps the files that are whole" in process.stderr.read()
+    assert not list(tmp_path.iterdir()) or sys.platform != "linux"
 
 
 def test_choice_of_files() -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import HfApi, errors, snapshot_download, try_to_load_from_cache
@@ -30,7 +34,8 @@ def download(
 
     ``revision``: branch, tag or commit; None: the main branch. ``out_dir``: None means the Hub's cache, where a second
     download finds everything, also while the Hub cannot be reached. ``token``: None means $HF_TOKEN or a stored login.
-    ``endpoint``: None means $HF_ENDPOINT or the public Hub. An interrupted download goes on where it stopped.
+    ``endpoint``: None means $HF_ENDPOINT or the public Hub. An interrupted download keeps the
+    files that are whole, and fetches the others anew.
 
     Raises DownloadError when the repository is gated, absent or holds no checkpoint or no such file, when the Hub
     cannot be reached, and when the disk is full.
@@ -59,6 +64,31 @@ def download(
     if out_dir is None and revision != info.sha:
         _note_commit(Path(found), revision or "main")
     return Path(found) if file is None else Path(found, files[0])
+
+
+@contextlib.contextmanager
+def ended_at_once() -> Iterator[None]:
+    """For a program that does nothing else meanwhile: Ctrl-C, SIGTERM and SIGHUP end the process.
+
+    The library's threads go on to the ends of their files, however large these are, and Python would wait for them.
+    What they have of those the library never takes up again: it is removed, where the system says what is open."""
+
+    def end(number: int, _: object) -> None:
+        for opened in Path("/proc/self/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                if (file := os.readlink(opened)).endswith(".incomplete"):
+                    os.unlink(file)
+        os.write(2, b"\ninterrupted: the same command keeps the files that are whole, and fetches the others\n")
+        os._exit(128 + number)
+
+    hearing = threading.current_thread() is threading.main_thread()
+    asked = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in asked} if hearing else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def find(named: str) -> Path:
@@ -147,6 +177,8 @@ def _explain(error: Exception, repo: str, revision: str | None, out_dir: str | P
             f"{repo}: the Hub cannot be reached ({first_line(error)}); check the network, its proxy settings and "
             "HF_ENDPOINT, or copy the files by hand and give their directory"
         )
+    if isinstance(error, OSError) and error.errno is None:  # the library's own, about what has come
+        return f"{repo}: {first_line(error)}; run the same command again"
     if isinstance(error, OSError):
         where = out_dir or "the Hub's cache (HF_HOME moves it)"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -159,7 +191,8 @@ def _is_unreachable(error: Exception) -> bool:
     """Whether the Hub did not answer, or has a fault itself."""
     if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
         return bool(error.response.status_code >= 500)
-    transport = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    # The second also stands for redirections without an end.
+    transport = any(kind.__name__ in ("TransportError", "TooManyRedirects") for kind in type(error).__mro__)
     silent = (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)
     return transport or isinstance(error, silent)
 

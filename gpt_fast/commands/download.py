@@ -1,4 +1,4 @@
-"""``gpt-fast download``: fetch a checkpoint from a model hub; resumes, and checks what it got."""
+"""``gpt-fast download``: fetch a checkpoint from a model hub; keeps what is there, and checks that all of it came."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Download; prints the directory, or the file that was named, on stdout."""
-    from gpt_fast.checkpoint.download import download
+    from gpt_fast.checkpoint.download import download, ended_at_once
 
-    found = download(arguments.repo, arguments.file, revision=arguments.revision, out_dir=arguments.out)
+    with ended_at_once():
+        found = download(arguments.repo, arguments.file, revision=arguments.revision, out_dir=arguments.out)
     print(found)
     print(f"next: gpt-fast generate --checkpoint {shlex.quote(str(found))} --prompt TEXT", file=sys.stderr)
     return 0

@@ -134,7 +134,8 @@ def choose_run_dir(arguments: argparse.Namespace) -> Path:
 
 def find_or_start(arguments: argparse.Namespace, run_dir: Path) -> Server:
     """A server as ``arguments`` want it, ready; with --background it may be one that runs already."""
-    from gpt_fast.serve.launch.choice import choose, pack
+    from gpt_fast.checkpoint.download import ended_at_once
+    from gpt_fast.serve.launch.choice import choose, fetch, pack
     from gpt_fast.serve.launch.java import find_java
     from gpt_fast.serve.launch.record import MODEL, load_server
     from gpt_fast.serve.launch.server import STORE, start, stop
@@ -154,7 +155,9 @@ def find_or_start(arguments: argparse.Namespace, run_dir: Path) -> Server:
             stop(run_dir)  # what a server that died has left
             ports.refuse_busy(arguments.port, arguments.host)
             print(f"Starting (log: {run_dir / 'server.log'})", flush=True)
-            pack(choice, MODEL, run_dir / STORE, min(math.ceil(arguments.timeout or 0), DAY_S))
+            with ended_at_once():
+                here = fetch(choice)
+            pack(here, MODEL, run_dir / STORE, min(math.ceil(arguments.timeout or 0), DAY_S))
             return start(run_dir, java, arguments.host, arguments.port, str(choice), loading_s)
         wanted = (str(choice), arguments.port, arguments.host)
         if not arguments.background or (running.serves, running.port, running.host) != wanted:

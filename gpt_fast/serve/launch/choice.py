@@ -61,13 +61,19 @@ def _folder(adapter: str) -> Path:
     return folder
 
 
+def fetch(choice: Choice) -> Choice:
+    """``choice`` with its models on this machine: those of the Hub are fetched. Raises DownloadError."""
+    draft = choice.draft and str(find(choice.draft))
+    return choice._replace(checkpoint=str(find(choice.checkpoint)), draft=draft)
+
+
 def pack(choice: Choice, name: str, store: Path, startup_s: int) -> None:
-    """The archive ``name`` in the folder ``store``: handler, package and configuration. The models stay where they are;
-    those of the Hub are fetched first. ``startup_s``: the seconds to load that the configuration must give, at least.
-    Raises ConfigError and DownloadError."""
+    """The archive ``name`` in the folder ``store``: handler, package and configuration. The models, which are fetched,
+    stay where they are. ``startup_s``: the seconds to load that the configuration must give, at least. Raises
+    ConfigError."""
     build_archive(
-        find(choice.checkpoint),
-        draft=choice.draft and find(choice.draft),
+        choice.checkpoint,
+        draft=choice.draft,
         name=name,
         config=choice.config,
         keys=choice.keys,
