@@ -280,6 +280,23 @@ def test_a_new_archive_replaces_the_old_one_and_nothing_else(checkpoint: Path, t
 
 
 @needs_archiver
+def test_a_signal_while_it_tidies_up_leaves_no_folder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, signals = shutil.rmtree, iter([KeyboardInterrupt])
+
+    def interrupted(path: Any, *rest: Any, **more: Any) -> None:
+        for kind in signals:
+            raise kind
+        remove(path, *rest, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build_archive(checkpoint, name="m", output=tmp_path / "store")
+    assert [each.name for each in (tmp_path / "store").iterdir()] == ["m"]
+
+
+@needs_archiver
 def test_another_command_may_write_the_same_archive_meanwhile(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,8 +129,15 @@ def _replace(target: Path, built: Path, work: Path) -> None:
 def _beside(target: Path) -> Iterator[Path]:
     """A folder on the file system of ``target``, so that the archive is moved, not copied; hidden from TorchServe."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".archive-", dir=target.parent) as scratch:
-        yield Path(scratch)
+    scratch = tempfile.TemporaryDirectory(prefix=".archive-", dir=target.parent)
+    try:
+        yield Path(scratch.name)
+    finally:
+        try:
+            scratch.cleanup()
+        except BaseException:  # a signal may come now, too
+            scratch.cleanup()
+            raise
 
 
 def _check_options(name: str, version: str, archive_format: str) -> None:
