@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -547,6 +548,16 @@ def test_two_runs_do_not_write_the_same_folder(tmp_path: Path) -> None:
         for block in writer.blocks:
             writer.round_block(block, None)
     assert Checkpoint.open(tmp_path / "b").format.method == "gpt_fast"
+
+
+def test_a_full_disk_is_told_with_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, quant = Checkpoint.open(write(tmp_path / "a")), quant_config("int8")
+    with monkeypatch.context() as patch:
+        patch.setattr("gpt_fast.quantize.writer.write_rows", mock.Mock(side_effect=OSError(28, "No space left")))
+        with pytest.raises(OSError, match=r"No space left: .*b\.partial"):
+            quantize_checkpoint(source, tmp_path / "b", quant)
+    quantize_checkpoint(source, tmp_path / "b", quant, resume=True)
+    assert (tmp_path / "b" / "config.json").is_file()
 
 
 def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(

@@ -159,7 +159,9 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, OSError) and error.filename is None:  # of a disk that is full
+            error.filename = str(self.partial)
         self._file.close()
         if error is None:
             self._finish()
