@@ -34,8 +34,8 @@ def download(
 
     ``revision``: branch, tag or commit; None: the main branch. ``out_dir``: None means the Hub's cache, where a second
     download finds everything, also while the Hub cannot be reached. ``token``: None means $HF_TOKEN or a stored login.
-    ``endpoint``: None means $HF_ENDPOINT or the public Hub. An interrupted download keeps the
-    files that are whole, and fetches the others anew.
+    ``endpoint``: None means $HF_ENDPOINT or the public Hub. An interrupted download keeps the files
+    that are whole, and fetches the others anew.
 
     Raises DownloadError when the repository is gated, absent or holds no checkpoint or no such file, when the Hub
     cannot be reached, and when the disk is full.
