@@ -69,8 +69,8 @@ class Memory:
         for at, size in (
             (step.tokens, 8 * n), (step.positions, 8 * n), (step.rows, 8 * step.num_rows), (step.write_slots, 8 * n),
             (step.query_start, 4 * (slots + 1)), (step.context_len, 4 * slots),
-            (step.page_table, 4 * slots * step.pages_per_slot), (step.output, 4 * n * program._width),
-            (step.input, 4 * n * program._translation._buffers.widths[0]),
+            (step.page_table, 4 * slots * step.pages_per_slot),
+            (step.input, 4 * n * program._translation._buffers.widths[0]), (step.output, 4 * n * program._width),
         ):  # fmt: skip
             self._add(at, size)
         self._pieces = []

@@ -243,7 +243,8 @@ _UNLIKE = ("n", "logprobs", "prompt_logprobs", "max_tokens", "draft_counts", "re
 RESPONSE: dict[str, Field] = {
     **{name: field for name, field in _COMMON.items() if name not in _UNLIKE},
     **{name: _OPENAI[name] for name in (*sorted(WITHOUT_EFFECT), "stream_options", "model")},
-    **dict.fromkeys(("metadata", "user"), Field(pick("a", "é\u2028"), odd_note)),  # the answer quotes them
+    "metadata": Field(pick({}, {"a": "é\u2028"}), odd_note),  # the answer quotes it
+    "user": Field(pick("a", "é\u2028"), odd_note),  # and this
     **{name: CHAT[name] for name in ("chat_template_kwargs", "parallel_tool_calls")},
     "input": Field(input_items, odd_input),
     "instructions": Field(lambda rng: text(rng, 5), mostly(lambda rng: rng.choice(FORGERIES))),
