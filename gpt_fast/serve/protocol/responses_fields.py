@@ -42,8 +42,9 @@ def _only(*values: Any) -> Kind:
 
 
 def _metadata(value: Any, name: str) -> Mapping[str, Any]:
-    for key, text in json_object(value, name).items():
-        _TEXT(text, f"{name}.{key}")
+    """An object of strings."""
+    if not all(isinstance(text, str) for text in json_object(value, name).values()):
+        refuse(name, "an object of strings", value, "invalid_type")
     return value  # type: ignore[no-any-return]
 
 
