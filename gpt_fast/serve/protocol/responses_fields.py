@@ -44,7 +44,7 @@ def _only(*values: Any) -> Kind:
 def _metadata(value: Any, name: str) -> Mapping[str, Any]:
     """An object of strings."""
     if not all(isinstance(text, str) for text in json_object(value, name).values()):
-        refuse(name, "an object of strings", value, "invalid_type")
+        raise RequestError(f"{name} has a value that is not a string", name, "invalid_type")
     return value  # type: ignore[no-any-return]
 
 
