@@ -15,7 +15,7 @@ of the ratio to the first tree. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -28,6 +28,11 @@ from typing import Any
 from tqdm import tqdm
 
 Work = tuple[int, int, int]  # sequences, new tokens, context
+_FORMER = {  # where older trees have what these modules have now
+    "gpt_fast.kernels.cpu.building": "gpt_fast.kernels.cpu.library",
+    "gpt_fast.kernels.cpu.translation": "gpt_fast.kernels.cpu.program",
+    "gpt_fast.model.describing": "gpt_fast.model.description",
+}
 
 
 def serve(setup: dict[str, Any]) -> None:
@@ -41,12 +46,14 @@ def serve(setup: dict[str, Any]) -> None:
 
     if not str(gpt_fast.__file__).startswith(setup["tree"]):
         raise SystemExit(f"{gpt_fast.__file__} was imported, not {setup['tree']}")
+    for name, former in _FORMER.items():
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = importlib.import_module(former)
     import kernels_cpu
 
     torch.set_num_threads(setup["threads"])
     if setup["variant"]:
-        where = "building" if (Path(library.__file__).parent / "building.py").exists() else "library"  # of older trees
-        kernels: Any = importlib.import_module(f"gpt_fast.kernels.cpu.{where}")
+        kernels: Any = importlib.import_module("gpt_fast.kernels.cpu.building")
         kernels.variants = lambda: [setup["variant"]]
     if not library.available():
         raise SystemExit(f"the C++ kernels of {setup['tree']} do not run here")
