@@ -382,7 +382,7 @@ def test_user_defined_tokens_are_written_with_spaces(data_dir: Path, tmp_path: P
     text = "a" + " " * 17 + "b  c"
     ids = tokenizer.encode(text)
     assert tokenizer.vocab_size - 1 in ids
-    assert tokenizer.decode(ids) == text  # the model has two spaces as a piece of its own, too
+    assert tokenizer.decode(ids) == text  # the model has a piece of two spaces as well
 
 
 def test_the_demo_model_keeps_its_ids(tmp_path: Path, data_dir: Path) -> None:
