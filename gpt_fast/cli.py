@@ -83,16 +83,15 @@ def _ended_in_good_order() -> Iterator[None]:
     """SIGTERM and SIGHUP raise SystemExit with their status, so that what is half made is removed on the way out. A
     second one ends the process at once. A command may hear them in its own way. Of several ranks each ends at once: one
     that waits for another in C++ would not hear."""
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        numbers = []
+    # Only the main thread may ask for signals.
+    hears = os.environ.get("WORLD_SIZE", "1") == "1" and threading.current_thread() is threading.main_thread()
+    asked = (signal.SIGTERM, signal.SIGHUP) if hears else ()
+    numbers = [number for number in asked if signal.getsignal(number) == signal.SIG_DFL]
 
     def end(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():  # which alone hears signals
-        numbers = []
     for number in numbers:
         signal.signal(number, end)
     try:

@@ -7,7 +7,8 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from gpt_fast.engine.closed_schema import close_objects
 from gpt_fast.engine.schema_limits import MAX_PATTERNS
@@ -39,25 +40,13 @@ def check_lark(grammar: str, name: str) -> None:
 
 def with_room(work: Callable[[], Result]) -> Result:
     """What ``work`` returns or raises, in a thread with a stack for as many rules as a grammar can have."""
-    done: list[Any] = []
-
-    def run() -> None:
-        try:
-            done.append((work(), None))
-        except BaseException as error:
-            done.append((None, error))
-
-    thread = threading.Thread(target=run, name="gpt-fast-grammar", daemon=True)
-    with _starting:
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            thread.start()
-        except RuntimeError:
-            raise try_later("there is no memory to compile a grammar") from None
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    result, error = done.pop()
-    if error is not None:
-        raise error
-    return result  # type: ignore[no-any-return]
+    with ThreadPoolExecutor(1, "gpt-fast-grammar") as pool:
+        with _starting:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                done = pool.submit(work)
+            except RuntimeError:
+                raise try_later("there is no memory to compile a grammar") from None
+            finally:
+                threading.stack_size(before)
+        return done.result()

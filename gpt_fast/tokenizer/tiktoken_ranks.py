@@ -118,8 +118,9 @@ class TiktokenTokenizer(Tokenizer):
         return list(itertools.chain.from_iterable(encoded))
 
     def _encode_plain(self, text: str) -> list[int]:
-        runs = map(self._encoding.encode_ordinary, _cut_runs(self._normalize(text)))
-        return list(itertools.chain.from_iterable(runs))
+        text = self._normalize(text)
+        runs = [text] if len(text) <= _MAX_RUN_CHARS else _cut_runs(text)
+        return list(itertools.chain.from_iterable(map(self._encoding.encode_ordinary, runs)))
 
 
 def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
