@@ -14,6 +14,7 @@ struct Bfloat16 {
     using Rows = std::conditional_t<kBfloat16Dots, Bfloat16Rows, FloatRows>;
     static constexpr int64_t kTiledRows = kTiles ? 1 : 0;  // other sums than micro's
     static constexpr int64_t kReadyRows = 0, kWholeRows = kTiles ? kFewRows : kMaxRows;
+    static constexpr int kStreamedRows = 0;
     static constexpr int kMostRows = kRegisters < 32 ? 5 : kCachedRows;  // whose sums and weights fit the registers
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
     static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;

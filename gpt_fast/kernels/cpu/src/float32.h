@@ -15,6 +15,7 @@ struct FloatRows {
 struct Float32 {
     using Rows = FloatRows;
     static constexpr int64_t kTiledRows = 0, kReadyRows = 0, kWholeRows = kMaxRows;
+    static constexpr int kStreamedRows = 1;
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = 512;
     static constexpr int64_t kPromptDepth = kManyRowsDepth;

@@ -10,6 +10,7 @@ namespace gpt_fast {
 struct Int4 : FewInt4 {
     static constexpr int64_t kTiledRows = kTiles ? kPipelineFrom : 0, kWholeRows = kTiles ? kPipelineRows : kMaxRows;
     static constexpr int64_t kReadyRows = kTiles ? 0 : kRaisedDots ? 48 : 24;  // fewer are as fast without
+    static constexpr int kStreamedRows = 0;
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 16, kShortDepth = 512, kLongDepth = 2048;
     // Where eight rows go through one tile at a time, x is read again and again: long pieces store their sums less often.

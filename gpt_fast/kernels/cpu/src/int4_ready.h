@@ -124,6 +124,7 @@ private:
 struct CodesOfInt4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = 0;
+    static constexpr int kStreamedRows = 0;
     static constexpr int kMostRows = kPairedDots ? 5 : kCachedRows;  // sums of more do not fit the registers
     static constexpr int tiles_at_once(int) { return 1; }
 
@@ -216,6 +217,7 @@ template <int R, int T>
 struct ReadyInt4 {
     using Rows = QuantizedRows;
     static constexpr int64_t kTiledRows = 0;
+    static constexpr int kStreamedRows = 0;
     static constexpr int kMostRows = 6;  // with 8 the sums do not fit the registers, which costs more than it saves
     static constexpr int tiles_at_once(int rows) { return tiles_of_integers(rows); }
 

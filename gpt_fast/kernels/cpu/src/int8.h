@@ -35,6 +35,7 @@ struct Int8 {
     static constexpr int64_t kPipelineRows = 4 * kTileRows;  // more are faster by tiled_integers
     static constexpr int64_t kTiledRows = kTiles ? kPipelineFrom : 0, kWholeRows = kTiles ? kPipelineRows : kMaxRows;
     static constexpr int64_t kReadyRows = 0;
+    static constexpr int kStreamedRows = 1;
     static constexpr int kMostRows = kCachedRows;
     static constexpr int64_t kManyRowsTiles = 8, kManyRowsDepth = kTiles ? 1024 : 512;
     static constexpr int64_t kPromptDepth = kLongPieces ? 2048 : kManyRowsDepth;

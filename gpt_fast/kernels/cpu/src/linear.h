@@ -53,7 +53,9 @@ constexpr int kMaxRows = 8, kCachedRows = kRegisters < 32 ? 6 : 8;
 static_assert(!kSharedFetches || kSharingRows <= (kCachedRows + 1) / 2);  // of nearly equal pieces
 // With 32 registers any number is few: two tiles at a time for all rows are faster than more tiles, whatever the rows.
 constexpr int64_t kFewRows = kTiles ? 16 : kRegisters < 32 ? 47 : int64_t{1} << 40;
-constexpr int kOneTileRows = 4;  // where one_stream(), so few read weights one tile at a time
+// Where one_stream(), so few read weights one tile at a time, if they are more than kStreamedRows of a format, which read
+// kStreams tiles as fast or faster.
+constexpr int kOneTileRows = 4;
 constexpr int64_t kFewTiles = kRegisters < 32 ? 1 : 2;  // at a time for few rows; one is taken from end to end
 constexpr int64_t kRowsAtOnce = 256;  // so that x and sums stay in the second-level cache
 
@@ -145,7 +147,8 @@ inline void micro_rows(const typename Format::Rows& x, int64_t row, const Format
                        int64_t k, int64_t k_end, const Sums& acc, const Fetch& fetch) {
     constexpr int T = Format::tiles_at_once(R);
     // Weights that come from memory.
-    const bool one = !kTiles && R <= kOneTileRows && T == 2 && fetch.tiles == 0 && one_stream();
+    constexpr bool few = !kTiles && T > 1 && Format::kStreamedRows < R && R <= kOneTileRows;
+    const bool one = few && fetch.tiles == 0 && one_stream();
     const int64_t depth = (k_end - k) / acc.parts;
     int64_t t = 0;
     for (; !one && t + T <= tiles; t += T)
