@@ -7,7 +7,7 @@
         --plot contexts.png --json > contexts.json
     python benchmarks/compare_peers.py --from contexts.json --against contexts --plot contexts.png
 
-Every peer in every format is a process of its own, which loads the same weights once and waits without using the CPU
+Every peer in every format runs in a separate process, which loads the same weights once and waits without using the CPU
 until it is told to measure. The processes of one precision are up together, and in each round each of them measures in
 turn, so that what else the machine does meets all of them. Ratios are of rounds, ours over the peer's; the table shows
 their median with the least and the greatest. All use the same number of threads; for each number in --threads

@@ -3,7 +3,7 @@
     python benchmarks/draft_memory.py --target model_store/demo/target --draft model_store/demo/draft
         [--requests 10000] [--dtype float32] [--quantize int8] [--json]
 
-First the target is loaded without and with the draft, each in a process of its own, and all pages are written once:
+First the target is loaded without and with the draft, each in a separate process, and all pages are written once:
 the difference in resident memory beside the bytes of the draft's weights and pages, as memory.py plans them. Then
 ``--requests`` short requests (no two alike, some cancelled) are answered with the draft; at twenty moments the resident
 memory is read and, with nothing running, what the drafter still knows of requests and pages.

@@ -2,7 +2,7 @@
 
     python benchmarks/fuzz.py --url http://127.0.0.1:8080/predictions/gpt-fast --requests 10000 --seed 1
         [--concurrency 4] [--minutes 4] [--json] [--replay K]
-    python benchmarks/fuzz.py --start model_store/demo/target       # a server of its own, with the shipped settings
+    python benchmarks/fuzz.py --start model_store/demo/target       # starts a server with the shipped settings
 
 Requests go to all routes: right ones in random combinations of fields, odd values, hostile grammars, broken JSON and
 HTTP, very large ones, clients that are slow or hang up. Meanwhile a good client asks for what the idle server has

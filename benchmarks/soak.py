@@ -73,7 +73,7 @@ class Soak:
         self.latencies: list[float] = []
 
     async def send(self, method: str, path: str, body: bytes, hang_up: bool = False) -> tuple[int, bytes]:
-        """One request on a connection of its own: status and body; status 0 when this client hung up."""
+        """One request on its own connection: status and body; status 0 when this client hung up."""
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
             head = f"{method} {path} HTTP/1.1\r\nHost: {self.host}\r\nContent-Length: {len(body)}\r\n\r\n"

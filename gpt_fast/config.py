@@ -175,7 +175,7 @@ PREFILL_CHUNKS = {"cpu": (256,), "cuda": (2048, 512)}
 MAX_POSITIONS = 2**30  # tokens; more than any model has, and few enough for every integer that counts them
 
 MODES = ("int8", "int4", "fp8")  # of quantization: quantize/scheme.py
-DRAFTS = ("lookup", "int8", "int4")  # drafters that are no checkpoint of their own
+DRAFTS = ("lookup", "int8", "int4")  # drafters that need no other checkpoint
 # How many drafts a step gets: as many as pay, up to speculate_k; speculate_k always; none. ``auto`` without a draft
 # looks them up.
 SPECULATE = ("auto", "always", "never")

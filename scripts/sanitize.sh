@@ -6,7 +6,7 @@
 #     scripts/sanitize.sh thread tests/test_ahead.py -k paused    # these tests and options of pytest
 #
 # Reports go to standard error; the status is 1 if there is one. The kernels are built first, for some minutes, into a
-# cache of their own.
+# separate cache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kind=${1:-}

@@ -1,4 +1,4 @@
-"""A real nginx with configs/proxy/nginx.conf, in a folder and on a port of its own."""
+"""A real nginx with configs/proxy/nginx.conf, in a separate folder and on a separate port."""
 
 from __future__ import annotations
 

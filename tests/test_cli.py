@@ -44,7 +44,7 @@ class Terminal(io.StringIO):
 def gpt_fast(
     *arguments: str | Path, stdin: str | bytes = "", stream: type[io.StringIO] = io.StringIO
 ) -> subprocess.CompletedProcess[str]:
-    """The command in this process, which has loaded torch already: a process of its own takes seconds to do so.
+    """The command in this process, which has loaded torch already: a new process takes seconds to do so.
     ``stream``: what stdout and stderr are."""
     command = list(map(str, arguments))
     out, err = stream(), stream()

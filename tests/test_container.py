@@ -99,7 +99,7 @@ def test_java_is_asked_to_end_and_its_launcher_where_there_is_none(script: Modul
 
 
 def test_children_of_others_are_reaped_meanwhile(script: ModuleType) -> None:
-    """In a process of its own: waiting for any child takes those of whoever else runs here."""
+    """In its own process: waiting for any child takes those of whoever else runs here."""
     code = (
         "import sys, subprocess; sys.path.insert(0, 'scripts'); import container; "
         "short, long = subprocess.Popen(['true']), subprocess.Popen(['sleep', '0.5']); container.wait_for(long.pid); "

@@ -1,6 +1,6 @@
 """The Triton kernels compile for GPUs that need not be here: an A100, an L40S and an H100.
 
-The checks run in a process of their own (triton_checks.py). By hand:
+The checks run in their own process (triton_checks.py). By hand:
 
     GPT_FAST_TEST_COMPILE=1 python -m pytest tests/test_gpu_compiled.py -o python_functions='compile_*'
 """

@@ -2,7 +2,7 @@
 
 Each field of each operation is changed to another value: the program must refuse the model by the operation's name, or
 compute what plain torch computes of the changed description. As in test_kernels_gpu.py the checks run interpreted, in
-a process of their own. By hand:
+their own process. By hand:
 
     TRITON_INTERPRET=1 python -m pytest tests/test_gpu_program.py -o python_functions='check_*'
 """

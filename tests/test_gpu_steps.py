@@ -1,6 +1,6 @@
 """Whole steps by the Triton kernels, and their recordings, against the plain model and against themselves.
 
-The checks run in a process of their own (triton_checks.py). By hand:
+The checks run in their own process (triton_checks.py). By hand:
 
     TRITON_INTERPRET=1 python -m pytest tests/test_gpu_steps.py -o python_functions='check_*'
 """

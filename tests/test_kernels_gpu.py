@@ -1,6 +1,6 @@
 """The Triton kernels against their plain twins, and each row against itself in other company.
 
-The checks run in a process of their own (triton_checks.py): interpreted on a CPU, and compiled where there is a GPU.
+The checks run in their own process (triton_checks.py): interpreted on a CPU, and compiled where there is a GPU.
 By hand:
 
     TRITON_INTERPRET=1 python -m pytest tests/test_kernels_gpu.py -o python_functions='check_*'

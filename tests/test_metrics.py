@@ -59,7 +59,7 @@ def request(name: str, num_prompt: int, max_tokens: int, arrival: float = 0.0) -
 
 
 class Simulation:
-    """The engine's loop around the real scheduler, on a clock of its own. Writes down when each token came."""
+    """The engine's loop around the real scheduler, on its own clock. Writes down when each token came."""
 
     def __init__(self, num_pages: int = 40, max_batch: int = 4, prefix_cache: bool = True, seed: int = 0) -> None:
         self.now = 0.0

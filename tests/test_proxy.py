@@ -263,7 +263,7 @@ def test_a_client_has_so_many_requests_at_a_time(proxy: Proxy, ask: Ask, servers
     assert headers["retry-after"] == "1"
     for one in servers:
         one.go_on.set()
-    assert ask(key=KEYS["bob"])[0] == 200, "another client has places of its own"
+    assert ask(key=KEYS["bob"])[0] == 200, "another client has its own places"
     assert all(answer.read() == b"last" for _, answer in streams)
     for connection, _ in streams:
         connection.close()

@@ -53,7 +53,7 @@ def sampling(**fields: float) -> SamplingParams:
 
 def two_tokens(rule: Any, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """The first and the second token behind token 0, each [DRAWS]. Two guesses in the first step; where no guess was
-    right, the second token comes from a step of its own."""
+    right, the second token comes from its own step."""
     start = torch.zeros(DRAWS, 1, dtype=torch.int64)
     drafts, (right, token) = published.step(target, draft, rule, start, 2, params)
     first = drafts[:, 0].where(right > 0, token)

@@ -125,7 +125,7 @@ def test_the_format_is_found_in_the_template_s_text(name: str) -> None:
         ("{{ tools }} in <tool_call></tool_call>:\n<tool_calls>[{...}]</tool_calls>", "hermes", False),
         ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]", "mistral-args", True),
         ("<|start_header_id|>{{ content }}", "hermes", False),  # Llama 3 before tools
-        ("{{ xml_tools }}<tools><tool_call>", "hermes", False),  # a variable of its own
+        ("{{ xml_tools }}<tools><tool_call>", "hermes", False),  # its own variable
         ("{% if not tools is defined %}{% set tools = [] %}{% endif %}{{ tools }}<tool_call>", "hermes", True),
     ],
 )

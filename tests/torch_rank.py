@@ -112,7 +112,7 @@ def load(job: dict[str, Any], shard: Shard | None = None, ranks: Forgetful | Non
 
 def generate(job: dict[str, Any]) -> dict[str, Any] | None:
     """What LLM answers; None from those that follow."""
-    os.environ["MASTER_PORT"] = str(job["port"])  # a group of its own
+    os.environ["MASTER_PORT"] = str(job["port"])  # its own group
     llm = LLM(job["checkpoint"], **job["options"])
     if llm.follows:
         llm.follow()

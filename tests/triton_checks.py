@@ -1,7 +1,7 @@
 """What the tests of the Triton kernels share: how they run, cases, small models.
 
 Triton decides when it is imported whether it compiles or interprets, so checks (``check_*``, ``compile_*``) run in a
-process of their own, which a test of the same file starts.
+separate process, which a test of the same file starts.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def requests(target: Target) -> list[Shot]:
 
 @dataclass
 class GoodClient:
-    """Runs in a thread of its own, so that the other clients' work does not count as the server's latency."""
+    """Runs in a separate thread, so that the other clients' work does not count as the server's latency."""
 
     target: Target
     answers: list[str] = field(default_factory=list)  # the right ones, in the order of the requests

@@ -227,7 +227,7 @@ def profile(budget: Budget, replay: Callable[[], Tensor]) -> None:
 
 
 def gpt_fast(checkout: str, precision: str) -> None:
-    """In a process of its own: gpt-fast's generate on random weights of the 8B shape; prints tokens per second."""
+    """In a separate process: gpt-fast's generate on random weights of the 8B shape; prints tokens per second."""
     sys.path.insert(0, checkout)
     generate: Any = importlib.import_module("generate")
     model_file: Any = importlib.import_module("model")

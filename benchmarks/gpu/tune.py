@@ -53,7 +53,7 @@ def compare(
         try:
             run = CudaCapture()(functools.partial(sweep, division))
             rate = sum(num_bytes(w) for w in copies) / seconds(run, 0.2)
-        except Exception as error:  # too much shared memory: Triton raises types of its own
+        except Exception as error:  # too much shared memory: Triton raises its own types
             yield Tried(division, division == used, 0.0, str(error).splitlines()[0])
         else:
             yield Tried(division, division == used, rate, "")

@@ -1,4 +1,4 @@
-"""What is measured, for every peer alike. Standard library only: workers import it in environments of their own."""
+"""What is measured, for every peer alike. Standard library only: workers import it in their own environments."""
 
 from __future__ import annotations
 

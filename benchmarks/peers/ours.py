@@ -32,7 +32,7 @@ class Ours:
 
         measures = [Measure(**fields) for fields in options["measures"]]
         config = Checkpoint.open(options["checkpoint"]).config
-        # Those who start first of several go on until the last has decoded all of its own.
+        # Those who start first of several go on until the last has decoded all its tokens.
         lengths = [m.longest + m.batch * (m.prompt_tokens + 1) * (m.batch > 1) for m in measures]
         # More positions than the model was made for only where a measure is about them.
         longest = max(min(config.max_seq_len, max(lengths)), max(m.longest for m in measures))

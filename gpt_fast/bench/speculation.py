@@ -13,7 +13,7 @@ A figure is the median of the rounds. Ratios compare a round with the target alo
 per second) and expected: the inequality of drafting.py, of the same round's steps.
 
 Speculation changes no answer: a method that gives another token than the target alone ends the run with an error. The
-draft model alone and the published rules have answers of their own.
+draft model alone and the published rules have their own answers.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _round_columns(weight: Tensor, hessian: Tensor, grid: Grid, group_size: int)
 def _inverse_factor(hessian: Tensor) -> Tensor:
     """Upper triangular U, float32, with U^T U the inverse of the damped ``hessian``.
 
-    Inputs that are always zero get a diagonal of their own; damping grows until the matrix is positive definite.
+    Inputs that are always zero get a diagonal of one value; damping grows until the matrix is positive definite.
     """
     h = hessian.double()
     diagonal = h.diagonal()

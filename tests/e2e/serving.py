@@ -197,7 +197,7 @@ class Server:
         timeout_s: float = HANG_S,
         begun: threading.Event | None = None,
     ) -> Reply:
-        """One request on a connection of its own. ``begun`` is set when the first chunk has come."""
+        """One request on its own connection. ``begun`` is set when the first chunk has come."""
         connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=timeout_s)
         try:
             connection.request(method, path, body, dict(headers or {}))

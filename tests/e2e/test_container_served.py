@@ -23,7 +23,7 @@ from gpt_fast.serve.launch.ports import derive_config
 
 
 class Container:
-    """The script in a copy of the image's folder, on ports of its own."""
+    """The script in a copy of the image's folder, on separate ports."""
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         image = folder / "image"

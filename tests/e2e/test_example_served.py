@@ -29,7 +29,7 @@ def archive(name: str, config: Path, store: Path) -> Path:
     command += ["--config-file", str(config), "--extra-files", "gpt_fast"]
     command += ["--archive-format", "no-archive", "--export-path", str(store)]
     path = f"{TORCHSERVE.parent}{os.pathsep}{os.environ['PATH']}"
-    # The archiver deletes $TMPDIR/<model name>, so it gets a place of its own.
+    # The archiver deletes $TMPDIR/<model name>, so each archive gets another folder.
     environment = {**os.environ, "PATH": path, "TMPDIR": str(store.parent), "JAVA_HOME": str(java_home())}
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return store / name

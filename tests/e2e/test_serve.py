@@ -393,7 +393,7 @@ def test_plain_torch_model_archiver_and_the_shipped_configuration(
     command += ["--config-file", "model_config.yaml", "--extra-files", f"gpt_fast,{checkpoint}"]
     command += ["--archive-format", "no-archive", "--export-path", str(store)]
     path = f"{TORCHSERVE.parent}{os.pathsep}{os.environ['PATH']}"
-    # The archiver deletes $TMPDIR/<model name>, so it gets a place of its own.
+    # The archiver deletes $TMPDIR/<model name>, so each archive gets another folder.
     environment = {**os.environ, "PATH": path, "TMPDIR": str(tmp_path), "JAVA_HOME": str(java_home())}
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     compiled = tmp_path / "compiled"

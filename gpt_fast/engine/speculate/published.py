@@ -67,7 +67,7 @@ class Rule(Protocol):
 
 
 class Rejection:
-    """What the papers have in common: guesses have noise of their own, independent of the noise that judges them."""
+    """What the papers have in common: guesses have their own noise, independent of the noise that judges them."""
 
     def __init__(self, seed: int) -> None:
         self._draft_noise, self._noise = (torch.Generator().manual_seed(race_key(seed, i)[0]) for i in (0, 1))

@@ -126,7 +126,7 @@ def rope_write_kernel(
     d = tl.arange(0, width)
     pairs = d < half
     low, high = d, half + d
-    if partial:  # the dimensions behind those that rotate make pairs of their own, with an angle of 0
+    if partial:  # the dimensions behind those that rotate make separate pairs, with an angle of 0
         low, high = tl.where(d < turned, d, turned + d), tl.where(d < turned, turned + d, half + d)
     angle_at = token * turned + d
     c = tl.load(cos + angle_at, mask=d < turned, other=1.0)[None, :]

@@ -49,8 +49,8 @@ def _metadata(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _input(value: Any, name: str) -> list[dict[str, Any]]:
-    """A text, or a list of items, as messages: thinking, text and calls of one turn are items of their own, and one
-    message of a chat."""
+    """A text, or a list of items, as messages: thinking, text and calls of one turn are separate items here,
+    and one message of a chat."""
     if isinstance(value, str):
         return [read_message({"role": "user", "content": value}, name)]
     if not isinstance(value, list) or not value:

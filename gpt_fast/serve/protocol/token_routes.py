@@ -1,6 +1,6 @@
 """``POST tokenize`` and ``detokenize``, and ``tokenizer_info``: the vocabulary over HTTP, as vLLM's server gives it.
 
-Clients such as lm-evaluation-harness count and cut their prompts with it, and need no tokenizer of their own.
+Clients such as lm-evaluation-harness count and cut their prompts with it, and need no tokenizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Attention to caches of every format. A source of its own, as product.cpp is.
+// Attention to caches of every format. A separate source file, as product.cpp is.
 #include "attention.h"
 
 #include "attention_floats.h"

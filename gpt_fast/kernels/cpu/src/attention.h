@@ -2,12 +2,12 @@
 // attention.cpp the kernels.
 //
 // Every query's keys are taken in blocks of kKeys at fixed absolute positions, and blocks in splits of kSplit. A split
-// is a softmax of its own (online, Milakov & Gimelshein 2018, arXiv 1805.02867); splits are merged in ascending order
+// is a separate softmax (online, Milakov & Gimelshein 2018, arXiv 1805.02867); splits are merged in ascending order
 // (Dao et al. 2023, Flash-Decoding). So a query's result depends neither on what else is in the step nor on how its
 // prompt was cut into chunks nor on threads. Nothing outside a sequence's context is read: pages keep stale values.
 //
 // Work is handed out in one of two ways. Prompts: by (sequence, piece of its queries, key-value head), all splits in
-// turn. Decoding, or little work for the threads: by (sequence, split), each part into a place of its own, merged
+// turn. Decoding, or little work for the threads: by (sequence, split), each part into a separate place, merged
 // afterwards. All query heads of a key-value head are computed together, so that keys and values are read once for
 // them; and where one item has all key-value heads, memory is read from one end to the other, not a head here and
 // there.

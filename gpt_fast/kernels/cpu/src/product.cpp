@@ -1,4 +1,4 @@
-// Products of every format. A source of its own, so that a compiler for each makes all of them at the same time.
+// Products of every format. A separate source file, so that a compiler for each makes all of them at the same time.
 #include "product.h"
 
 #include "bfloat16.h"
