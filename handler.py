@@ -44,7 +44,7 @@ def _find_package() -> None:
         sys.modules["gpt_fast"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["gpt_fast"])
     elif importlib.util.find_spec("gpt_fast") is None:
-        # Not an ImportError: TorchServe would take that for "no such handler" and look for one of TorchServe's handlers.
+        # Not an ImportError: TorchServe would take that for "no such handler" and look for one of its handlers.
         raise RuntimeError(
             "the package gpt_fast is neither in the archive nor installed: build the archive with scripts/archive.sh, "
             "or add --extra-files gpt_fast, or pip install the project where TorchServe runs"
