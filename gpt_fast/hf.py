@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from gpt_fast.foreign.model import ForeignModel, Loaded
 from gpt_fast.memory import check_weights
 from gpt_fast.model.split import current
 from gpt_fast.model.steps import Served, serve
-from gpt_fast.placement import choose_placement
+from gpt_fast.placement import choose_placement, in_words
 
 SampleFunction = Callable[..., Tensor]
 
@@ -37,15 +38,15 @@ _CHUNK = 512  # tokens of a prompt that are computed at once
 
 
 def gpt_fast(
-    model_name: str,
+    model_name: str | Path,
     sample_function: SampleFunction | None = None,
     max_length: int | None = None,
     cache_config: dict[str, Any] | None = None,
-    draft_model_name: str | None = None,
+    draft_model_name: str | Path | None = None,
     *,
     quantize: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
 ) -> FastModel:
     """``model_name``, a folder or a name on the Hugging Face Hub, ready to generate.
 
@@ -61,7 +62,9 @@ def gpt_fast(
     return add_speculative_decode_kv_cache(model, _load(draft_model_name, None, **how), sample_function)
 
 
-def load_int8(model_name: str, *, device: str = "auto", dtype: str = "auto") -> FastModel:
+def load_int8(
+    model_name: str | Path, *, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto"
+) -> FastModel:
     """``model_name`` with its weights rounded to int8 while they are read. Arguments and errors: see
     :func:`gpt_fast`."""
     return _load(model_name, "int8", device=device, dtype=dtype)
@@ -237,9 +240,9 @@ class FastModel(nn.Module):
         return int(drawn)
 
 
-def _load(model_name: str, quantize: str | None, *, device: str, dtype: str) -> FastModel:
-    opened = open_checkpoint(find(model_name))
-    where = choose_placement(opened.num_parameters, opened.stored_dtype, device=device, dtype=dtype)
+def _load(model_name: str | Path, quantize: str | None, **where_and_how: str | torch.device | torch.dtype) -> FastModel:
+    opened = open_checkpoint(find(in_words(model_name)))
+    where = choose_placement(opened.num_parameters, opened.stored_dtype, **in_words(where_and_how))
     modes = opened.smaller_modes(quantize)
     check_weights(opened.num_bytes(where.dtype, quantize), where.device, modes)
     how: dict[str, Any] = {"quantize": quantize, "progress": True, "column_major": where.column_major}

@@ -34,6 +34,7 @@ from gpt_fast.model.steps import Served
 from gpt_fast.model.transformer import Transformer
 from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import SamplingParams
+from gpt_fast.placement import in_words
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -78,11 +79,12 @@ class LLM:
     """Loads ``checkpoint`` (what ``Checkpoint.open`` takes, opened or not), compiles, warms up; then generates. Any
     number of threads may call its methods: all requests share one batch.
 
-    Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`. ``progress`` shows bars on a terminal.
+    Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`; torch's dtypes and devices are taken, and
+    any path. ``progress`` shows bars on a terminal.
     Raises ConfigError, CheckpointError or TokenizerError (all ValueError)."""
 
     def __init__(self, checkpoint: str | Path | Opened, *, progress: bool = False, **options: Any) -> None:
-        wanted, begin = from_mapping(EngineConfig, options, "LLM()"), time.perf_counter()
+        wanted, begin = from_mapping(EngineConfig, in_words(options), "LLM()"), time.perf_counter()
         opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
         opened = opened.with_adapters(wanted.lora)
         self.checkpoint, self.defaults, self.num_parameters = opened.vocabulary, opened.defaults, opened.num_parameters
@@ -98,7 +100,7 @@ class LLM:
         for name in ("device", "device_map", "dtype", "lora"):
             if options.get(name) is not None:
                 raise ConfigError(f"{name} is the model's own here; leave it out")
-        wanted, begin = from_mapping(EngineConfig, options, "LLM()"), time.perf_counter()
+        wanted, begin = from_mapping(EngineConfig, in_words(options), "LLM()"), time.perf_counter()
         self = cls.__new__(cls)
         self.tokenizer, self.defaults = tokenizer, GenerationDefaults((), None, SamplingParams())
         if isinstance(model, ForeignModel):

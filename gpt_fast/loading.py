@@ -120,6 +120,8 @@ def load(opened: Opened, tokenizer: Tokenizer | None, options: EngineConfig, *, 
     held = shard.config(opened.config) if shard else opened.config
     weight_bytes = opened.num_bytes(dtype, quantize, shard)
     draft = None if site.follows else open_draft(opened, tokenizer, options)  # only guesses: rank 0 runs it alone
+    if draft is not None:
+        check_device(draft.checkpoint.format_for(draft.quantize).quant, device, "draft")
     draft_bytes = draft.checkpoint.num_bytes(dtype, draft.quantize) if draft else 0
     draft_config = draft.checkpoint.config if draft else None
     smaller = opened.smaller_modes(quantize)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -24,6 +25,20 @@ class Placement(NamedTuple):
     dtype: torch.dtype
     kernels: bool  # the C++ kernels will run it; they compute in float32, whatever the dtype
     column_major: bool  # lay matrices out transposed (``empty_model``)
+
+
+def in_words(value: Any) -> Any:
+    """An option's ``value`` as files of settings have it: dtypes and devices of torch by their names, paths as text,
+    also within lists and mappings."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {in_words(key): in_words(each) for key, each in value.items()}
+    return [in_words(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def choose_placement(

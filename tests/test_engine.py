@@ -449,6 +449,23 @@ def test_token_ids_come_in_lists_arrays_and_tensors(llm: LLM) -> None:
         assert caught.value.code == "invalid_type"
 
 
+def test_options_may_be_objects_of_torch_and_paths(checkpoint: Path) -> None:
+    words = {"device": "cpu", "dtype": "float32", "draft": str(checkpoint), "kv_cache_dtype": "bfloat16"}
+    things = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "draft": checkpoint,
+        "kv_cache_dtype": torch.bfloat16,
+    }
+    made = []
+    for options in (words, things):
+        with LLM(checkpoint, max_seq_len=64, max_batch=1, threads=1, kernels=False, compile=False, **options) as model:
+            made.append(model.engine_config)
+    assert made[0] == made[1]
+    with pytest.raises(ConfigError, match=r"device_map in LLM\(\).*cuda:7"):
+        LLM(checkpoint, device_map={torch.device("cuda", 7): "all", "cpu": 1})
+
+
 def test_one_sampling_params_for_all_prompts_or_one_for_each(llm: LLM) -> None:
     short, long = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 5))
     prompts = [[5, 6], [7, 8]]

@@ -469,6 +469,8 @@ def test_llm_refuses_modes_and_devices(tmp_path: Path) -> None:
     quantize_checkpoint(Checkpoint.open(source), tmp_path / "b", quant_config("fp8"))
     with pytest.raises(ConfigError, match=r"fp8 is not supported on cpu.* stored in fp8 the unquantized one"):
         LLM(tmp_path / "b", device="cpu")
+    with pytest.raises(ConfigError, match="draft: fp8 is not supported on cpu"):
+        LLM(source, draft=tmp_path / "b", device="cpu")
     quantized = Checkpoint.open(source).build(torch.float32, quantize="int8")
     with pytest.raises(ConfigError, match="quantize: the weights of this model are quantized already"):
         LLM.from_model(quantized, quantize="int4")

@@ -97,8 +97,9 @@ def _swap_all(model: Transformer, quant: QuantConfig, device: torch.device | str
     swap_layers(model, lambda name: quant.scheme(name, model.config), device, rounded=rounded)
 
 
-def check_device(quant: QuantConfig | None, device: torch.device) -> None:
-    """Raise ConfigError when ``device`` cannot multiply with weights that are stored as ``quant`` says.
+def check_device(quant: QuantConfig | None, device: torch.device, option: str = "quantize") -> None:
+    """Raise ConfigError, which names ``option``, when ``device`` cannot multiply with weights that are stored as
+    ``quant`` says.
 
     fp8 needs CUDA with compute capability 8.9, or ROCm. Elsewhere int8 has the same size and a smaller error.
     """
@@ -107,4 +108,4 @@ def check_device(quant: QuantConfig | None, device: torch.device) -> None:
         device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 9))
     ):
         todo = "use int8, and for a checkpoint that is stored in fp8 the unquantized one"
-        raise ConfigError(f"quantize: fp8 is not supported on {device}, which cannot multiply in it; {todo}")
+        raise ConfigError(f"{option}: fp8 is not supported on {device}, which cannot multiply in it; {todo}")
