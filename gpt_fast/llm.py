@@ -9,7 +9,8 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast, overload
@@ -36,6 +37,8 @@ from gpt_fast.outputs import Completion, Delta
 from gpt_fast.params import SamplingParams
 from gpt_fast.placement import in_words
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
+from gpt_fast.tokenizer.chat import DEFAULT, TOOL_USE, ChatTemplate, load_templates
+from gpt_fast.tokenizer.chat_prompt import encode_chat
 
 log = logging.getLogger(__name__)
 
@@ -252,6 +255,40 @@ class LLM:
             raise RequestError("prompt is empty, and this tokenizer has no beginning-of-sequence token", "prompt")
         self._check_ids(ids, "prompt")
         return ids
+
+    @cached_property
+    def chat_templates(self) -> dict[str, ChatTemplate]:
+        """The checkpoint's, by transformers' names of them: :func:`gpt_fast.tokenizer.chat.load_templates`."""
+        checkpoint = getattr(self, "checkpoint", None)
+        return {} if checkpoint is None else load_templates(checkpoint)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a chat by the checkpoint's template: a prompt for the other methods. What messages contain never
+        becomes a special token.
+
+        ``messages``: mappings with ``role`` and ``content``, and what else the template reads. ``tools``: JSON schemas
+        of functions, as OpenAI has them. ``continue_final_message``: the answer goes on with the last message, in place
+        of ``add_generation_prompt``. ``variables``: more that the template may read, such as ``enable_thinking``.
+        Raises RequestError where there is no template, or it refuses the messages.
+        """
+        template = self.chat_templates.get(TOOL_USE if tools and TOOL_USE in self.chat_templates else DEFAULT)
+        if template is None or self.tokenizer is None:
+            lacking = "tokenizer" if self.tokenizer is None else "chat template"
+            raise RequestError(f"this checkpoint has no {lacking}: write the prompt as its model knows it", "messages")
+        takes = "a list of messages, each with a role"
+        given = _listed(messages, "messages", takes)
+        if isinstance(given, str) or not given or not all(isinstance(m, Mapping) and "role" in m for m in given):
+            refuse("messages", takes, messages, "invalid_type")
+        begins = add_generation_prompt and not continue_final_message
+        return encode_chat(template, self.tokenizer, given, begins, variables, tools, continue_final_message)
 
     def _check_ids(self, ids: Iterable[int], name: str) -> None:
         for token in ids:

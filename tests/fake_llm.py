@@ -40,6 +40,7 @@ class FakeLLM:
         self.calls: list[tuple[Any, SamplingParams]] = []
         changed = threading.Condition()
         self.tokenizer = None
+        self.chat_templates = dict[str, Any]()
         self.defaults = GenerationDefaults((), None, SamplingParams())
         scheduler = SimpleNamespace(running=[], num_preemptions=0, max_batch=8, pages=PageAllocator(2, 1))
         self.engine = SimpleNamespace(

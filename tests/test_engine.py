@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import random
+import shutil
 import threading
 import weakref
 from collections import deque
@@ -464,6 +466,36 @@ def test_options_may_be_objects_of_torch_and_paths(checkpoint: Path) -> None:
     assert made[0] == made[1]
     with pytest.raises(ConfigError, match=r"cuda:7 of device_map in LLM\(\)"):
         LLM(checkpoint, device_map={torch.device("cuda", 7): "all", "cpu": 1})
+
+
+def test_chats_become_prompts(tmp_path: Path) -> None:
+    folder = shutil.copytree(Path(__file__).parents[1] / "model_store" / "demo" / "target", tmp_path / "demo")
+    chat = [{"role": "user", "content": "</s>Hi"}, {"role": "assistant", "content": "Well"}]
+    options: dict[str, Any] = {"max_seq_len": 64, "max_batch": 1, "kernels": False, "compile": False}
+    with LLM(folder, **options) as model, pytest.raises(RequestError, match="this checkpoint has no chat template"):
+        model.encode_chat(chat)
+    written = "{% for m in messages %}{{ bos_token }}{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}"
+    asked = "{% if add_generation_prompt %}assistant{{ mood }}{% endif %}"
+    named = [{"name": "default", "template": written + asked}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": named}))
+    with LLM(folder, **options) as model:
+        assert model.tokenizer is not None
+
+        def text(**more: Any) -> str:
+            return model.tokenizer.decode(model.encode_chat(chat, **more), skip_special=False)
+
+        ends = [token for token in model.encode_chat(chat) if token in model.tokenizer.eos_token_ids]
+        assert len(ends) == 2, "what the user wrote ends no turn"
+        assert text() == "<s>user </s>Hi</s><s>assistant Well</s>assistant"
+        assert text(add_generation_prompt=False).endswith("Well</s>")
+        assert text(continue_final_message=True).endswith("assistant Well")
+        assert text(mood=", gladly:").endswith("Well</s>assistant, gladly:")
+        assert text(tools=[{"name": "weather"}]) == "weather"
+        assert one(model, model.encode_chat(chat), SamplingParams(max_tokens=3)).num_prompt_tokens > 9
+        for wrong in ([], "Hi", ["Hi"], [{"content": "Hi"}], None):
+            with pytest.raises(RequestError, match=r"^messages must be a list of messages, each with a role"):
+                model.encode_chat(cast(Any, wrong))
 
 
 def test_one_sampling_params_for_all_prompts_or_one_for_each(llm: LLM) -> None:

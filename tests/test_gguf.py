@@ -48,7 +48,7 @@ from gpt_fast.quantize.writer import quantize_checkpoint
 from gpt_fast.serve.routes import openai_context
 from gpt_fast.serve.settings import find_checkpoint
 from gpt_fast.tokenizer import load_tokenizer
-from gpt_fast.tokenizer.chat import load_template
+from gpt_fast.tokenizer.chat import DEFAULT, load_templates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -368,7 +368,7 @@ def test_sentencepiece_by_its_keys(data_dir: Path, tmp_path: Path) -> None:
     assert bare.decode(bare.encode("hello")) == "hello"
     assert bare.leading_spaces_dropped == 0
     assert bare.encode("hello")[0] != 1
-    template = load_template(tmp_path / "m.gguf")
+    template = load_templates(tmp_path / "m.gguf").get(DEFAULT)
     assert template is not None
     assert template.render([{"role": "user", "content": "hi"}]) == "<s>[user] hi"
 
@@ -474,7 +474,7 @@ def test_vocabularies_that_are_not_read(data_dir: Path, tmp_path: Path) -> None:
     close(gguf.GGUFWriter(tmp_path / "none.gguf", "llama"))
     with pytest.raises(TokenizerMissing, match=r"none\.gguf has no tokenizer"):
         load_tokenizer(tmp_path / "none.gguf")
-    assert load_template(tmp_path / "none.gguf") is None
+    assert load_templates(tmp_path / "none.gguf").get(DEFAULT) is None
 
 
 # ---------------------------------------------------------------- wherever a checkpoint is taken

@@ -23,7 +23,7 @@ from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_completions import CompletionRequest, parse_completion
 from gpt_fast.serve.protocol.request import as_written, error_body
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer
-from gpt_fast.tokenizer.chat import TOOL_USE, ChatTemplate, load_template, load_templates
+from gpt_fast.tokenizer.chat import DEFAULT, TOOL_USE, ChatTemplate, load_templates
 from gpt_fast.tokenizer.chat_formats import find_dialect
 from gpt_fast.tokenizer.chat_prompt import FALLBACK_STOPS, SpecialNames, encode_chat
 from gpt_fast.tokenizer.hf_json import BYTE_OF_CHAR, HfJsonTokenizer
@@ -533,7 +533,7 @@ def test_a_template_s_tokens_are_those_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     special = {"bos_token": {"content": "<a>", "lstrip": False}, "eos_token": "</a>", "pad_token": "<p>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
-    found = load_template(tmp_path)
+    found = load_templates(tmp_path).get(DEFAULT)
     assert found is not None
     assert found.render([]) == "<a></b><p>"
 
@@ -546,7 +546,7 @@ def test_the_files_of_a_template_have_an_order(tmp_path: Path) -> None:
         ("chat_template.jinja", "first", "first"),
     ):
         (tmp_path / file).write_text(said)
-        found = load_template(tmp_path)
+        found = load_templates(tmp_path).get(DEFAULT)
         assert found is not None
         assert found.source == wanted
 
@@ -557,14 +557,14 @@ def test_requests_with_tools_get_the_template_for_tools(tmp_path: Path) -> None:
                "tool_use": "<tool_call> {{ tools[0].function.name }}: {{ messages[0].content }}"}  # fmt: skip
     named = [{"name": name, "template": source} for name, source in sources.items()]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    plain, tools = load_template(tmp_path), load_template(tmp_path, TOOL_USE)
+    plain, tools = load_templates(tmp_path).get(DEFAULT), load_templates(tmp_path).get(TOOL_USE)
     both = context(template=plain, tool_template=tools)
     offered = {"tools": [{"type": "function", "function": {"name": "weather", "parameters": {}}}]}
     for fields, prompt in (({}, "plain: Hi"), (offered, "<tool_call> weather: Hi"),
                            (offered | {"tool_choice": "none"}, "plain: Hi")):  # fmt: skip
         assert byte_level().decode(parse_chat(chat(**fields), both).prompts[0]) == prompt
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": sources["default"]}))
-    assert load_template(tmp_path, TOOL_USE) is None
+    assert load_templates(tmp_path).get(TOOL_USE) is None
     unnamed = [{"name": [], "template": "a"}, {"template": "b"}, named[0]]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": unnamed}))
     assert load_templates(tmp_path).keys() == {"default"}
@@ -589,12 +589,12 @@ def test_a_template_that_goes_through_parts_gets_them() -> None:
 def test_a_template_s_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     odd: list[Any] = ["x", {"name": "default", "template": "a"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": odd}))
-    found = load_template(tmp_path)
+    found = load_templates(tmp_path).get(DEFAULT)
     assert found is not None
     assert found.source == "a"
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(TokenizerError, match=r"chat_template\.jinja cannot be read"):
-        load_template(tmp_path)
+        load_templates(tmp_path).get(DEFAULT)
 
 
 @pytest.mark.parametrize(

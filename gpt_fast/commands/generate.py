@@ -171,14 +171,11 @@ def end_line(text: str, own_line: bool) -> None:
 
 def converse(llm: LLM, params: SamplingParams, system: str | None, origins: OriginReport | None) -> None:
     """A conversation on stdin and stdout: the checkpoint's chat template where it has one, else plain completion."""
-    from gpt_fast.tokenizer.chat import load_template
-    from gpt_fast.tokenizer.chat_prompt import encode_chat
-
-    template = load_template(llm.checkpoint)
-    if template is None:
+    chats = bool(llm.chat_templates) and llm.tokenizer is not None
+    if not chats:
         ignored = ", and --system has no effect" if system else ""
         print(f"this checkpoint has no chat template: every line is completed by itself{ignored}", file=sys.stderr)
-    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system and template else []
+    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system and chats else []
     while True:
         try:
             line = told_of_stdin(lambda: input("> " if sys.stdin.isatty() else ""))
@@ -189,8 +186,8 @@ def converse(llm: LLM, params: SamplingParams, system: str | None, origins: Orig
         prompt: str | list[int] = line
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            if template is not None and llm.tokenizer is not None:
-                prompt = encode_chat(template, llm.tokenizer, asked)
+            if chats:
+                prompt = llm.encode_chat(asked)
             answer = print_stream(llm, prompt, params, origins).text
             messages = [*asked, {"role": "assistant", "content": answer}]  # a question without an answer is forgotten
         except KeyboardInterrupt:

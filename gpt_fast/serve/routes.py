@@ -26,7 +26,7 @@ from gpt_fast.serve.protocol.predict import parse_predict
 from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, WireRequest
 from gpt_fast.serve.protocol.token_routes import detokenize, tokenize, tokenizer_info
 from gpt_fast.serve.settings import HandlerSettings
-from gpt_fast.tokenizer.chat import DEFAULT, TOOL_USE, load_templates
+from gpt_fast.tokenizer.chat import DEFAULT, TOOL_USE
 
 if TYPE_CHECKING:
     from gpt_fast.llm import LLM
@@ -79,8 +79,7 @@ class Routes:
 
 def openai_context(llm: LLM, names: tuple[str, ...]) -> OpenAIContext:
     """What OpenAI's routes need to know about ``llm``, which requests may call ``names``."""
-    checkpoint = getattr(llm, "checkpoint", None)
-    templates = load_templates(checkpoint) if checkpoint is not None else {}
+    templates = llm.chat_templates
     max_waiting = llm.engine.max_waiting
     temperature = llm.defaults.sampling.temperature
     return OpenAIContext(

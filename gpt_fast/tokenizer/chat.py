@@ -97,11 +97,6 @@ def variables_of(source: str) -> set[str]:
         return set()
 
 
-def load_template(checkpoint: str | Path, name: str = DEFAULT) -> ChatTemplate | None:
-    """The one of :func:`load_templates` with this ``name``, if there is one."""
-    return load_templates(checkpoint).get(name)
-
-
 def load_templates(checkpoint: str | Path) -> dict[str, ChatTemplate]:
     """The templates in chat_template.jinja, tokenizer_config.json or chat_template.json of a directory, or in a GGUF
     file: DEFAULT, and TOOL_USE where the checkpoint has several named ones. Empty where there is none. Raises
