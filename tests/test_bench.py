@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from fake_model import check_idle
 from gpt_fast import SamplingParams, cli
 from gpt_fast.bench import throughput as bench
 from gpt_fast.checkpoint.saving import save_checkpoint
+from gpt_fast.commands import bench as bench_command
 from gpt_fast.config import ModelConfig
 from gpt_fast.engine.scheduler import StepPlan
 from gpt_fast.errors import ConfigError
@@ -173,3 +176,15 @@ def test_the_command_prints_the_ceiling_first(
     assert json.loads((tmp_path / "out.json").read_text()) == found
     assert found["ceiling_tokens_per_second"] == pytest.approx(10e9 / found["bytes_per_token"])
     assert [(r["batch_size"], r["prompt_tokens"], r["new_tokens"]) for r in found["results"]] == [(1, 9, 4), (2, 9, 4)]
+
+
+def test_help_offers_no_option_that_every_mode_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    bench_command.add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["bench", "--shape", "llama-68m"])
+    refused = arguments.names - set().union(*arguments.modes.values())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["bench", "--help"])
+    shown = capsys.readouterr().out
+    assert "--speculate-k" in shown
+    assert not [name for name in refused if re.search(rf"--{name.replace('_', '-')}\s", shown)]

@@ -19,15 +19,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gpt_fast import LLM, cli
+from gpt_fast import LLM, SamplingParams, cli
+from gpt_fast.checkpoint import gguf_models, gguf_tensors
 from gpt_fast.checkpoint.family import Family
 from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.cli import main
 from gpt_fast.commands import serve
-from gpt_fast.config import EngineConfig
+from gpt_fast.config import DEFAULT_MAX_BATCH, EngineConfig
 from gpt_fast.serve import metric_table, model_yaml
 from gpt_fast.serve.protocol import native
 from gpt_fast.serve.settings import HandlerSettings
+from gpt_fast.tokenizer import gguf_vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
 # The log tells of files as they were on its dates.
@@ -67,6 +69,10 @@ NOT_CHECKED = {
 }
 
 
+# Fields of a request that say how its answer is written, beside its prompt and whether it is streamed.
+NOT_SAMPLING = ("return_token_ids", "return_origins", "draft_counts")
+
+
 class Snippet(NamedTuple):
     """A fenced block."""
 
@@ -100,6 +106,20 @@ def first_column(text: str, head: str) -> set[str]:
     return {word for row in table[2:] for word in re.findall(r"`([\w-]+)[^`]*`", row.split("|")[1])}
 
 
+def defaults(text: str, head: str) -> dict[str, Any]:
+    """The default of each row of such a table, as a value; what is told in words is left out."""
+    (table,) = (t for t in tables(text) if t[0].startswith(f"| {head} | default |"))
+    found = {}
+    for row in table[2:]:
+        names, told = row.split("|")[1:3]
+        word = told.strip().strip("`").partition(" (")[0].lower()
+        if word not in ("required", "all") and not word.startswith(("the checkpoint's", "drawn")):
+            word = word.partition(";")[0]
+            value = {"none": None, "true": True, "false": False}.get(word, int(word) if word.isdecimal() else word)
+            found |= dict.fromkeys(re.findall(r"`([\w-]+)`", names), value)
+    return found
+
+
 # --- tables --------------------------------------------------------------------------------------------------------
 
 
@@ -131,6 +151,59 @@ def test_the_table_of_metrics_has_every_metric() -> None:
     }
 
 
+def test_older_names_of_metrics_are_told() -> None:
+    for family in metric_table.FAMILIES:
+        if family.former is not None:
+            assert f"`{family.name}` as `{family.former}`" in SERVING
+
+
+def test_the_defaults_of_the_options_are_those_of_the_engine() -> None:
+    told = defaults(PYTHON, "option")
+    assert told == {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    assert f"| `max_batch` | none ({DEFAULT_MAX_BATCH}) |" in PYTHON
+
+
+def test_the_defaults_of_the_handlers_keys_are_those_of_the_handler() -> None:
+    kept = {field.name: field.default for field in dataclasses.fields(HandlerSettings)}
+    kept |= {"checkpoint": str(kept["checkpoint"]), "max_new_tokens": SamplingParams().max_tokens}
+    told = defaults(SERVING, "key of the handler")
+    assert told == {name: kept[name] for name in told}
+
+
+def test_the_defaults_of_the_fields_are_those_of_a_request() -> None:
+    told = defaults(SERVING, "field")
+    kept = {
+        field: getattr(SamplingParams(), "max_tokens" if field == "max_new_tokens" else field, None) for field in told
+    }
+    kept |= {"stream": HandlerSettings().stream, **dict.fromkeys(NOT_SAMPLING, False)}
+    assert {name: value or None for name, value in told.items()} == {
+        name: value or None for name, value in kept.items()
+    }
+
+
+def test_python_has_the_fields_of_a_request_but_for_those_that_it_names() -> None:
+    (left_out,) = re.findall(r"and none of ([^.]*)\.", PYTHON)
+    assert set(re.findall(r"`(\w+)`", left_out)) == {"prompt", "stream", *NOT_SAMPLING}
+    own = {field.name for field in dataclasses.fields(SamplingParams)} - {"grammar", "shown_special_tokens"}
+    assert own == {*native.FIELDS} - {"prompt", "stream", *NOT_SAMPLING, "max_new_tokens"}
+
+
+def test_the_table_of_extras_has_every_extra() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    block = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    assert first_column(TEXTS["docs/development.md"], "extra") == set(re.findall(r"^(\w+) = \[", block, re.M))
+
+
+def test_what_is_read_of_gguf_files_is_told() -> None:
+    (table,) = (t for t in tables(MODELS) if "refused by name" in t[0] and "general.architecture" in t[2])
+    told = {row.split("|")[1].strip(): row.split("|")[2] for row in table[2:]}
+    names = {what: set(re.findall(r"`([\w-]+)`", cell)) for what, cell in told.items()}
+    assert names["`general.architecture`"] == {name for name in gguf_models.ARCHITECTURES if " " not in name}
+    assert names["`tokenizer.ggml.pre`"] == {*gguf_vocabulary.SPLITS}
+    encodings = set(re.findall(r"[A-Z]+\d\w*", told["encodings"]))
+    assert encodings == {*gguf_tensors._PLAIN, *gguf_tensors._DECODE}
+
+
 def test_the_table_of_families_has_every_family() -> None:
     known = {row.architectures[0] for row in FAMILIES.values()}
     assert first_column(MODELS, "architecture") == known
@@ -142,6 +215,70 @@ def test_the_table_of_a_row_has_every_field_of_a_family() -> None:
 
 def test_the_table_of_commands_has_every_command() -> None:
     assert first_column(PYTHON, "command") == {command.__name__.rpartition(".")[2] for command in cli.commands()}
+
+
+# --- figures -------------------------------------------------------------------------------------------------------
+
+# Tables of figures beside peers: the document, words of the paragraph before, the runs.
+PEERS = {
+    "peers.json": ("README.md", "Tokens per second of this engine and of three others"),
+    "peers_zen4.json": ("docs/benchmarks.md", "Zen 4: AVX-512"),
+    "peers_amx.json": ("docs/benchmarks.md", "On two cores with AMX"),
+    "peers_avx2.json": ("docs/benchmarks.md", "On two AVX2 cores"),
+}
+MEASURES = {
+    "one sequence": "decode",
+    "eight sequences, sum": "decode x8",
+    "prompt of 256 tokens": "prefill 256",
+    "one sequence, 2,048 tokens before it": "decode at 2048",
+    "one sequence behind 2,048": "decode at 2048",
+}
+
+
+def is_rounded(told: str, measured: float) -> bool:
+    """Whether ``told`` is ``measured`` with fewer digits."""
+    digits = len(told.partition(".")[2])
+    return abs(float(told.replace(",", "")) - measured) < 0.5001 * 10**-digits
+
+
+@pytest.mark.parametrize("file", PEERS)
+def test_figures_beside_peers_are_those_of_the_run(file: str) -> None:
+    document, before = PEERS[file]
+    run = json.loads((ROOT / "docs" / file).read_text(encoding="utf-8"))
+    measured: dict[tuple[str, str, str], list[float]] = {}
+    for result in run["results"]:
+        measured[result["precision"], result["measure"], result["peer"]] = [result["tokens_per_second"]]
+    for ratio in run["ratios"]:
+        key = ratio["precision"], ratio["measure"], ratio["peer"]
+        measured[key] += [ratio["ratio"], ratio["least"], ratio["greatest"]]
+    table = tables(TEXTS[document][TEXTS[document].index(before) :])[0]
+    peers = ["ours" if (word := cell.split()[0]) == "ours" else word.lower() for cell in table[0].split("|")[2:-1]]
+    precision = ""
+    for row in table[2:]:
+        label, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        if label.startswith("int"):
+            precision, _, label = label.partition(", ")
+        for peer, cell in zip(peers, cells, strict=True):
+            figures = re.findall(r"[\d,]+(?:\.\d+)?", cell.replace("-", " "))
+            kept = measured[precision, MEASURES[label], peer]
+            for told, value in zip(figures, kept, strict=False):
+                assert is_rounded(told, value), f"{file}: {peer}, {precision}, {label}: {told} is {value}"
+
+
+def test_figures_of_the_gpu_are_those_of_the_run() -> None:
+    run = json.loads((ROOT / "docs/gpu_h100.json").read_text(encoding="utf-8"))
+    steps = {(s["precision"], s["batch"], s["context"]): s for s in run["decode"] if s["each"] == 1}
+    (table,) = (t for t in tables(TEXTS["docs/benchmarks.md"]) if t[0].startswith("| sequences, context |"))
+    for row in table[2:]:
+        place, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        batch, context = (int(number.replace(",", "")) for number in place.split(", "))
+        for precision, cell in zip(("bf16", "int8", "int4"), cells, strict=True):
+            step = steps[precision, batch, context]
+            kept = [step["milliseconds"], step["times_one_row"]]
+            if "%" in cell:
+                kept[1:] = [step["tokens_per_second"], 100 * step["share_of_copy"]]
+            for told, value in zip(re.findall(r"[\d.]+", re.sub("times.*", "", cell)), kept, strict=True):
+                assert is_rounded(told, value), f"{row}: {told} is {value}"
 
 
 # --- names ---------------------------------------------------------------------------------------------------------

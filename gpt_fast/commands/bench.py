@@ -32,8 +32,11 @@ _DEFAULT_VOCAB_SIZE = 500  # below that of any model, so that the ids exist wher
 def add_parser(subparsers: Any) -> None:
     """Declare the command. Options of one mode default to absent, so that the others can refuse them by name."""
     parser = subparsers.add_parser("bench", help="measure the engine or a server under load", description=__doc__)
+    of_server = (
+        "load a running server: the whole address that requests go to, e.g. http://HOST:PORT/predictions/gpt-fast"
+    )
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--url", help="load a running server, e.g. http://HOST:PORT/predictions/gpt-fast")
+    target.add_argument("--url", help=of_server)
     target.add_argument(
         "--checkpoint", metavar="DIR", help="measure the engine: a Hugging Face directory or GGUF file, as it is"
     )
@@ -67,7 +70,9 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> set[str]:
     add("--method", type=_names, metavar="RULE,...", help=rules)
     traces = "with --draft: then run each way once more, and write a trace of it (chrome://tracing, Perfetto)"
     add("--profile", metavar="DIR", help=traces)
-    return {*names, *options.add_options(group, options.ENGINE)}
+    # No mode takes it: bench --draft measures every way to speculate. It is declared to be refused by name.
+    unasked = {"--speculate": options.ENGINE["--speculate"] | {"help": argparse.SUPPRESS}}
+    return {*names, *options.add_options(group, options.ENGINE | unasked)}
 
 
 def _add_load_options(group: argparse._ArgumentGroup) -> set[str]:

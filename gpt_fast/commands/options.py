@@ -52,7 +52,7 @@ MODEL: Table = {  # where and how a model's weights are held: fields of EngineCo
     "--quantize": {"metavar": "MODE", "help": "quantize the weights while loading: int8, int4, fp8"},
     **LORA,
     "--kernels": {"action": _SWITCH, "help": "own kernels; without: plain torch (default: on)"},
-    "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: one for a small model, else all cores)"},
+    "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: one for a small model, else torch's)"},
 }
 
 

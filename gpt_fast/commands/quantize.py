@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--mode", required=True, choices=_MODES)
     parser.add_argument("--out", required=True, metavar="DIR", help="where the quantized directory goes")
     parser.add_argument("--group-size", type=int, default=None, metavar="G", help="int4: 32, 64 or 128 (default: 32)")
-    parser.add_argument("--keep-head", action="store_true", help="leave the head as it is; otherwise it becomes int8")
+    parser.add_argument("--keep-head", action="store_true", help="leave the head as it is, not in int8 or fp8")
     like = "int4-gptq: text like what the model will write"
     parser.add_argument("--calibration", nargs="+", metavar="FILE", help=like)
     size = f"int4-gptq: of 512 tokens (default: {_SEQUENCES})"
