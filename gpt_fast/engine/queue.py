@@ -12,7 +12,8 @@ from gpt_fast.engine.request import Request
 
 class Queue:
     """Those that ran before and gave their pages back come first, then the first to arrive of the groups that have the
-    fewest running. So no client waits until all of another's many sequences have run."""
+    fewest running. A group is what was asked for together, so no request waits until all of another's many sequences
+    have run. Which requests are one client's is not known here."""
 
     def __init__(self) -> None:
         self._preempted: deque[Request] = deque()

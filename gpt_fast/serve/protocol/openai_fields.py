@@ -54,7 +54,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _INSTEAD = {
     "best_of": "only best_of equal to n is possible",
     "chat_template": "the checkpoint's own template is used; chat_template_kwargs reach it",
-    "priority": "requests are served in the order in which they come, each client in its turn",
+    "priority": "requests are served in the order in which they come, the sequences of a large one in turn with others",
     "functions": "use tools",
     "function_call": "use tool_choice",
 }
