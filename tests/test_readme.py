@@ -29,7 +29,7 @@ from gpt_fast.config import DEFAULT_MAX_BATCH, EngineConfig
 from gpt_fast.serve import metric_table, model_yaml
 from gpt_fast.serve.protocol import native
 from gpt_fast.serve.settings import HandlerSettings
-from gpt_fast.tokenizer import gguf_vocabulary
+from gpt_fast.tokenizer import chat_formats, gguf_vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
 # The log tells of files as they were on its dates.
@@ -192,6 +192,15 @@ def test_the_table_of_extras_has_every_extra() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     block = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
     assert first_column(TEXTS["docs/development.md"], "extra") == set(re.findall(r"^(\w+) = \[", block, re.M))
+
+
+def test_what_chat_templates_of_a_format_hold_is_told() -> None:
+    (table,) = (t for t in tables(SERVING) if t[0].startswith("| format | the template holds |"))
+    told = {}
+    for row in table[2:]:
+        name, holds, *_ = (cell.replace("\\|", "|").strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1])
+        told[name.partition(" ")[0]] = tuple(re.findall(r"`([^`]+)`", holds))
+    assert told == {row.name: row.marks for row in chat_formats.CALL_FORMATS}
 
 
 def test_what_is_read_of_gguf_files_is_told() -> None:
