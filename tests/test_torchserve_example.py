@@ -78,6 +78,7 @@ def test_a_configuration_serves_its_files(
     traces = tmp_path / "traces"
     traces.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(traces))
+    monkeypatch.delenv("LOG_LOCATION", raising=False)
     config = yaml.safe_load(path.read_text())
     block = config["handler"]
     lay_out(tmp_path, block)

@@ -43,8 +43,9 @@ def traced(path: Path, device_type: str) -> Iterator[None]:
 class FirstRequest:
     """Records ``engine`` from now on, until a request ends or ``MOST_STEPS`` steps have run; then a trace is written.
 
-    The trace is a new file in the folder for temporary files (``$TMPDIR``), which the log names. Steps are slower while
-    they are recorded. Writing it, in another thread, delays nobody. ``written`` is set when that has ended.
+    The trace is a new file beside TorchServe's logs (``$LOG_LOCATION``), else in the folder for temporary files; the
+    log names it. Steps are slower while they are recorded. Writing it, in another thread, delays nobody. ``written`` is
+    set when that has ended.
     """
 
     def __init__(self, engine: Engine, device_type: str) -> None:
@@ -73,7 +74,9 @@ class FirstRequest:
         try:
             self._profiler.stop()
             rank = os.environ.get("RANK", "0")  # torchrun's: each process of a worker writes its own
-            file, path = tempfile.mkstemp(prefix=f"gpt-fast-rank{rank}-", suffix=".trace.json")
+            # The temporary folder of a server goes with it.
+            folder = os.environ.get("LOG_LOCATION") or None
+            file, path = tempfile.mkstemp(prefix=f"gpt-fast-rank{rank}-", suffix=".trace.json", dir=folder)
             os.close(file)
             self._profiler.export_chrome_trace(path)
             log.info("profile: a trace of %d steps is in %s (chrome://tracing, Perfetto)", self._steps, path)

@@ -81,5 +81,5 @@ def test_the_speculative_configuration_of_four_ranks_drafts_and_leaves_a_trace(s
     assert answer["usage"]["completion_tokens"] == 50
     assert "draft_n" in answer["usage"]
     wait_for(lambda: "gpt-fast-rank0-" in server.log)
-    (trace,) = (server.home / "tmp").glob("gpt-fast-rank0-*.trace.json")
+    (trace,) = server.home.glob("gpt-fast-rank0-*.trace.json")
     assert json.loads(trace.read_text())["traceEvents"]
