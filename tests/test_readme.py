@@ -194,6 +194,12 @@ def test_the_table_of_extras_has_every_extra() -> None:
     assert first_column(TEXTS["docs/development.md"], "extra") == set(re.findall(r"^(\w+) = \[", block, re.M))
 
 
+def test_the_version_of_torch_is_the_one_that_was_tested() -> None:
+    (pinned,) = re.findall(r"^(torch==\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    for name, text in TEXTS.items():
+        assert set(re.findall(r"pip install (torch==\S+)", text)) <= {pinned}, name
+
+
 def test_what_chat_templates_of_a_format_hold_is_told() -> None:
     (table,) = (t for t in tables(SERVING) if t[0].startswith("| format | the template holds |"))
     told = {}
@@ -262,6 +268,9 @@ def test_figures_beside_peers_are_those_of_the_run(file: str) -> None:
         measured[key] += [ratio["ratio"], ratio["least"], ratio["greatest"]]
     table = tables(TEXTS[document][TEXTS[document].index(before) :])[0]
     peers = ["ours" if (word := cell.split()[0]) == "ours" else word.lower() for cell in table[0].split("|")[2:-1]]
+    for head in table[0].split("|")[3:-1]:
+        name, _, version = head.strip().partition(" ")
+        assert version in "".join(run["versions"][name.lower()].values()), f"{file}: {head}"
     precision = ""
     for row in table[2:]:
         label, *cells = (cell.strip() for cell in row.strip("|").split("|"))
