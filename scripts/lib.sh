@@ -44,6 +44,7 @@ command_for() {
 finish() {
   local status=$?
   trap - EXIT INT TERM HUP
+  trap '' PIPE # whoever read what this prints has gone: what follows is still done
   if [ -n "$STAGE_PID" ]; then kill "$STAGE_PID" 2>/dev/null || true; fi
   if command -v on_exit >/dev/null 2>&1; then on_exit "$status"; fi
   exit "$status"
@@ -51,6 +52,7 @@ finish() {
 trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
+trap 'exit 141' PIPE
 
 # stage LABEL LOG COMMAND...: runs it with its output in LOG, one line with the seconds it took. On a terminal the
 # line is alive; elsewhere it says every 20 seconds that it goes on. After a failure: the end of the log.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 import venv
@@ -236,16 +237,16 @@ def test_a_failed_stage_shows_the_end_of_its_log(tmp_path: Path) -> None:
     assert "\033" not in failed.stdout, "escape codes where no terminal is"
 
 
-def test_an_interrupted_stage_leaves_nothing_running(tmp_path: Path) -> None:
+def long_stage(tmp_path: Path) -> tuple[str, Path]:
+    """Some bash that runs a stage for longer than a test may take, and the file that gets the number of its process."""
     pid_file = tmp_path / "pid"
-    code = f'. "{ROOT}/scripts/lib.sh"; stage long "{tmp_path}/log" bash -c \'echo $$ >"{pid_file}"; exec sleep 60\''
-    script = subprocess.Popen(["bash", "-c", f"set -eu; {code}"], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + HANG_S
-    while not (pid_file.exists() and pid_file.read_text().strip()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    script.terminate()
-    assert script.wait(timeout=HANG_S) == 143
+    stage = f'stage long "{tmp_path}/log" bash -c \'echo $$ >"{pid_file}"; exec sleep {2 * HANG_S}\''
+    return f'. "{ROOT}/scripts/lib.sh"; {{before}} {stage}', pid_file
+
+
+def check_it_ends(pid_file: Path) -> None:
     pid = int(pid_file.read_text())
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         try:
             os.kill(pid, 0)
@@ -255,4 +256,28 @@ def test_an_interrupted_stage_leaves_nothing_running(tmp_path: Path) -> None:
         if state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
     pytest.fail(f"the stage's process {pid} outlived the script")
+
+
+def test_an_interrupted_stage_leaves_nothing_running(tmp_path: Path) -> None:
+    code, pid_file = long_stage(tmp_path)
+    script = subprocess.Popen(["bash", "-c", f"set -eu; {code.format(before='')}"], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + HANG_S
+    while not (pid_file.exists() and pid_file.read_text().strip()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    script.terminate()
+    assert script.wait(timeout=HANG_S) == 143
+    check_it_ends(pid_file)
+
+
+def test_a_stage_ends_with_the_reader_of_what_the_script_prints(tmp_path: Path) -> None:
+    """As in ``quickstart.sh | head -1``: the script ends at the next line that it prints, and the stage with it."""
+    code, pid_file = long_stage(tmp_path)
+    # A stage says every 20 seconds that it goes on. Here it does once its process is there.
+    before = f'sleep() {{ command sleep 0.05; if [ -s "{pid_file}" ]; then SECONDS=$((SECONDS + 20)); fi; }};'
+    with subprocess.Popen(["bash", "-c", f"set -eu; {code.format(before=before)}"], stdout=subprocess.PIPE) as script:
+        assert script.stdout is not None
+        script.stdout.close()
+        assert script.wait(HANG_S) == 141
+    check_it_ends(pid_file)
