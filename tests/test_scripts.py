@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import venv
 from pathlib import Path
@@ -97,7 +98,8 @@ def test_a_folder_that_is_no_virtual_environment_is_left_alone(tmp_path: Path) -
 
 
 def test_stop_without_a_server(tmp_path: Path) -> None:
-    done = run(ROOT / "scripts" / "quickstart.sh", "--stop", env={**os.environ, "GPT_FAST_RUN_DIR": str(tmp_path)})
+    places = {"GPT_FAST_RUN_DIR": str(tmp_path), "GPT_FAST_VENV": sys.prefix}
+    done = run(ROOT / "scripts" / "quickstart.sh", "--stop", env={**os.environ, **places})
     assert (done.returncode, done.stdout.strip()) == (0, f"No server was started from {tmp_path}.")
 
 
