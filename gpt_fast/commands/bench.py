@@ -115,6 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         if name in arguments:
             print(f"gpt-fast bench: {_flag(name)} means nothing with {_MODES[mode]}", file=sys.stderr)
             return 2
+    options.engine_options(arguments)  # refuses by name
     options.refuse_absent(arguments.checkpoint)
     for option, path in (("--output", arguments.output), ("--plot", vars(arguments).get("plot"))):
         if path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import shlex
 from collections.abc import Iterable
@@ -11,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from gpt_fast.checkpoint.files import NAME_OF_HUB
-from gpt_fast.config import EngineConfig
+from gpt_fast.config import EngineConfig, read_key
 from gpt_fast.errors import CheckpointError
+from gpt_fast.fields import kinds_of
 
 Table = dict[str, dict[str, Any]]  # flag: what argparse wants to know
+_FIELDS = kinds_of(EngineConfig)
 
 
 class AddAdapter(argparse.Action):
@@ -137,8 +138,12 @@ def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig that were given: keyword arguments for ``LLM``."""
-    return given(arguments, (field.name for field in dataclasses.fields(EngineConfig)))
+    """The fields of EngineConfig that were given: keyword arguments for ``LLM``. Raises ConfigError for a value that is
+    not taken, with the option as it was typed: what reads these fields later has other names for them."""
+    found = given(arguments, _FIELDS)
+    for name, value in found.items():
+        read_key(_FIELDS[name], value, f"--{name.replace('_', '-')}")
+    return found
 
 
 def set_up_logging(verbose: bool) -> None:
