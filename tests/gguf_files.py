@@ -1,6 +1,7 @@
 """Writes GGUF files with llama.cpp's Python library, as its converter would write them.
 
-The library has no encoder for the encodings in blocks of 256; the ones here are plain: least and greatest value.
+The library has no encoder for the encodings in blocks of 256. Those of Q4_K, Q5_K and Q6_K here are plain: least and
+greatest value. Blocks of others are made at random.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ Type = gguf.GGMLQuantizationType
 
 # What a file of the type ``Q4_K`` has where the inputs do not fill blocks of 256, as in llama.cpp.
 _NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+# Where the float16 of a block stand, and what they are in blocks that are made at random.
+_STEPS = {
+    "Q2_K": {80: 0.002, 82: 0.003}, "Q3_K": {108: 0.0005}, "IQ4_NL": {0: 0.0003}, "IQ4_XS": {0: 0.00002}, "MXFP4": {},
+}  # fmt: skip
 _NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -41,8 +46,21 @@ def encode(values: np.ndarray, kind: str) -> tuple[np.ndarray, Type]:
     """``values`` float32 [n, K] in the encoding ``kind``, or what stands in for it, and which that is."""
     if values.shape[-1] % 256 and kind in _NARROW:
         kind = _NARROW[kind]
+    if kind in _STEPS:
+        return _random_blocks(values, kind), Type[kind]
     own = {"Q4_K": lambda v: _with_minimum(v, 4), "Q5_K": lambda v: _with_minimum(v, 5), "Q6_K": _six_bits}
     return own.get(kind, lambda v: gguf.quants.quantize(v, Type[kind]))(values), Type[kind]
+
+
+def _random_blocks(values: np.ndarray, kind: str) -> np.ndarray:
+    """Blocks of as many values as ``values``, and of the size of weights."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[Type[kind]]
+    raw = np.random.default_rng(0).integers(0, 256, (values.size // size, num_bytes), dtype=np.uint8)
+    for at, step in _STEPS[kind].items():
+        raw[:, at : at + 2] = np.frombuffer(np.float16(step).tobytes(), np.uint8)
+    if kind == "MXFP4":
+        raw[:, 0] = 118 + raw[:, 0] % 4
+    return raw.reshape(len(values), -1)
 
 
 def _halves(values: np.ndarray) -> np.ndarray:
@@ -164,7 +182,7 @@ def _add_config(writer: gguf.GGUFWriter, checkpoint: Checkpoint, arch: str, extr
         writer.add_expert_count(c.experts.num_experts)
         writer.add_expert_used_count(c.experts.top_k)
         writer.add_expert_feed_forward_length(c.experts.ffn_dim)
-    adds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    adds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}
     for key, value in extra.items():
         adds[type(value)](f"{arch}.{key}", value)
 

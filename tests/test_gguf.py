@@ -54,7 +54,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "model_store" / "demo" / "target"
-QUANTIZED = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
+QUANTIZED = (
+    "Q2_K",
+    "Q3_K",
+    "Q4_0",
+    "Q4_1",
+    "Q4_K",
+    "Q5_0",
+    "Q5_1",
+    "Q5_K",
+    "Q6_K",
+    "Q8_0",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+)
 WIDE = ModelConfig("llama", 64, 256, 2, 4, 2, 64, 512, 128)  # whole blocks of 256
 
 
@@ -281,6 +295,33 @@ def test_llama3s_rotation_is_found_in_its_divisors(tmp_path: Path) -> None:
     assert scaling.attention_factor == 1
 
 
+def test_gemma3s_layers_with_a_window(tmp_path: Path) -> None:
+    source = made("gemma3", tmp_path / "source")
+    wanted = Checkpoint.open(source).config
+
+    def config(**keys: Any) -> ModelConfig:
+        return Checkpoint.open(write_model(source, tmp_path / "m.gguf", arch="gemma3", metadata=keys)).config
+
+    assert config() == wanted
+    assert (wanted.windows, wanted.local_rope_theta) == ((8, 8, 8, 8, 8, 0), 1e4)
+    assert config(**{"rope.freq_base_swa": 5000.0}).local_rope_theta == 5000
+    assert config(**{"attention.sliding_window_pattern": 2}).windows == (8, 0, 8, 0, 8, 0)
+    assert config(**{"attention.sliding_window_pattern": [1, 1, 0, 0, 1, 1]}).windows == (8, 8, 0, 0, 8, 8)
+    every = [True] * 6  # which is no period of 1
+    assert config(**{"attention.sliding_window_pattern": every}).windows == (8,) * 6
+    raw = {"architectures": ["Gemma3ForCausalLM"], **SHAPE, **ARCHITECTURES["gemma3"][2], "sliding_window": None}
+    save_checkpoint(random_model(parse_config(raw), torch.float32), tmp_path / "all")
+    path = write_model(tmp_path / "all", tmp_path / "all.gguf", arch="gemma3")
+    assert Checkpoint.open(path).config.windows == ()
+    assert torch.equal(logits(Checkpoint.open(path)), logits(Checkpoint.open(tmp_path / "all")))
+
+
+def test_keys_that_an_architecture_has_no_use_for(folder: Path, tmp_path: Path) -> None:
+    keys = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rope.freq_base_swa": 5000.0}
+    path = write_model(folder, tmp_path / "m.gguf", metadata=keys)
+    assert Checkpoint.open(path).config == Checkpoint.open(folder).config
+
+
 @pytest.mark.parametrize("name", ["phi3", "gemma2"])
 def test_a_window_of_0_is_none(name: str, tmp_path: Path) -> None:
     arch, architecture, changes = ARCHITECTURES[name]
@@ -305,6 +346,12 @@ def test_other_scalings_of_the_rotation(tmp_path: Path) -> None:
         found = Checkpoint.open(write_model(source, tmp_path / f"{kind}.gguf", metadata=keys)).config.rope_scaling
         assert found is not None
         assert (found.type, found.factor) == (kind, 4.0)
+    for keys in ({"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}):  # in older files without the type
+        found = Checkpoint.open(write_model(source, tmp_path / "older.gguf", metadata=keys)).config.rope_scaling
+        assert found is not None
+        assert (found.type, found.factor) == ("linear", 4.0)
+    keys = {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}
+    assert Checkpoint.open(write_model(source, tmp_path / "none.gguf", metadata=keys)).config.rope_scaling is None
     path = write_model(source, tmp_path / "bad.gguf", metadata={"rope.scaling.type": "su"})
     with pytest.raises(CheckpointError, match=r"bad\.gguf: llama\.rope\.scaling\.type 'su' is not supported"):
         Checkpoint.open(path)
@@ -377,12 +424,27 @@ def test_user_defined_tokens_are_written_with_spaces(data_dir: Path, tmp_path: P
     """Gemma's runs of spaces: llama.cpp's converter spells those of user-defined tokens as spaces, and no others."""
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma2")
     add_sentencepiece(writer, data_dir / "tokenizers" / "mistral" / "tokenizer.model.v1", user_defined=["  ", " " * 17])
+    writer.add_add_space_prefix(False)
     close(writer)
     tokenizer = load_tokenizer(tmp_path / "m.gguf")
     text = "a" + " " * 17 + "b  c"
     ids = tokenizer.encode(text)
     assert tokenizer.vocab_size - 1 in ids
     assert tokenizer.decode(ids) == text  # the model has a piece of two spaces as well
+
+
+def test_user_defined_markup_is_cut_out_of_a_text(data_dir: Path, tmp_path: Path) -> None:
+    """As in files of models whose turns were added to Mistral's vocabulary; text behind them begins like any text."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    markup = ["<|im_end|>", "<|im_start|>"]
+    add_sentencepiece(writer, data_dir / "tokenizers" / "mistral" / "tokenizer.model.v1", user_defined=markup)
+    close(writer)
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    said, answer = (tokenizer.encode(text, bos=False) for text in ("user\nhi", "\n"))
+    text = "<|im_start|>user\nhi<|im_end|>\n"
+    assert tokenizer.encode(text) == [1, 32_001, *said, 32_000, *answer]
+    assert said[0] == tokenizer.encode("user", bos=False)[0]
+    assert not tokenizer.is_special(32_001)
 
 
 def test_the_demo_model_keeps_its_ids(tmp_path: Path, data_dir: Path) -> None:
@@ -406,6 +468,7 @@ def test_phi3s_markup_swallows_white_space(vocabularies: Path, data_dir: Path, t
         "<|user|>\n  hi<|end|>\n<|assistant|>\n",
         "<|endoftext|>  x",
         "<s> a",
+        "<|user|>\x1f \u2029<|end|>\u3000\x1cx",
         "plain <|user|> text",
         "</s>a</s> b",
     ]
@@ -669,7 +732,7 @@ LIES = {
     "dimensions": (header(tensors=1, body=tensor("a", (2,) * 9)) + bytes(99), "9 dimensions"),
     "parts of a block": (header(tensors=1, body=tensor("a", (33, 2), 8)) + bytes(99), "in Q8_0 has the shape [2, 33]"),
     "an encoding that is not read": (
-        header(tensors=1, body=tensor("blk.0.x", (256,), 10)), "'blk.0.x' is in Q2_K, which is not supported",
+        header(tensors=1, body=tensor("blk.0.x", (256,), 17)), "'blk.0.x' is in IQ2_XS, which is not supported",
     ),
     "no such encoding": (header(tensors=1, body=tensor("a", (4,), 999)) + bytes(99), "is in encoding 999"),
     "no architecture": (header(), "lack general.architecture"),

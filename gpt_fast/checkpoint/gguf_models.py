@@ -164,17 +164,16 @@ def _raw(facts: _Facts, header: Header, divisors: State) -> dict[str, Any]:
     raw |= {"vocab_size": table.shape[0], "tie_word_embeddings": "output.weight" not in tensors}
     for name, key in {**_REQUIRED, **row.fields}.items():
         raw[_hub_key(family, name)] = facts.need(key)
-    for name, key in _OPTIONAL.items():
+    for name, key in _OPTIONAL.items():  # llama.cpp passes over those that an architecture has no use for, too
         if facts.get(key) is not None or name in ("num_kv_heads", "head_dim"):
             raw[_hub_key(family, name)] = facts.number(key)
     raw[_hub_key(family, "norm_eps")] = facts.need(next((k for k in _NORM_EPS if facts.get(k)), _NORM_EPS[0]))
-    raw |= {"rope_theta": facts.number("rope.freq_base"), "sliding_window": facts.number("attention.sliding_window")}
+    raw |= {"rope_theta": facts.number("rope.freq_base"), **_windows(facts)}
     raw |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     raw |= {**_query_scale(facts), **row.raw}
-    known = {*family.defaults, "architectures", "model_type"}
-    raw = {k: v for k, v in raw.items() if k in known and not (v is None and k in ("rope_theta", "sliding_window"))}
-    if raw.get("sliding_window") == 0:  # as the converter writes it for Phi-4
-        raw["sliding_window"] = None
+    listed = ("layer_types",) if family.windows == "listed" else ()
+    known = {*family.defaults, "architectures", "model_type", *listed}
+    raw = {k: v for k, v in raw.items() if k in known and not (v is None and k == "rope_theta")}
     if "rope_theta" in known:
         raw |= _rope(facts, raw, divisors)
     if facts.get("attention.causal") is False:
@@ -185,10 +184,24 @@ def _raw(facts: _Facts, header: Header, divisors: State) -> dict[str, Any]:
 
 
 def _hub_key(family: Family, name: str) -> str:
-    """The key of config.json for the field ``name`` of ModelConfig or ExpertsConfig."""
+    """The key of config.json for the field ``name`` of ModelConfig or ExpertsConfig, "" where the family has none."""
     if name in ("num_experts", "top_k") or name.startswith("experts "):
         return family.experts[name.removeprefix("experts ")]
-    return {**KEYS, **family.keys}[name]
+    same = {field: key for field, (key, power) in family.powers.items() if power == 1}
+    return {**KEYS, **family.keys, **same}.get(name, "")
+
+
+def _windows(facts: _Facts) -> dict[str, Any]:
+    """The sliding window, and which layers have it where the file says so: by their period, or a number for each."""
+    window, key = facts.number("attention.sliding_window"), "attention.sliding_window_pattern"
+    if window is None and facts.name == "gemma2":  # whose first files lack the key
+        return {}
+    pattern = facts.metadata.get(f"{facts.name}.{key}") if window else None  # 0: none, as for Phi-4
+    out: dict[str, Any] = {"sliding_window": window or None}
+    if isinstance(pattern, array):
+        kinds = ("full_attention", "sliding_attention")
+        return out | {"layer_types": [kinds[number != 0] for number in pattern]}
+    return out if pattern is None else out | {"sliding_window_pattern": facts.number(key)}
 
 
 def _query_scale(facts: _Facts) -> dict[str, Any]:
@@ -208,6 +221,10 @@ def _rope(facts: _Facts, raw: Mapping[str, Any], divisors: State) -> dict[str, A
     out: dict[str, Any] = {"partial_rotary_factor": rotary / max(1, head_dim)} if rotary != head_dim else {}
     original, factor = facts.number("rope.scaling.original_context_length"), facts.number("rope.scaling.factor")
     kind = facts.get("rope.scaling.type")
+    if factor is None and kind in (None, "linear"):
+        factor = facts.number("rope.scale_linear")  # the factor's name in files of 2023, which have no type
+    if kind is None and factor:
+        kind = "linear"
     if kind in ("linear", "yarn") and factor and factor != 1.0:
         out["rope_scaling"] = {"rope_type": kind, "factor": factor}
         if kind == "yarn":

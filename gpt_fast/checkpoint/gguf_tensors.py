@@ -1,7 +1,8 @@
 """Tensors of GGUF files, read as their values: the blocks of ggml (its ggml-common.h has their layout).
 
-Every encoding is ``value = code * step + base`` with a step and a base for each group of 16 or 32 neighbours. What goes
-on to int4 takes codes and groups as they are (quantize/gguf.py); all else reads values.
+Every encoding is ``value = code * step + base`` with a step and a base for each group of 16 or 32 neighbours. In
+IQ4_NL, IQ4_XS and MXFP4 four bits choose the code in a table. What goes on to int4 takes codes and groups as they are
+(quantize/gguf.py); all else reads values.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from gpt_fast.checkpoint.stored import StoredTensor, map_file
 from gpt_fast.errors import ConfigError
 from gpt_fast.gguf import Encoding, Place
 
+# Codes by four bits: of IQ4_NL and IQ4_XS, which lie closer near 0 (kvalues_iq4nl in ggml-common.h), and twice the
+# numbers of OCP's E2M1.
+_UNEVEN = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
+_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -116,6 +121,11 @@ def _halves(raw: Tensor) -> Tensor:
     return torch.cat((raw & 15, raw >> 4), dim=-1)
 
 
+def _pairs(raw: Tensor) -> Tensor:
+    """The four pairs of bits of bytes [n, 2, 32], lowest first, of one half after the other: [n, 8, 32]."""
+    return (raw[:, :, None] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).view(-1, 8, 32)
+
+
 def _bits(raw: Tensor, count: int) -> Tensor:
     """The ``count`` lowest bits of bytes [n, k], one after the other: [n, count, k]."""
     return raw[:, None] >> torch.arange(count, dtype=torch.uint8)[:, None] & 1
@@ -170,13 +180,41 @@ def _q5_k(raw: Tensor) -> Groups:
 
 def _q6_k(raw: Tensor) -> Groups:
     low = _halves(raw[:, :128].view(-1, 2, 64)).view(-1, 8, 32)
-    high = raw[:, 128:192].view(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
     step = _numbers(raw[:, 208:]) * raw[:, 192:208].view(torch.int8)
-    codes = (low | high.reshape(-1, 8, 32) << 4).view(torch.int8) - 32
+    codes = (low | _pairs(raw[:, 128:192].view(-1, 2, 32)) << 4).view(torch.int8) - 32
     return Groups(codes.view(-1, 16, 16), step, torch.zeros_like(step))
+
+
+def _q2_k(raw: Tensor) -> Groups:
+    step, base = _numbers(raw[:, 80:82]) * (raw[:, :16] & 15), -_numbers(raw[:, 82:]) * (raw[:, :16] >> 4)
+    return Groups(_pairs(raw[:, 16:80].view(-1, 2, 32)).view(torch.int8).view(-1, 16, 16), step, base)
+
+
+def _q3_k(raw: Tensor) -> Groups:
+    codes = (_pairs(raw[:, 32:96].view(-1, 2, 32)) | _bits(raw[:, :32], 8) << 2).view(torch.int8) - 4
+    high = (raw[:, None, 104:108] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).flatten(1)
+    step = _numbers(raw[:, 108:]) * ((_halves(raw[:, 96:104]) | high << 4).view(torch.int8) - 32)
+    return Groups(codes.view(-1, 16, 16), step, torch.zeros_like(step))
+
+
+def _iq4_nl(raw: Tensor) -> Groups:
+    step = _numbers(raw[:, :2])
+    return Groups(_UNEVEN[_halves(raw[:, 2:]).int()][:, None], step, torch.zeros_like(step))
+
+
+def _iq4_xs(raw: Tensor) -> Groups:
+    low = torch.stack((raw[:, 4:8] & 15, raw[:, 4:8] >> 4), dim=-1).flatten(1)
+    high = (raw[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(1)
+    step = _numbers(raw[:, :2]) * ((low | high << 4).view(torch.int8) - 32)
+    return Groups(_UNEVEN[_halves(raw[:, 8:].view(-1, 8, 16)).int()], step, torch.zeros_like(step))
+
+
+def _mxfp4(raw: Tensor) -> Groups:
+    step = torch.exp2(raw[:, :1].double() - 128).float()  # half of the exponent's power: the codes are twice too large
+    return Groups(_E2M1[_halves(raw[:, 1:]).int()][:, None], step, torch.zeros_like(step))
 
 
 _DECODE: dict[str, Callable[[Tensor], Groups]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
+    "Q6_K": _q6_k, "Q2_K": _q2_k, "Q3_K": _q3_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip
