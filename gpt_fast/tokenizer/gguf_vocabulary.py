@@ -115,20 +115,30 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for ours, name in _NAMED.items():
         if (token := _named(metadata, name)) is not None:
             out[f"{ours}_token"] = token
-    if metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama":
-        out["added_tokens_decoder"] = _phi3_markup(metadata)
+    if metadata.get("tokenizer.ggml.model") == "llama":
+        out["added_tokens_decoder"] = _markup(metadata)
     return out | ({"chat_template": template} if isinstance(template, str) else {})
 
 
-def _phi3_markup(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The markup of chats in Phi-3's SentencePiece vocabularies, which swallows the white space behind it: no key says
-    so, and llama.cpp knows it too. Of it ``</s>`` is declared to be text."""
+def _markup(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens that are cut out of a text before a SentencePiece model sees the rest: user-defined ones, such as
+    ``<|im_start|>`` where a converter did not know it for a control token. The text behind them gets the space that a
+    text gets at its start. Where none does, the model finds them as well, unless it has the spelling of one twice.
+
+    In Phi-3's vocabularies all markup of chats swallows the white space behind it: no key says so, and llama.cpp knows
+    it too. Of it ``</s>`` is declared to be text."""
     controls, texts = (_of_kind(metadata, kind) for kind in (_CONTROL, _USER_DEFINED))
-    return {
-        str(id): {"content": token, "special": id in controls, "rstrip": True}
-        for id, token in (controls | texts).items()
-        if token not in _WITHOUT_RSTRIP
-    }
+    if metadata.get("general.architecture") == "phi3":
+        return {
+            str(id): {"content": token, "special": id in controls, "rstrip": True}
+            for id, token in (controls | texts).items()
+            if token not in _WITHOUT_RSTRIP
+        }
+    spelled = {_spelled(token) for token in texts.values() if " " in token}
+    twice = spelled and spelled & {*metadata["tokenizer.ggml.tokens"]}
+    if metadata.get("tokenizer.ggml.add_space_prefix") is False and not twice:
+        return {}
+    return {str(id): {"content": token, "special": False} for id, token in texts.items()}
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:
@@ -191,8 +201,7 @@ def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: list[str], t
     if (unknown := named["unknown"]) is not None:  # a model has one
         kinds = [_CONTROL if kind == _UNKNOWN else kind for kind in kinds]
         kinds[tokens.index(unknown)] = _UNKNOWN
-    # llama.cpp's converter spells the spaces of user-defined tokens, such as Gemma's, as no model finds them.
-    known, spelled = set(tokens), [token.replace(" ", SPACE) for token in tokens]
+    known, spelled = set(tokens), [_spelled(token) for token in tokens]
     pieces = (
         _field(1, (token if ours in known else ours).encode()) + _field(2, float(score)) + _field(3, kind)
         for token, ours, score, kind in zip(tokens, spelled, scores, kinds, strict=True)
@@ -205,6 +214,11 @@ def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: list[str], t
     )
     normalizer = _field(1, b"identity") + _field(3, int(prefix is not False)) + _field(4, int(squeeze is True))
     return b"".join(_field(1, piece) for piece in pieces) + _field(2, trainer) + _field(3, normalizer)
+
+
+def _spelled(token: str) -> str:
+    """``token`` as a model finds it: llama.cpp's converter writes spaces of user-defined tokens, such as Gemma's."""
+    return token.replace(" ", SPACE)
 
 
 def _field(number: int, value: int | float | bytes) -> bytes:

@@ -15,6 +15,8 @@ from gpt_fast.errors import TokenizerError
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+# What the tokenizers library takes for white space: without four control characters that Python counts among it.
+_WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\x1c\x1d\x1e\x1f")
 MAX_IDS = 2**24  # far above every vocabulary; a table has a row for each id below the largest
 
 
@@ -161,7 +163,7 @@ class AddedTokenSplitter:
         for match in self._pattern.finditer(text) if self._pattern else ():
             assert match.lastindex is not None  # every alternative is one group
             token, before = self._tokens[match.lastindex - 1], text[start : match.start()]
-            yield before.rstrip() if token.lstrip else before
+            yield before.rstrip(_WHITE_SPACE) if token.lstrip else before
             yield token.id
             start = match.end()
         yield text[start:]
@@ -172,4 +174,4 @@ def _pattern(token: AddedToken) -> str:
     if token.single_word:
         content = rf"(?<!\w){content}(?!\w)"
     # White space before it is left to split(): looked for from here it would be read again at every place.
-    return f"({content})" + (r"\s*" if token.rstrip else "")
+    return f"({content})" + (f"[{_WHITE_SPACE}]*" if token.rstrip else "")
