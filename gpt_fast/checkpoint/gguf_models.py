@@ -29,7 +29,7 @@ from gpt_fast.gguf import Header, read_header
 from gpt_fast.model.description import Layout, RopeTable
 from gpt_fast.model.rope import inverse_frequencies
 from gpt_fast.quantize.formats import row_order
-from gpt_fast.tokenizer.gguf_vocabulary import end_ids
+from gpt_fast.tokenizer.gguf_vocabulary import end_ids, token_id
 
 State = dict[str, StoredTensor]
 
@@ -178,8 +178,7 @@ def _raw(facts: _Facts, header: Header, divisors: State) -> dict[str, Any]:
         raw |= _rope(facts, raw, divisors)
     if facts.get("attention.causal") is False:
         raw["is_causal"] = False
-    bos, ends = header.metadata.get("tokenizer.ggml.bos_token_id"), end_ids(header.metadata)
-    bos = bos if isinstance(bos, int) else None
+    bos, ends = token_id(header.metadata, "bos"), end_ids(header.metadata)
     return raw | {"bos_token_id": bos, "eos_token_id": ends[0] if len(ends) == 1 else ends}
 
 

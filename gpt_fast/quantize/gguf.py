@@ -4,7 +4,9 @@
 Q4_0, Q4_1, Q4_K      int4  codes as they are, in the same groups of 32; scales and zeros in a byte each, as for those
                             of gpt-fast (tinygemm.py)
 Q5_0, Q5_1, Q5_K,     int8  rounded to nearest, with one scale for each row in the place of one for each group
-Q6_K, Q8_0
+Q6_K, Q8_0, Q2_K,
+Q3_K, IQ4_NL,
+IQ4_XS, MXFP4
 F32, F16, BF16        --    as they are; so are tables, routers and a head that is also the table
 ====================  ====  ==========================================================================================
 

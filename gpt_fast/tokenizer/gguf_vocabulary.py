@@ -30,7 +30,6 @@ _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # tokenizer_config.json's names, and GGUF's
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 _WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's
-_END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
 class Split(NamedTuple):
@@ -79,9 +78,15 @@ _TODO = "put the model's own tokenizer.json beside the weights: gpt-fast convert
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The ids of the tokens that end an answer: those that the keys name, and control tokens known to do so."""
-    named = [metadata[key] for key in _END_KEYS if isinstance(metadata.get(key), int)]
+    named = [id for name in ("eos", "eot", "eom") if (id := token_id(metadata, name)) is not None]
     controls = {token: id for id, token in reversed(_of_kind(metadata, _CONTROL).items())}
     return list(dict.fromkeys([*named, *(controls[end] for end in _ENDS if end in controls)]))
+
+
+def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    """The id of the token ``name``, such as bos; None where the metadata have none."""
+    id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return id if isinstance(id, int) and not isinstance(id, bool) else None
 
 
 def _of_kind(metadata: Mapping[str, Any], wanted: int) -> dict[int, str]:
@@ -166,8 +171,8 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
 
 def _named(metadata: Mapping[str, Any], name: str) -> str | None:
     """The token ``name``, such as bos; None where there is none."""
-    id, tokens = metadata.get(f"tokenizer.ggml.{name}_token_id"), metadata.get("tokenizer.ggml.tokens")
-    return tokens[id] if isinstance(tokens, list) and isinstance(id, int) and 0 <= id < len(tokens) else None
+    id, tokens = token_id(metadata, name), metadata.get("tokenizer.ggml.tokens")
+    return tokens[id] if isinstance(tokens, list) and id is not None and 0 <= id < len(tokens) else None
 
 
 def _byte_pairs(path: Path, metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]) -> bytes:
