@@ -607,6 +607,7 @@ def test_every_end_of_an_answer_is_known(folder: Path, data_dir: Path, tmp_path:
     writer.add_token_list(["<unk>", "<|im_end|>", "</s>", "x", "<|eot_id|>"])
     writer.add_token_types([2, 3, 3, 1, 1])
     writer.add_eos_token_id(2)
+    writer.add_key_value("tokenizer.ggml.eot_token_id", True, gguf.GGUFValueType.BOOL)  # no id
     close(writer)
     from gpt_fast.gguf import read_metadata
     from gpt_fast.tokenizer.gguf_vocabulary import end_ids
