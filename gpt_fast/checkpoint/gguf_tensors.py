@@ -197,21 +197,27 @@ def _q3_k(raw: Tensor) -> Groups:
     return Groups(codes.view(-1, 16, 16), step, torch.zeros_like(step))
 
 
+def _looked_up(table: Tensor, raw: Tensor) -> Tensor:
+    """What ``table`` has for each four bits of bytes [..., k], in the order of ``_halves``: [..., 2 k]."""
+    codes = _halves(raw)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)  # indexing takes four times as long
+
+
 def _iq4_nl(raw: Tensor) -> Groups:
     step = _numbers(raw[:, :2])
-    return Groups(_UNEVEN[_halves(raw[:, 2:]).int()][:, None], step, torch.zeros_like(step))
+    return Groups(_looked_up(_UNEVEN, raw[:, 2:])[:, None], step, torch.zeros_like(step))
 
 
 def _iq4_xs(raw: Tensor) -> Groups:
     low = torch.stack((raw[:, 4:8] & 15, raw[:, 4:8] >> 4), dim=-1).flatten(1)
     high = (raw[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(1)
     step = _numbers(raw[:, :2]) * ((low | high << 4).view(torch.int8) - 32)
-    return Groups(_UNEVEN[_halves(raw[:, 8:].view(-1, 8, 16)).int()], step, torch.zeros_like(step))
+    return Groups(_looked_up(_UNEVEN, raw[:, 8:].view(-1, 8, 16)), step, torch.zeros_like(step))
 
 
 def _mxfp4(raw: Tensor) -> Groups:
     step = torch.exp2(raw[:, :1].double() - 128).float()  # half of the exponent's power: the codes are twice too large
-    return Groups(_E2M1[_halves(raw[:, 1:]).int()][:, None], step, torch.zeros_like(step))
+    return Groups(_looked_up(_E2M1, raw[:, 1:])[:, None], step, torch.zeros_like(step))
 
 
 _DECODE: dict[str, Callable[[Tensor], Groups]] = {
