@@ -64,7 +64,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> set[str]:
     add("--batch-sizes", type=values.wholes, metavar="B,...", help="sequences decoded together (default: 1)")
     prompts = "tokens of each prompt, which is the context that decoding starts from; a row for each (default: 128)"
     add("--prompt-tokens", "--context", type=values.wholes, metavar="P,...", help=prompts)
-    add("--new-tokens", type=int, metavar="N", help="tokens to decode (default: 64; with --draft at most 128)")
+    add("--new-tokens", type=int, metavar="N", help="tokens to decode (default: 64; with --draft 128 or fewer)")
     add("--repeats", type=int, metavar="R", help="runs of each row, the median counts (default: 3; with --draft 5)")
     rules = "with --draft: published rules as well (leviathan, chen; coupled in their form), slow; see generate"
     add("--method", type=_names, metavar="RULE,...", help=rules)
