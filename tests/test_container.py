@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,14 @@ def test_the_environment_has_a_default_for_everything(script: ModuleType) -> Non
     assert found.config == ROOT / "model_config.yaml"
     given = {"GPT_FAST_MODEL": "/m", "GPT_FAST_CONFIG": "/c.yaml", "GPT_FAST_RUN": "/r", "GPT_FAST_DRAIN_S": "5"}
     assert script.Settings.read(given) == script.Settings(Path("/m"), Path("/c.yaml"), Path("/r"), 5.0)
+
+
+def test_the_documents_have_the_variables_with_their_defaults(script: ModuleType) -> None:
+    rows = re.findall(r"^\| `(GPT_FAST_\w+)` \| (.*?) \|", (ROOT / "docs/cluster.md").read_text(encoding="utf-8"), re.M)
+    found = script.Settings.read({})
+    config = f"the image's `{found.config.relative_to(ROOT)}`"
+    told = {"MODEL": f"`{found.model}`", "CONFIG": config, "RUN": f"`{found.run}`", "DRAIN_S": f"{found.drain_s:g}"}
+    assert dict(rows) == {f"GPT_FAST_{name}": default for name, default in told.items()}
 
 
 @pytest.mark.parametrize("wrong", ["", "soon", "-1", "1.5"])

@@ -26,7 +26,8 @@ from gpt_fast.checkpoint.family_table import FAMILIES
 from gpt_fast.cli import main
 from gpt_fast.commands import serve
 from gpt_fast.config import DEFAULT_MAX_BATCH, EngineConfig
-from gpt_fast.serve import metric_table, model_yaml
+from gpt_fast.engine.engine import ABANDONED_S
+from gpt_fast.serve import metric_table, model_yaml, session
 from gpt_fast.serve.protocol import native
 from gpt_fast.serve.settings import HandlerSettings
 from gpt_fast.tokenizer import chat_formats, gguf_vocabulary
@@ -230,6 +231,39 @@ def test_the_table_of_a_row_has_every_field_of_a_family() -> None:
 
 def test_the_table_of_commands_has_every_command() -> None:
     assert first_column(PYTHON, "command") == {command.__name__.rpartition(".")[2] for command in cli.commands()}
+
+
+def test_the_limits_are_those_of_the_code_and_of_the_shipped_files() -> None:
+    handler = model_yaml.read_model_yaml(ROOT / "model_config.yaml").config["handler"]
+    nginx = (ROOT / "configs/proxy/nginx.conf").read_text(encoding="utf-8")
+    code = (ROOT / "handler.py").read_text(encoding="utf-8")
+
+    def of_nginx(directive: str) -> str:
+        (value,) = re.findall(rf"{directive}(\d+)", nginx)
+        return str(value)
+
+    waiting = handler["max_waiting"]
+    (unanswered,) = re.findall(r"^MAX_UNANSWERED_BYTES = (\d+) \* 1024 \* 1024$", code, re.M)
+    assert handler["max_body_bytes"] == int(of_nginx("client_max_body_size ")) * 2**20
+    kept = {
+        "a request's bytes": f"{handler['max_body_bytes'] // 2**20} MiB",
+        "bytes of all requests that nothing has been answered to yet": f"{unanswered} MiB",
+        "preparing a request": f"{session.PARSE_S:g} s",
+        "sequences that decode together": f"{handler['max_batch']}",
+        "sequences that wait for their first turn": f"{waiting}; of one request {waiting // 2}",
+        "an answer in one piece": f"{handler['one_piece_timeout_s']} s",
+        "an answer's bytes that are sent at once": f"{session.MAX_PIECE_BYTES // 100_000 / 10} MB",
+        "tokens of a stream that TorchServe has not fetched": f"{session.MAX_UNCOLLECTED}, for {ABANDONED_S:g} s",
+        "a silent answer": f"{of_nginx('proxy_read_timeout ')} s",
+        "a client's requests at a time": f"{of_nginx('limit_conn gpt_fast_client ')}; of an address "
+        + of_nginx("limit_conn gpt_fast_address "),
+        "a client's requests a second": f"{of_nginx('rate=')}, and {of_nginx('burst=')} at once",
+        "a client that sends or reads slowly": f"{of_nginx('client_body_timeout ')} s, {of_nginx('send_timeout ')} s",
+    }
+    (table,) = (t for t in tables(TEXTS["docs/deploy.md"]) if t[0].startswith("| what | limit |"))
+    told = {what.strip(): limit.strip() for what, limit in (row.split("|")[1:3] for row in table[2:])}
+    assert {*told} - {*kept} == {"prompt and answer"}
+    assert {what: limit for what, limit in kept.items() if not told[what].startswith(limit)} == {}
 
 
 # --- figures -------------------------------------------------------------------------------------------------------
