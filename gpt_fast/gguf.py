@@ -24,6 +24,7 @@ MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER = 2**26  # bytes; a vocabulary of 256 thousand tokens with its merges has a fifth of that
 _MAX_ENTRIES = 2**24  # of an array, and numbers of keys and tensors
+_MAX_MATRICES = 2**18  # in a file; a trillion weights in 61 layers of 384 experts are a quarter of that
 _MAX_SIZE = 2**48  # of a dimension
 _ALIGNMENT = 32  # bytes, where general.alignment does not say
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -141,11 +142,15 @@ class _Reader:
         if not isinstance(alignment, int) or not 0 < alignment <= 2**16 or alignment & (alignment - 1):
             raise self._wrong(f"general.alignment must be a power of two, not {alignment!r:.40}")
         found: dict[str, tuple[tuple[int, ...], Encoding, int]] = {}
+        num_matrices = 0
         for _ in range(self._num_tensors):
             name, shape, encoding, offset = self._tensor(alignment)
             if name in found:
                 raise self._wrong(f"tensor {name!r} occurs twice")
             found[name] = (shape, encoding, offset)
+            num_matrices += shape[0] if len(shape) > 2 else 1  # each expert is one
+            if num_matrices > _MAX_MATRICES:
+                raise self._wrong(f"it is damaged: its tensors are more than {_MAX_MATRICES} matrices")
         start = -(-self._at // alignment) * alignment
         places = {name: self._place(name, start, *facts) for name, facts in found.items()}
         for one, other in pairwise(sorted((p.begin, p.end, name) for name, p in places.items())):

@@ -727,6 +727,9 @@ LIES = {
     "far beyond the end": (header(tensors=1, body=tensor("a", (4,), 0, 2**64 - 32)) + bytes(99), "ends at byte"),
     "not aligned": (header(tensors=1, body=tensor("a", (4,), 0, 7)) + bytes(99), "no multiple of 32"),
     "huge": (header(tensors=1, body=tensor("a", (2**40, 2**40))) + bytes(99), "ends at byte"),
+    "experts without end": (
+        header(tensors=1, body=tensor("a_exps.weight", (1, 1, 2**19))) + bytes(2**21 + 99), "more than 262144 matrices",
+    ),
     "no size": (header(tensors=1, body=tensor("a", (0, 4))) + bytes(99), "the shape [4, 0]"),
     "a size that wraps": (header(tensors=1, body=tensor("a", (2**63, 2))) + bytes(99), "the shape"),
     "no dimension": (header(tensors=1, body=tensor("a", ())) + bytes(99), "0 dimensions"),
