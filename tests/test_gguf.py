@@ -38,7 +38,7 @@ from gpt_fast.checkpoint.shard import Shard
 from gpt_fast.cli import main
 from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError, ConfigError, TokenizerError, TokenizerMissing
-from gpt_fast.gguf import ENCODINGS
+from gpt_fast.gguf import ENCODINGS, read_metadata
 from gpt_fast.llm import LLM
 from gpt_fast.model.building import random_model
 from gpt_fast.params import SamplingParams
@@ -49,6 +49,7 @@ from gpt_fast.serve.routes import openai_context
 from gpt_fast.serve.settings import find_checkpoint
 from gpt_fast.tokenizer import load_tokenizer
 from gpt_fast.tokenizer.chat import DEFAULT, load_templates
+from gpt_fast.tokenizer.gguf_vocabulary import end_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -442,7 +443,8 @@ def test_user_defined_markup_is_cut_out_of_a_text(data_dir: Path, tmp_path: Path
     tokenizer = load_tokenizer(tmp_path / "m.gguf")
     said, answer = (tokenizer.encode(text, bos=False) for text in ("user\nhi", "\n"))
     text = "<|im_start|>user\nhi<|im_end|>\n"
-    assert tokenizer.encode(text) == [1, 32_001, *said, 32_000, *answer]
+    assert tokenizer.encode(text, allow_special=True) == [1, 32_001, *said, 32_000, *answer]
+    assert tokenizer.encode(text)[:5] == [1, 32_001, *said[:3]]
     assert said[0] == tokenizer.encode("user", bos=False)[0]
     assert not tokenizer.is_special(32_001)
 
@@ -609,10 +611,20 @@ def test_every_end_of_an_answer_is_known(folder: Path, data_dir: Path, tmp_path:
     writer.add_eos_token_id(2)
     writer.add_key_value("tokenizer.ggml.eot_token_id", True, gguf.GGUFValueType.BOOL)  # no id
     close(writer)
-    from gpt_fast.gguf import read_metadata
-    from gpt_fast.tokenizer.gguf_vocabulary import end_ids
-
     assert end_ids(read_metadata(tmp_path / "m.gguf")) == [2, 1]
+
+
+def test_a_turns_end_that_is_declared_to_be_text(data_dir: Path, tmp_path: Path) -> None:
+    """As converters did until 2024 with all that was added to a vocabulary."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    markup = ["<|im_end|>", "<|im_start|>"]
+    add_sentencepiece(writer, data_dir / "tokenizers" / "mistral" / "tokenizer.model.v1", user_defined=markup)
+    close(writer)
+    assert end_ids(read_metadata(tmp_path / "m.gguf")) == [2, 32_000]
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    assert tokenizer.is_special(32_000)
+    assert 32_000 not in tokenizer.encode("a<|im_end|>")
+    assert 32_000 in tokenizer.encode("a<|im_end|>", allow_special=True)
 
 
 def test_a_tokenizer_beside_a_vocabulary_that_is_not_read(folder: Path, vocabularies: Path, tmp_path: Path) -> None:

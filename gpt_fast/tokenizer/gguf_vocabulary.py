@@ -94,7 +94,15 @@ def _of_kind(metadata: Mapping[str, Any], wanted: int) -> dict[int, str]:
     tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(types, array):
         return {}
-    return {i: token for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == wanted}
+    pairs = enumerate(zip(tokens, types, strict=False))
+    return {i: token for i, (token, kind) in pairs if _meant(token, kind) == wanted}
+
+
+def _meant(token: str, kind: int) -> int:
+    """The kind of ``token``. Until 2024 llama.cpp's converter declared all added tokens to be user-defined."""
+    if kind == _USER_DEFINED and token in _ENDS:
+        return _CONTROL
+    return kind if kind in range(_NORMAL, _BYTE + 1) else _NORMAL
 
 
 def load_gguf(path: Path) -> Tokenizer:
@@ -160,7 +168,7 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
     given = metadata.get("tokenizer.ggml.token_type", array("i", [_NORMAL]) * len(tokens))
     if not isinstance(given, array) or len(given) != len(tokens):
         raise TokenizerError(f"{path}: tokenizer.ggml.token_type must have a number for each of {len(tokens)} tokens")
-    types = [int(kind) if kind in range(_NORMAL, _BYTE + 1) else _NORMAL for kind in given]
+    types = [int(_meant(token, kind)) for token, kind in zip(tokens, given, strict=True)]
     config = json.dumps(_config(metadata), ensure_ascii=False, indent=2).encode()
     if kind == "llama":
         made = {"tokenizer.model": _sentencepiece(path, metadata, tokens, types)}
