@@ -609,7 +609,7 @@ def test_every_end_of_an_answer_is_known(folder: Path, data_dir: Path, tmp_path:
     writer.add_token_list(["<unk>", "<|im_end|>", "</s>", "x", "<|eot_id|>"])
     writer.add_token_types([2, 3, 3, 1, 1])
     writer.add_eos_token_id(2)
-    writer.add_key_value("tokenizer.ggml.eot_token_id", True, gguf.GGUFValueType.BOOL)  # no id
+    writer.add_key_value("tokenizer.ggml.eot_token_id", False, gguf.GGUFValueType.BOOL)  # no id
     close(writer)
     assert end_ids(read_metadata(tmp_path / "m.gguf")) == [2, 1]
 
