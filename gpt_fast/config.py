@@ -293,8 +293,9 @@ class EngineConfig:
             raise ConfigError("device: device_map says where the layers are; leave one of the two out")
         if self.device_memory is not None and self.device_map is None:
             raise ConfigError("device_memory: limits of the devices of device_map, and there is none")
-        if self.lookup_history and self.drafter not in (None, "lookup"):
-            raise ConfigError(f"lookup_history: only lookup remembers answers, and draft is {self.drafter}")
+        if self.lookup_history and self.drafter != "lookup" and self.speculate != "never":
+            instead = "there is no draft" if self.draft is None else f"draft is {self.draft}"
+            raise ConfigError(f"lookup_history: only lookup remembers answers, and {instead}")
 
     @property
     def drafter(self) -> str | None:

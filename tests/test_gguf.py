@@ -421,6 +421,19 @@ def test_sentencepiece_by_its_keys(data_dir: Path, tmp_path: Path) -> None:
     assert template.render([{"role": "user", "content": "hi"}]) == "<s>[user] hi"
 
 
+def test_templates_by_name(data_dir: Path, tmp_path: Path) -> None:
+    """As in files of Hermes 2 Pro and Command R, whose template for tools is another one."""
+    templates = {name: "{{ messages[0].content }} by " + name for name in ("default", "tool_use", "rag")}
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    add_sentencepiece(writer, data_dir / "tokenizers" / "mistral" / "tokenizer.model.v1")
+    writer.add_chat_template([{"name": name, "template": template} for name, template in templates.items()])
+    close(writer)
+    found = load_templates(tmp_path / "m.gguf")
+    assert {name: template.source for name, template in found.items()} == {
+        name: templates[name] for name in ("default", "tool_use")
+    }
+
+
 def test_user_defined_tokens_are_written_with_spaces(data_dir: Path, tmp_path: Path) -> None:
     """Gemma's runs of spaces: llama.cpp's converter spells those of user-defined tokens as spaces, and no others."""
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma2")

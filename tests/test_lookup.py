@@ -267,3 +267,5 @@ def test_the_same_question_is_answered_in_fewer_steps_only_with_history(new: Any
 def test_history_needs_lookup() -> None:
     with pytest.raises(ValueError, match=r"lookup_history: only lookup .* draft is int8"):
         LLM("nowhere", draft="int8", lookup_history=10)
+    with pytest.raises(ValueError, match=r"lookup_history: only lookup .* there is no draft"):
+        LLM("nowhere", lookup_history=10)

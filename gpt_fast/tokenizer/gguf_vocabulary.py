@@ -122,7 +122,7 @@ def tokenizer_config(path: Path) -> dict[str, Any]:
 
 def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     split = SPLITS.get(str(metadata.get("tokenizer.ggml.pre")), _GPT2)
-    given, template = metadata.get("tokenizer.ggml.add_bos_token"), metadata.get("tokenizer.chat_template")
+    given = metadata.get("tokenizer.ggml.add_bos_token")
     usual = metadata.get("tokenizer.ggml.model") == "llama" or split.add_bos
     out: dict[str, Any] = {"add_bos_token": given if isinstance(given, bool) else usual}
     for ours, name in _NAMED.items():
@@ -130,7 +130,13 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
             out[f"{ours}_token"] = token
     if metadata.get("tokenizer.ggml.model") == "llama":
         out["added_tokens_decoder"] = _markup(metadata)
-    return out | ({"chat_template": template} if isinstance(template, str) else {})
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    named = [
+        {"name": name, "template": metadata[key]} for name, key in keys.items() if isinstance(metadata.get(key), str)
+    ]
+    if len(named) == 1 and named[0]["name"] == "default":
+        return out | {"chat_template": named[0]["template"]}
+    return out | ({"chat_template": named} if named else {})
 
 
 def _markup(metadata: Mapping[str, Any]) -> dict[str, Any]:
