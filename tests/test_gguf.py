@@ -438,9 +438,9 @@ def test_user_defined_tokens_are_written_with_spaces(data_dir: Path, tmp_path: P
     """Gemma's runs of spaces: llama.cpp's converter spells those of user-defined tokens as spaces, and no others."""
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma2")
     add_sentencepiece(writer, data_dir / "tokenizers" / "mistral" / "tokenizer.model.v1", user_defined=["  ", " " * 17])
-    writer.add_add_space_prefix(False)
     close(writer)
     tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    assert tokenizer.leading_spaces_dropped == 0  # Gemma's texts begin with no space, and its first files do not say so
     text = "a" + " " * 17 + "b  c"
     ids = tokenizer.encode(text)
     assert tokenizer.vocab_size - 1 in ids

@@ -155,7 +155,7 @@ def _markup(metadata: Mapping[str, Any]) -> dict[str, Any]:
         }
     spelled = {_spelled(token) for token in texts.values() if " " in token}
     twice = spelled and spelled & {*metadata["tokenizer.ggml.tokens"]}
-    if metadata.get("tokenizer.ggml.add_space_prefix") is False and not twice:
+    if not _has_prefix(metadata) and not twice:
         return {}
     return {str(id): {"content": token, "special": False} for id, token in texts.items()}
 
@@ -228,11 +228,16 @@ def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: list[str], t
     trainer = _field(3, _BPE) + _field(35, int(_BYTE in kinds))
     for number, token in zip((45, 46, 47), named.values(), strict=True):
         trainer += _field(number, token.encode()) if token is not None else b""
-    prefix, squeeze = (
-        metadata.get(f"tokenizer.ggml.{key}") for key in ("add_space_prefix", "remove_extra_whitespaces")
-    )
-    normalizer = _field(1, b"identity") + _field(3, int(prefix is not False)) + _field(4, int(squeeze is True))
+    squeeze = metadata.get("tokenizer.ggml.remove_extra_whitespaces")
+    normalizer = _field(1, b"identity") + _field(3, int(_has_prefix(metadata))) + _field(4, int(squeeze is True))
     return b"".join(_field(1, piece) for piece in pieces) + _field(2, trainer) + _field(3, normalizer)
+
+
+def _has_prefix(metadata: Mapping[str, Any]) -> bool:
+    """Whether a text begins behind a space; Gemma's do not, whose first files lack the key."""
+    given = metadata.get("tokenizer.ggml.add_space_prefix")
+    usual = not str(metadata.get("general.architecture")).startswith("gemma")
+    return given if isinstance(given, bool) else usual
 
 
 def _spelled(token: str) -> str:
