@@ -57,7 +57,8 @@ def test_wrong_value(key: str, value: object) -> None:
 def test_every_number_has_a_least_and_a_greatest_value(key: str) -> None:
     least, greatest = RANGES[key]
     for good in (least, greatest):
-        assert getattr(from_mapping(EngineConfig, {key: good}, "yaml"), key) == good
+        options = {key: good, "draft": "lookup"}  # without which lookup_history means nothing
+        assert getattr(from_mapping(EngineConfig, options, "yaml"), key) == good
     for wrong in (least - 1, -1, -(10**30), greatest + 1, 10**30):
         number = "a number of more than 64 bits" if abs(wrong) > 2**64 else wrong
         message = f"{key} in yaml must be a .*number from {least} to {greatest}, not {number}$"
