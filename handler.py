@@ -61,8 +61,9 @@ from gpt_fast.serve.last_words import hold_open  # noqa: E402
 from gpt_fast.serve.metrics import Metrics  # noqa: E402
 from gpt_fast.serve.model_yaml import RESPONSE_S, serves_continuously  # noqa: E402
 from gpt_fast.serve.only_worker import claim  # noqa: E402
+from gpt_fast.serve.protocol.open_inference import REFUSAL, refuse_call  # noqa: E402
 from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, error_body  # noqa: E402
-from gpt_fast.serve.routes import Routes  # noqa: E402
+from gpt_fast.serve.routes import Routes, break_off  # noqa: E402
 from gpt_fast.serve.session import TOO_MANY_LARGE, Session, as_request_error, wait_for_news  # noqa: E402
 from gpt_fast.serve.settings import HandlerSettings, read_settings  # noqa: E402
 from gpt_fast.serve.torchserve_metrics import NO_WORKER, worker_id, write_torchserve  # noqa: E402
@@ -168,6 +169,8 @@ class GPTFastHandler:
 
     def handle(self, data: list[Mapping[str, Any]], ctx: Any) -> list[str]:
         """One piece for each entry of ``data``; a request's own fault never raises, it would fail the others."""
+        if self.continuous and not data:
+            self.leave()
         if self.continuous and not self.held:
             self.held, self.holder = True, self.hold(ctx.cl_socket)
         if self.llm.follows:  # TorchServe sends every request to every rank, and takes the answers of rank 0
@@ -176,6 +179,16 @@ class GPTFastHandler:
         return self.exchange(data, ctx) if self.continuous else [self.answer(i, e, ctx) for i, e in enumerate(data)]
 
     # Continuous batching.
+
+    def leave(self) -> None:
+        """End a worker that TorchServe has forgotten.
+
+        TorchServe 0.12 starts a worker that has died again a while later, also where the management API has set the
+        number of workers to none meanwhile. It gives such a worker batches without requests from then on, and no
+        other worker could start while this one has its place (only_worker.py)."""
+        log.critical("TorchServe has no requests for this worker, since it was scaled down; it ends")
+        sys.stdout.flush()
+        os._exit(1)
 
     def exchange(self, data: list[Mapping[str, Any]], ctx: Any) -> list[str]:
         """Take in the ids not seen before, drop those that are missing, return what the others have to say.
@@ -240,19 +253,26 @@ class GPTFastHandler:
         except Exception as error:
             return self.refused(ctx, index, as_request_error(error))
 
-    def begin(self, index: int, entry: Mapping[str, Any], ctx: Any) -> Session:
+    def begin(self, index: int, entry: Mapping[str, Any], ctx: Any) -> Session | Piece:
         """:meth:`open`; raises where that is refused."""
-        length = content_length(ctx.get_all_request_header(index))
+        headers = ctx.get_all_request_header(index)
+        length = content_length(headers)
+        route = ctx.get_request_header(index, "url_path")
+        if not isinstance(route, str):  # a field of a form or a call that has this name is there as an object
+            route = ""
         if length is None:
             end_call(ctx, index)  # also if it is refused now
+            if (refusal := refuse_call(entry)) is not None:
+                self.metrics.count_error(RequestError(REFUSAL))
+                return refusal
+        elif self.continuous and not entry and not is_form(headers):
+            return self.orphan(route)
         num_bytes = sum(len(value) for value in entry.values() if isinstance(value, (bytes, bytearray, str)))
         unanswered = sum(session.num_bytes for session in self.sessions.values() if not session.started)
         if unanswered and unanswered + num_bytes > MAX_UNANSWERED_BYTES:
             raise try_later(TOO_MANY_LARGE)
-        route = ctx.get_request_header(index, "url_path")
         one_piece_s = self.settings.one_piece_timeout_s
-        # A field of a form or a call that has this name is there as an object.
-        read = functools.partial(self.routes.open, route if isinstance(route, str) else "", entry, length)
+        read = functools.partial(self.routes.open, route, entry, length)
         return Session(
             self.llm,
             read,
@@ -263,6 +283,15 @@ class GPTFastHandler:
             silence_s=self.silence_s,
             in_one_message=length is None,
         )
+
+    def orphan(self, route: str) -> Piece:
+        """The end of a stream that another worker has begun.
+
+        Where the management API sets the number of workers to none, TorchServe 0.12 keeps the requests for the next
+        worker. Of those whose streams have begun it sends no body any more, as if this worker knew them."""
+        error = RequestError("the worker that made this answer was stopped", None, "internal_error", 500)
+        self.metrics.count_error(error)
+        return break_off(route, error)
 
     def take(self, ctx: Any, index: int, session: Session) -> Piece | None:
         """The session's next piece, its status and content type set."""
@@ -353,6 +382,12 @@ def content_length(headers: Mapping[str, Any]) -> int | None:
         if name.lower() == "content-length" and isinstance(value, str) and value.isdecimal():
             return int(value.lstrip("0")[:MAX_DIGITS] or "0")
     return None
+
+
+def is_form(headers: Mapping[str, Any]) -> bool:
+    """Whether TorchServe takes the body apart into fields, of which it may keep none."""
+    kinds = [str(value).lower() for name, value in headers.items() if name.lower() == "content-type"]
+    return any(kind.startswith(("multipart/", "application/x-www-form-urlencoded")) for kind in kinds)
 
 
 def fatal(error: BaseException) -> bool:

@@ -104,6 +104,13 @@ class Worker:
         self.wire.sendall(self.service.predict(batch))
         return self.wire.messages
 
+    def without_body(self, headers: dict[str, str]) -> Any:
+        """The same for one request of which the headers alone have come."""
+        named = [{"name": k.encode(), "value": v.encode()} for k, v in headers.items()]
+        self.wire.messages.clear()
+        self.wire.sendall(self.service.predict([{"requestId": b"id", "headers": named, "parameters": []}]))
+        return self.wire.messages
+
     def one(self, body: object, **kwargs: Any) -> tuple[int, str, bytes, list[str]]:
         """(status, content type, body, ts_stream_next of each message) of a single request."""
         messages = self.predict(body, **kwargs)
@@ -235,17 +242,41 @@ def test_a_call_over_grpc_is_answered_by_one_message(
     assert (status, json.loads(text)["error"]["code"], stream_next) == (500, "internal_error", "false")
 
 
+@pytest.mark.parametrize("yaml", [None, CONTINUOUS], ids=["one by one", "continuous"])
+def test_a_call_of_the_open_inference_protocol_is_refused_in_its_form(
+    yaml: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """TorchServe ends the worker over an answer that lacks one of the protocol's fields."""
+    worker = Worker(FakeLLM(), tmp_path, yaml)
+    call = {
+        "id": "7",
+        "model_name": "gpt-fast",
+        "inputs": [{"name": "prompt", "datatype": "BYTES", "data": ["T25jZQ=="]}],
+    }
+    [(_, [(_, _, _, headers, text)])] = worker.predict(call, headers={})
+    answer = json.loads(text)
+    assert headers["ts_stream_next"] == "false"
+    assert (answer["id"], answer["model_name"]) == ("7", "gpt-fast")
+    assert isinstance(answer["model_version"], str)
+    [output] = answer["outputs"]
+    assert (output["name"], output["datatype"], output["shape"]) == ("error", "BYTES", [1])
+    assert "no tensors" in output["data"][0]
+    assert errors_told(worker.handler)["invalid_request"] == 1
+    status, _, text, _ = worker.one(call)  # over HTTP it is a request with unknown fields
+    assert (status, "error" in json.loads(text)) == (400, True)
+
+
 def test_a_field_is_no_header(worker: Worker) -> None:
     status, _, body, _ = worker.one({"prompt": "a"}, name="url_path")
     assert (status, json.loads(body)["error"]["code"]) == (400, "form")
 
 
-def test_a_form_that_arrives_as_nothing_is_explained(worker: Worker) -> None:
-    processor = RequestProcessor({"Content-Length": "20", "url_path": ""})
-    ctx = worker.service.context
-    ctx.request_ids, ctx.request_processor = {0: "id"}, [processor]
-    [answer] = worker.handler.handle([{}], ctx)
-    assert "form" in json.loads(answer)["error"]["message"]
+@pytest.mark.parametrize("yaml", [None, CONTINUOUS], ids=["one by one", "continuous"])
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "Multipart/Form-Data; boundary=x"])
+def test_a_form_that_arrives_as_nothing_is_explained(kind: str, yaml: dict[str, Any] | None, tmp_path: Path) -> None:
+    worker = Worker(FakeLLM(), tmp_path, yaml)
+    [(_, [(_, _, status, _, answer)])] = worker.without_body({"Content-Length": "20", "content-type": kind})
+    assert (status, "form" in json.loads(answer)["error"]["message"]) == (400, True)
 
 
 # ---- when the engine fails ------------------------------------------------------------------------------------------
@@ -391,6 +422,12 @@ class Batch(Worker):
         assert code == 200
         return {a[0]: (a[2], a[4], a[3].get("ts_stream_next", "")) for a in answers}
 
+    def forget(self) -> None:
+        """Drop what the last call has left, as when all clients have gone."""
+        ctx = self.service.context
+        ctx.request_ids, ctx.request_processor = {}, []
+        self.handler.exchange([], ctx)
+
 
 @pytest.fixture
 def batch(llm: FakeLLM, tmp_path: Path) -> Batch:
@@ -442,6 +479,29 @@ def test_health_tells_of_requests_that_are_not_in_the_engine_yet(batch: Batch, l
     batch.handler.sessions["health itself"] = batch.handler.sessions["a"]
     health = batch.handler.routes.open("health", {}, None)
     assert json.loads(health.text)["open"] == 2
+
+
+@pytest.mark.parametrize(("route", "start"), [("", "\n{"), ("v1/completions", "data: {"), ("v1/responses", "data: {")])
+def test_a_stream_of_an_earlier_worker_is_ended(batch: Batch, route: str, start: str) -> None:
+    """TorchServe keeps the requests of a worker that is scaled down for the next one, begun streams without a body. To
+    anything but a last piece their clients would wait on."""
+    headers = {"Content-Length": "20", "Content-Type": "application/json", "url_path": route}
+    [(_, [(_, _, _, sent, text)])] = batch.without_body(headers)
+    assert text.decode().startswith(start)
+    assert json.loads(text.removeprefix(b"data: "))["error"]["type"] == "server_error"
+    assert sent["ts_stream_next"] == "false"
+    assert batch.handler.sessions == {}
+    assert errors_told(batch.handler)["server_error"] == 1
+
+
+def test_a_worker_that_torchserve_has_forgotten_ends(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the place of the only worker, and batches without requests are all that it ever gets."""
+    ended: list[int] = []
+    monkeypatch.setattr(handler.os, "_exit", ended.append)
+    batch.turn(a={"prompt": "a", "max_new_tokens": 1})
+    assert ended == []
+    batch.turn()
+    assert ended == [1]
 
 
 def test_a_refusal_in_a_running_batch_is_a_plain_answer(batch: Batch) -> None:
@@ -575,6 +635,8 @@ def context(tmp_path: Path, config: dict[str, Any] | None, gpu_id: int | None = 
         ({"handler": {"checkpoint": "nowhere"}}, "'nowhere'.*does not exist"),
         ({"handler": {}, "sequenceBatching": True}, "sequenceBatching"),
         ({"handler": {}, "asyncCommunication": True}, "asyncCommunication"),
+        ({"handler": {}, "clientTimeoutInMills": 5000}, "clientTimeoutInMills .* wait for ever.*one_piece_timeout_s"),
+        ({**CONTINUOUS, "useJobTicket": True}, "useJobTicket .* not supported with continuousBatching"),
         ({"handler": {}, "batchSize": 4}, "batchSize"),
         ({**CONTINUOUS, "batchSize": -5}, "batchSize .* from 1 to 65536, not -5"),
         ({"continuousBatching": "true", "batchSize": 4}, "continuousBatching .* must be true or false, not 'true'"),

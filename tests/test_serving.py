@@ -69,7 +69,7 @@ def whole(batch: Batch, body: object, route: str = "") -> Any:
     for _ in range(1000):
         [(_, answers)] = batch.call({"a": body}, headers={"url_path": route})
         if answers:
-            batch.turn()
+            batch.forget()
             return answers[0]
     raise AssertionError("never answered")
 
@@ -263,7 +263,7 @@ def test_what_has_been_answered_is_freed_at_once(tmp_path: Path, body: dict[str,
     try:
         for _ in range(3):
             until_answered(batch, "a", a=body)
-            batch.turn()
+            batch.forget()
         for lane in batch.handler.lanes:
             lane.shutdown()
         kinds = (serving.Session, Future, RequestError)

@@ -68,11 +68,19 @@ def _block_or_none(value: Any, name: str) -> Mapping[str, Any] | None:
 
 
 def serves_continuously(config: Mapping[str, Any]) -> bool:
-    """Which of the two modes ``config`` asks for. Raises ConfigError for other ways of TorchServe to call a handler."""
+    """Which of the two modes ``config`` asks for. Raises ConfigError for other ways of TorchServe to call a handler, and
+    for keys that cost clients their answers."""
     for mode in ("asyncCommunication", "sequenceBatching"):
         if config.get(mode):
             raise ConfigError(f"{mode} in {NAME} is not supported; leave it out")
+    if config.get("clientTimeoutInMills"):
+        why = "TorchServe 0.12 drops the answers that come later, and their clients wait for ever"
+        ways = "one_piece_timeout_s, and the field timeout_s of a request, limit the time with a word"
+        raise ConfigError(f"clientTimeoutInMills in {NAME} is not supported: {why}. Leave it out; {ways}")
     continuous = bool(config.get("continuousBatching"))
+    if continuous and config.get("useJobTicket"):
+        why = "TorchServe 0.12 has one ticket for the idle worker and refuses who else comes at that moment"
+        raise ConfigError(f"useJobTicket in {NAME} is not supported with continuousBatching: {why}. Leave it out")
     # Where one of the two keys is missing, TorchServe starts a worker for each core or GPU.
     if continuous and (config.get("minWorkers"), config.get("maxWorkers")) != (1, 1):
         why = "an idle second worker stalls the busy one. Leave continuousBatching out to run several workers"

@@ -23,7 +23,7 @@ from gpt_fast.serve.protocol.openai_common import OpenAIContext
 from gpt_fast.serve.protocol.openai_completions import parse_completion
 from gpt_fast.serve.protocol.openai_responses import parse_responses
 from gpt_fast.serve.protocol.predict import parse_predict
-from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, WireRequest
+from gpt_fast.serve.protocol.request import JSON_TYPE, Piece, WireRequest, error_body
 from gpt_fast.serve.protocol.token_routes import detokenize, tokenize, tokenizer_info
 from gpt_fast.serve.settings import HandlerSettings
 from gpt_fast.tokenizer.chat import DEFAULT, TOOL_USE
@@ -112,6 +112,13 @@ def parse(
     if route == "predict":
         return parse_predict(body)
     return native.parse_request(body, default_max_tokens, default_stream)
+
+
+def break_off(route: str, error: RequestError) -> Piece:
+    """The last piece of a stream of ``route`` whose request is not known any more."""
+    told = error_body(error)
+    text = f"data: {told}\n" if route.strip("/").startswith("v1/") else f"\n{told}"
+    return Piece(text, JSON_TYPE, plain=False)
 
 
 def _json(answer: dict[str, Any]) -> Piece:
