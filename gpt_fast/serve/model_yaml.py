@@ -68,8 +68,8 @@ def _block_or_none(value: Any, name: str) -> Mapping[str, Any] | None:
 
 
 def serves_continuously(config: Mapping[str, Any]) -> bool:
-    """Which of the two modes ``config`` asks for. Raises ConfigError for other ways of TorchServe to call a handler, and
-    for keys that cost clients their answers."""
+    """Which of the two modes ``config`` asks for. Raises ConfigError for other ways of TorchServe to call a handler,
+    and for keys that cost clients their answers."""
     for mode in ("asyncCommunication", "sequenceBatching"):
         if config.get(mode):
             raise ConfigError(f"{mode} in {NAME} is not supported; leave it out")
