@@ -57,7 +57,7 @@ from gpt_fast.errors import EngineError, RequestError, try_later  # noqa: E402
 from gpt_fast.gguf import name_of_gguf  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
 from gpt_fast.serve.lanes import Lanes  # noqa: E402
-from gpt_fast.serve.last_words import hold_open  # noqa: E402
+from gpt_fast.serve.last_words import FOLLOWER_S, HELD_S, hold_open  # noqa: E402
 from gpt_fast.serve.metrics import Metrics  # noqa: E402
 from gpt_fast.serve.model_yaml import RESPONSE_S, serves_continuously  # noqa: E402
 from gpt_fast.serve.only_worker import claim  # noqa: E402
@@ -156,7 +156,7 @@ class GPTFastHandler:
 
     def hold(self, connection: socket.socket) -> subprocess.Popen[bytes] | None:
         """See ``hold_open``; tests replace it."""
-        return hold_open(connection)
+        return hold_open(connection, FOLLOWER_S if self.llm.follows else HELD_S)
 
     def follow(self) -> None:
         """Compute what rank 0 decides; the worker ends with it."""

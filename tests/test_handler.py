@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import os
+import socket
 import struct
 import sys
 import threading
@@ -18,7 +19,8 @@ import torch
 from fake_llm import FakeLLM, Here
 
 from gpt_fast.errors import ConfigError, EngineError, RequestError
-from gpt_fast.serve import closing, only_worker
+from gpt_fast.parallel import group
+from gpt_fast.serve import closing, last_words, only_worker
 from gpt_fast.serve.lanes import Lanes
 from gpt_fast.serve.protocol.native import NativeRequest
 from gpt_fast.serve.session import MAX_PIECE_BYTES
@@ -607,6 +609,21 @@ def test_a_second_worker_does_not_start_in_this_mode(tmp_path: Path, monkeypatch
     assert first.turn(a={"prompt": "a", "max_new_tokens": 1})["a"][0] == 200
     first.handler.place.close()  # as the system does when it ends
     Batch(FakeLLM(), tmp_path).handler.place.close()
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_the_connection_of_a_rank_that_follows_outlives_that_of_rank_0(
+    follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TorchServe forgets requests when a connection ends while another rank still answers."""
+    held: list[float] = []
+    monkeypatch.setattr(handler, "hold_open", lambda _, seconds: held.append(seconds))
+    adapter = handler.GPTFastHandler()
+    adapter.llm = type("Rank", (), {"follows": follows})()
+    with socket.socket() as connection:
+        adapter.hold(connection)
+    rank_0_s = group._LAST_WORDS_S + last_words.HELD_S
+    assert held[0] > rank_0_s + 1.0 if follows else held[0] == last_words.HELD_S
 
 
 def test_a_lost_connection_to_torchserve_ends_the_worker(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

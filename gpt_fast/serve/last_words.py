@@ -16,11 +16,14 @@ import subprocess
 log = logging.getLogger(__name__)
 
 HELD_S = 0.3  # to hand out one answer takes a few milliseconds; requests that come meanwhile get an error
+# By a rank that follows: TorchServe takes the end of any rank's connection for the worker's, and rank 0, which answers
+# for a moment longer, must be the first to go. It does within two seconds.
+FOLLOWER_S = 5.0
 
 
-def hold_open(connection: socket.socket) -> subprocess.Popen[bytes] | None:
-    """Let ``connection`` end HELD_S after this process does, however that ends. None: no shell can be started, and it
-    ends at once.
+def hold_open(connection: socket.socket, seconds: float = HELD_S) -> subprocess.Popen[bytes] | None:
+    """Let ``connection`` end ``seconds`` after this process does, however that ends. None: no shell can be started, and
+    it ends at once.
 
     A shell holds it as well, and waits for the end of a pipe from here."""
     shell = shutil.which("sh")
@@ -29,7 +32,7 @@ def hold_open(connection: socket.socket) -> subprocess.Popen[bytes] | None:
     # Without this process's variables: those of a rank would make it look like one.
     try:
         return subprocess.Popen(
-            [shell, "-c", f"read -r _; exec sleep {HELD_S}"],
+            [shell, "-c", f"read -r _; exec sleep {seconds:g}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
