@@ -56,6 +56,7 @@ _find_package()
 from gpt_fast.errors import EngineError, RequestError, try_later  # noqa: E402
 from gpt_fast.gguf import name_of_gguf  # noqa: E402
 from gpt_fast.llm import LLM  # noqa: E402
+from gpt_fast.parallel.group import number_of_ranks  # noqa: E402
 from gpt_fast.serve.lanes import Lanes  # noqa: E402
 from gpt_fast.serve.last_words import FOLLOWER_S, HELD_S, hold_open  # noqa: E402
 from gpt_fast.serve.metrics import Metrics  # noqa: E402
@@ -93,6 +94,7 @@ class GPTFastHandler:
         self.continuous = False
         self.silence_s = math.inf  # the most that a request may take between two messages to TorchServe
         self.place: socket.socket | None = None  # of the only worker; continuous batching alone
+        self.is_ending = False  # no request can be served any more, and somebody has been told
         self.held = False  # the connection has been given to hold_open(); continuous batching alone
         self.holder: subprocess.Popen[bytes] | None = None  # what that returned
         self.lanes = Lanes.start()
@@ -176,6 +178,8 @@ class GPTFastHandler:
         if self.llm.follows:  # TorchServe sends every request to every rank, and takes the answers of rank 0
             ctx.stopping_criteria = [stops(None)] * len(data)
             return [""] * len(data)
+        if self.is_ending and self.continuous and self.sessions.keys().isdisjoint(ctx.request_ids.values()):
+            self.fall_silent()
         return self.exchange(data, ctx) if self.continuous else [self.answer(i, e, ctx) for i, e in enumerate(data)]
 
     # Continuous batching.
@@ -189,6 +193,12 @@ class GPTFastHandler:
         log.critical("TorchServe has no requests for this worker, since it was scaled down; it ends")
         sys.stdout.flush()
         os._exit(1)
+
+    def fall_silent(self) -> None:
+        """Where another rank is lost, say nothing any more to those who come now. It will soon be that rank's
+        connection that ends, and only while TorchServe waits for an answer does it tell all clients (last_words.py)."""
+        if number_of_ranks() > 1:
+            time.sleep(2 * EXIT_AFTER_S)  # this process ends meanwhile
 
     def exchange(self, data: list[Mapping[str, Any]], ctx: Any) -> list[str]:
         """Take in the ids not seen before, drop those that are missing, return what the others have to say.
@@ -327,6 +337,7 @@ class GPTFastHandler:
         """End this worker when no request can be served any more; TorchServe starts another."""
         if fatal(error.__cause__ or error):
             log.critical("no request can be served any more; this worker ends and TorchServe starts another")
+            self.is_ending = True
             threading.Timer(EXIT_AFTER_S, os._exit, (1,)).start()
 
 

@@ -19,7 +19,6 @@ import torch
 from fake_llm import FakeLLM, Here
 
 from gpt_fast.errors import ConfigError, EngineError, RequestError
-from gpt_fast.parallel import group
 from gpt_fast.serve import closing, last_words, only_worker
 from gpt_fast.serve.lanes import Lanes
 from gpt_fast.serve.protocol.native import NativeRequest
@@ -612,18 +611,36 @@ def test_a_second_worker_does_not_start_in_this_mode(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("follows", [False, True])
-def test_the_connection_of_a_rank_that_follows_outlives_that_of_rank_0(
+def test_the_connection_of_a_rank_that_follows_outlives_the_last_words_of_rank_0(
     follows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TorchServe forgets requests when a connection ends while another rank still answers."""
+    """TorchServe forgets requests when a connection ends while another rank still answers. But when rank 0 has ended as
+    well, torchrun starts both anew, in vain."""
     held: list[float] = []
     monkeypatch.setattr(handler, "hold_open", lambda _, seconds: held.append(seconds))
     adapter = handler.GPTFastHandler()
     adapter.llm = type("Rank", (), {"follows": follows})()
     with socket.socket() as connection:
         adapter.hold(connection)
-    rank_0_s = group._LAST_WORDS_S + last_words.HELD_S
-    assert held[0] > rank_0_s + 1.0 if follows else held[0] == last_words.HELD_S
+    assert last_words.HELD_S < held[0] < handler.EXIT_AFTER_S if follows else held[0] == last_words.HELD_S
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rank_0_falls_silent_once_it_has_told_that_another_rank_is_lost(
+    ranks: int, tmp_path: Path, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    silent: list[float] = []
+    monkeypatch.setattr(handler.time, "sleep", silent.append)
+    batch = Batch(FakeLLM(fail_after=1, error=EngineError("rank 1 of 2 is lost")), tmp_path)
+    a, b = {"prompt": "a"}, {"prompt": "b"}
+    batch.turn(a=a, b=b)
+    told = batch.turn(a=a, b=b)
+    assert {name: text.endswith(b"}\n") for name, (_, text, _) in told.items()} == {"a": True, "b": True}
+    assert silent == [], "those who had been served are told"
+    batch.turn(c={"prompt": "c"})
+    assert len(silent) == (1 if ranks > 1 else 0)
+    assert all(seconds > handler.EXIT_AFTER_S for seconds in silent)
 
 
 def test_a_lost_connection_to_torchserve_ends_the_worker(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

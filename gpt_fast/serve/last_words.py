@@ -16,9 +16,9 @@ import subprocess
 log = logging.getLogger(__name__)
 
 HELD_S = 0.3  # to hand out one answer takes a few milliseconds; requests that come meanwhile get an error
-# By a rank that follows: TorchServe takes the end of any rank's connection for the worker's, and rank 0, which answers
-# for a moment longer, must be the first to go. It does within two seconds.
-FOLLOWER_S = 5.0
+# By a rank that follows. TorchServe takes the end of any rank's connection for the worker's; until then rank 0, which
+# answers for a moment longer, has said its last words and fallen silent. torchrun must not have started ranks anew.
+FOLLOWER_S = 0.6
 
 
 def hold_open(connection: socket.socket, seconds: float = HELD_S) -> subprocess.Popen[bytes] | None:
