@@ -96,6 +96,20 @@ def test_a_prefix_computed_before_is_not_computed_again() -> None:
     assert again.num_cached == 16
 
 
+def test_a_prefix_is_found_whatever_steps_and_requests_computed_it() -> None:
+    s = scheduler(prefill_chunk=8)
+    s.add(request("a", list(range(20)), max_tokens=6))  # three chunks, then one token at a time: 20, 21, ...
+    while s.has_work:
+        turn(s)
+    s.add(longer := request("b", list(range(32)), max_tokens=1))
+    while s.has_work:
+        turn(s)
+    assert longer.num_cached == 24, "all full pages of the 25 tokens that were computed"
+    s.add(again := request("c", [*range(32), 7], max_tokens=1))
+    assert turn(s) == [("c", 1)]
+    assert again.num_cached == 32, "two requests filled these pages"
+
+
 def test_when_pages_run_out_the_youngest_waits_and_loses_nothing() -> None:
     s = scheduler(num_pages=7, page_size=4, prefill_chunk=100)  # 6 pages: 24 tokens
     a, b = request("a", [1] * 8, max_tokens=9), request("b", [2] * 8, max_tokens=9)
@@ -132,6 +146,17 @@ def test_who_is_paused_gives_its_slot_and_pages_to_those_who_wait_and_goes_on_la
         turn(s)
     assert slow.token_ids[8:] == list(range(8, 17))
     assert late.finish_reason == "length"
+
+
+def test_who_runs_takes_pages_of_the_paused_before_those_of_the_youngest() -> None:
+    s = scheduler(num_pages=5, page_size=4, prefill_chunk=100)  # 4 pages
+    slow, young = request("slow", [1] * 7, max_tokens=9), request("young", [2] * 7, max_tokens=9)
+    s.add(slow)
+    s.add(young)
+    turn(s)
+    slow.paused = True
+    assert [turn(s), turn(s)] == [[("young", 1)]] * 2, "the second one needs another page"
+    assert (slow.slot, young.num_admissions) == (-1, 1)
 
 
 def test_a_slot_that_a_paused_one_holds_is_free_for_those_who_wait() -> None:
