@@ -11,6 +11,7 @@ import json
 import random
 import shutil
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -292,6 +293,34 @@ def test_the_time_since_the_last_step_tells_an_engine_that_stands_still(monkeypa
         assert all(list(handle)[-1].finish_reason == "length" for handle in handles)
         check_idle(llm)
         assert engine.since_last_step_s == 0
+
+
+@pytest.mark.parametrize("how", ["add", "fetch", "cancel", "close"])
+def test_an_engine_that_sleeps_is_woken_at_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wakes once a second by itself; here it would sleep on."""
+    with FakeModelLLM() as llm:
+        engine, asleep, wait = llm.engine, threading.Event(), llm.engine.changed.wait
+
+        def long_wait(timeout_s: float | None = None) -> bool:
+            if threading.current_thread() is engine._thread:
+                asleep.set()
+            return wait(HANG_S)
+
+        monkeypatch.setattr(engine.changed, "wait", long_wait)
+        handle = llm.submit([7], SamplingParams(max_tokens=100, ignore_eos=True), max_uncollected=FEW)
+        assert asleep.wait(HANG_S)
+        assert handle.request.paused
+        begin = time.monotonic()
+        if how == "add":
+            assert list(llm.submit([8], SamplingParams(max_tokens=3, ignore_eos=True)))[-1].finish_reason == "length"
+        elif how == "fetch":
+            assert len(list(handle)) > 1
+        elif how == "cancel":
+            handle.cancel()
+            eventually(lambda: handle.finished)
+        else:
+            engine.close()
+        assert time.monotonic() - begin < HANG_S / 2
 
 
 def test_requests_that_nobody_fetches_are_no_engine_that_stands_still(
