@@ -170,6 +170,17 @@ def test_a_slot_that_a_paused_one_holds_is_free_for_those_who_wait() -> None:
     assert (old.slot, young.slot) == (0, -1), "one is enough"
 
 
+def test_what_is_told_of_a_request_s_begin_is_of_the_first_one() -> None:
+    s = scheduler(max_batch=1)
+    s.add(r := request("a", list(range(6)), max_tokens=9))
+    turn(s)
+    begun = r.first_scheduled
+    s._preempt(r)
+    assert turn(s) == [("a", 3)], "its first page is found again"
+    assert (r.num_admissions, r.num_cached, r.first_scheduled) == (2, 0, begun)
+    assert (s.pages.queries, s.pages.hits) == (6, 0)
+
+
 def test_finish_takes_a_waiting_request_out() -> None:
     s = scheduler()
     s.add(r := request("a", [1]))

@@ -26,7 +26,7 @@ from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_prompt import encode_chat
 from gpt_fast.tokenizer.hf_json import HfJsonTokenizer, gpt2_spec
 from gpt_fast.tokenizer.sentencepiece_model import SentencePieceTokenizer
-from gpt_fast.tokenizer.settings import AddedToken, AddedTokenSplitter, Settings
+from gpt_fast.tokenizer.settings import AddedToken, AddedTokenSplitter, Settings, read_settings
 from gpt_fast.tokenizer.tiktoken_ranks import TiktokenTokenizer, _cut_runs
 
 Load = Callable[[str], Tokenizer]
@@ -710,6 +710,20 @@ def test_sentencepiece_added_tokens_of_the_json_files(tmp_path: Path) -> None:
     )
     with pytest.raises(TokenizerError, match="do not belong together"):
         load_tokenizer(tmp_path)
+
+
+def test_special_tokens_may_be_written_as_objects(tmp_path: Path) -> None:
+    def written(name: str) -> dict[str, Any]:
+        return {"content": name, "lstrip": False, "normalized": False, "__type": "AddedToken"}
+
+    named = {"bos_token": written("<s>"), "eos_token": written("</s>"), "pad_token": None}
+    several = {"additional_special_tokens": [written("<turn>"), "<end>"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({**named, **several}))
+    found = read_settings(tmp_path)
+    assert (found.bos_token, found.eos_token) == ("<s>", "</s>")
+    assert found.special_names == {"<s>", "</s>", "<turn>", "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": written("<end>")}))
+    assert read_settings(tmp_path).eos_token == "<end>", "which is the newer file"
 
 
 def test_added_tokens_of_spaces_are_spaces(tmp_path: Path, vocabularies: Path) -> None:
