@@ -17,6 +17,7 @@ from fake_model import EOS, Bytes
 from gpt_fast import LLM, RequestError, SamplingParams
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.serve.protocol import chat_grammar
+from gpt_fast.tokenizer import load_tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -62,6 +63,22 @@ def test_a_space_at_the_beginning_is_there_also_where_no_text_is_before() -> Non
         done = llm.generate("", SamplingParams(max_tokens=40, temperature=1.0, seed=1, regex="( [a-z]{1,3}){2}"))
         assert re.fullmatch("( [a-z]{1,3}){2}", done.text)
         assert not llm.generate("", SamplingParams(max_tokens=4)).text.startswith(" ")
+
+
+def test_text_without_a_choice_is_spelled_as_the_tokenizer_spells_it() -> None:
+    """The longest tokens from left to right are others, which no model has seen so."""
+    tokenizer = load_tokenizer(DEMO)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    known = {tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)}
+    for text in ("compare", "that length", "therefore 1234 kernels"):
+        own, spelled = compiler.compile(SamplingParams(choice=(text,))), list[int]()
+        assert own is not None
+        while not own.complete and (ids := own.allowed().nonzero()[:, 0].tolist()) != list(tokenizer.eos_token_ids):
+            assert len(ids) == 1
+            spelled += ids
+            own.advance(ids[0])
+        assert spelled == tokenizer.encode_inside(text)
+        assert any(text[:end].encode() in known for end in range(len(tokenizer.token_bytes(spelled[0])) + 1, len(text)))
 
 
 class _NamedEnd(Bytes):
