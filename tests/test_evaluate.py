@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from current_device import watch_current
+from fake_model import Bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,6 +174,12 @@ def test_likelihoods_of_parts_make_that_of_the_whole(loaded: tuple[Served, Token
     assert start.log_prob + rest.log_prob == pytest.approx(rolling, abs=1e-3)
     shifted = scorer.loglikelihood([(first + " ", second.lstrip())])[0]
     assert shifted.log_prob == pytest.approx(rest.log_prob, abs=1e-4), "white space belongs to the continuation"
+
+
+def test_white_space_belongs_to_the_continuation_where_a_token_may_end_in_it() -> None:
+    model = random_model(ModelConfig("llama", 260, 32, 2, 4, 2, 8, 48, 64), torch.float32)
+    first, second = Scorer(model, Bytes()).loglikelihood([("one ", "two"), ("one", " two")])
+    assert first == second
 
 
 def test_greedy_continuations_are_known_as_such(loaded: tuple[Served, Tokenizer]) -> None:
