@@ -348,16 +348,20 @@ def test_architectures_without_a_head_for_text_are_refused(name: str, text: bool
             open_checkpoint(tmp_path)
 
 
-def test_code_in_a_checkpoint_never_runs(tmp_path: Path, saved: Any) -> None:
+@pytest.mark.parametrize("family", ["own", "helium"])
+def test_code_in_a_checkpoint_never_runs(family: str, tmp_path: Path, saved: Any) -> None:
     folder, _ = saved("helium")
     raw = json.loads((folder / "config.json").read_text())
-    own = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "own.Own")
-    raw |= {"model_type": "own", "architectures": ["Own"], "auto_map": own}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    raw |= {"model_type": family, "auto_map": dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "own.Own")}
+    (tmp_path / "config.json").write_text(json.dumps(raw | ({"architectures": ["Own"]} if family == "own" else {})))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="nor does transformers run it"):
-        LLM(tmp_path)
+    if family == "own":
+        with pytest.raises(CheckpointError, match="nor does transformers run it"):
+            LLM(tmp_path)
+    else:
+        opened = open_checkpoint(tmp_path)
+        assert opened.num_parameters == sum(p.numel() for p in opened.build(torch.float32).module.parameters())
     assert not (tmp_path / "ran").exists()
 
 
