@@ -186,6 +186,10 @@ def test_a_linear_layer_by_the_kernels_is_that_layer() -> None:
     assert torch.allclose(own(x), plain(x), atol=1e-5)
     assert own(x[:0]).shape == (0, 5, 48)
     assert (own.weight.shape, own.weight.dtype) == (plain.weight.shape, torch.float32)
+    narrow, narrow_x = nn.Linear(64, 48, dtype=torch.bfloat16), x.bfloat16()
+    found, wanted = KernelLinear(narrow, torch.bfloat16)(narrow_x), narrow(narrow_x)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), wanted.float(), atol=0.02)
     around = nn.ModuleDict({"a": plain})
     around.forward = lambda input_ids, use_cache: _Out(around["a"](torch.eye(64)[input_ids]))  # type: ignore[method-assign]
     round_linears(around)
