@@ -661,6 +661,7 @@ def test_rows_are_read_back_as_they_were_written() -> None:
         with pytest.raises(ValueError, match="not a row"):
             read_row(foreign)
     assert json.loads(to_bytes({"a": "\ud800"})) == {"a": "\ud800"}
+    assert to_bytes({"a": "é\ud800"}) == '{"a": "é\\ud800"}\n'.encode()
 
 
 def test_lines_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

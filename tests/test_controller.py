@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpt_fast.engine.request import Request
-from gpt_fast.engine.speculate.controller import Asked, Controller
+from gpt_fast.engine.speculate.controller import Asked, Controller, Estimate
 from gpt_fast.engine.speculate.times import DraftTimes, StepTimes
 from gpt_fast.engine.text import TextStream
 from gpt_fast.params import SamplingParams
@@ -243,6 +243,17 @@ def test_a_request_whose_drafts_are_suddenly_wrong_costs_little() -> None:
         controller.note(r, drafts or MOST, 0)  # what is not verified is judged all the same
         rows.append(1 + drafts)
     assert sum(map(world.step, rows)) < 1.12 * 40 * world.step(1), rows
+
+
+def test_an_estimate_is_the_share_that_was_right_lately() -> None:
+    """What counts grows with each draft and is made small again now and then: that must not show."""
+    rng, own, right, tried = random.Random(0), Estimate(2), 0.0, 0.0
+    for i in range(5000):
+        good = rng.random() < (0.2 if i // 500 % 2 else 0.9)
+        own.note(1, int(good), memory=0.98)
+        right, tried = 0.98 * right + good, 0.98 * tried + 1
+        assert own.chance(0, 0.5, 3.0) == pytest.approx((right + 1.5) / (tried + 3))
+    assert own.chance(1, 0.5, 3.0) == 0.5, "no second draft was tried"
 
 
 def test_a_request_that_was_forgotten_is_as_all_others() -> None:
