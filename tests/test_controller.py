@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from gpt_fast.engine.request import Request
 from gpt_fast.engine.speculate.controller import Asked, Controller, Estimate
-from gpt_fast.engine.speculate.times import DraftTimes, StepTimes
+from gpt_fast.engine.speculate.times import DraftTimes, StepTimes, measure, measured_rows
 from gpt_fast.engine.text import TextStream
 from gpt_fast.params import SamplingParams
 from gpt_fast.tokenizer import IncrementalDetokenizer
@@ -211,6 +212,33 @@ def test_times_follow_the_machine_and_every_number_of_rows() -> None:
     times.note(1, 100.0)  # a hiccup
     assert times[1] < 3.0
     assert times[17] > times[16]
+
+
+def test_times_between_what_was_measured_in_any_order() -> None:
+    measured = {8: 1.7, 1: 1.0, 2: 1.4, 4: 1.3}  # what took longer than more rows do counts as much as those
+    assert [StepTimes(measured, 8)[n] for n in range(1, 9)] == pytest.approx([1, 1.3, 1.3, 1.3, 1.4, 1.5, 1.6, 1.7])
+    assert [StepTimes({2: 0.5}, 4)[n] for n in (1, 2, 4)] == pytest.approx([0.25, 0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("step_s", "calls"),
+    [
+        (1.0, {1: 2, 2: 2, 4: 2, 8: 2}),  # the time for all is over, and these four are always measured
+        (0.01, dict.fromkeys((1, 2, 4, 8, 3, 6, 5), 1 + 4)),
+        (1e-5, dict.fromkeys((1, 2, 4, 8, 3, 6, 5), 1 + 40)),
+    ],
+)
+def test_measuring_takes_its_time(step_s: float, calls: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    now, called = [0.0], list[int]()
+
+    def run(rows: int) -> None:
+        called.append(rows)
+        now[0] += step_s * rows * (1 + (len(called) == len(set(called))))  # the first run of each takes longer
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    assert measured_rows(8) == [1, 2, 4, 8, 3, 6, 5]
+    assert measure(run, measured_rows(8)) == pytest.approx({rows: step_s * rows for rows in calls})
+    assert Counter(called) == calls
 
 
 def test_a_few_right_first_drafts_are_enough_to_try_later_ones() -> None:
