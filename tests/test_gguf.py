@@ -13,6 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 from gguf_files import (
     Type,
@@ -49,7 +50,7 @@ from gpt_fast.serve.routes import openai_context
 from gpt_fast.serve.settings import find_checkpoint
 from gpt_fast.tokenizer import load_tokenizer
 from gpt_fast.tokenizer.chat import DEFAULT, load_templates
-from gpt_fast.tokenizer.gguf_vocabulary import end_ids
+from gpt_fast.tokenizer.gguf_vocabulary import end_ids, tokenizer_files
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -432,6 +433,26 @@ def test_templates_by_name(data_dir: Path, tmp_path: Path) -> None:
     assert {name: template.source for name, template in found.items()} == {
         name: templates[name] for name in ("default", "tool_use")
     }
+
+
+def test_sentencepiece_s_special_tokens_by_any_name(tmp_path: Path) -> None:
+    """In the order of Gemma's. The model itself knows them as well, for whoever takes it without the files beside."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<none>", "▁", "a", "▁a"]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma2")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 4 + [-3.0, -2.0, -1.0])
+    writer.add_token_types([2, 3, 3, 2, 1, 1, 1])  # of two that are unknown one is named as such
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    close(writer)
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.encode("a")) == (2, (1,), [2, 5])
+    made = tokenizer_files(tmp_path / "m.gguf")["tokenizer.model"]
+    model = sentencepiece.SentencePieceProcessor(model_proto=made)
+    assert (model.bos_id(), model.eos_id(), model.unk_id()) == (2, 1, 3)
+    assert [model.id_to_piece(id) for id in range(len(tokens))] == tokens
 
 
 def test_user_defined_tokens_are_written_with_spaces(data_dir: Path, tmp_path: Path) -> None:
