@@ -442,7 +442,7 @@ def test_decoders_that_join_words_stream_by_a_window(words: list[str]) -> None:
     assert "".join(stream(tokenizer, ids, prompt)) == tokenizer.decode(prompt + ids)[len("hello world") :]
 
 
-@pytest.mark.parametrize("pattern", [{"Regex": "_{9}"}, {"String": "_" * 9}])
+@pytest.mark.parametrize("pattern", [{"Regex": "_{2,}"}, {"String": "_" * 9}])
 def test_window_holds_back_half_characters(vocabularies: Path, pattern: dict[str, str]) -> None:
     vocab = json.loads((vocabularies / "gpt2-vocab-merges" / "vocab.json").read_text())
     spec = gpt2_spec(vocab, (vocabularies / "gpt2-vocab-merges" / "merges.txt").read_text(), Settings(), "gpt2")
@@ -457,6 +457,12 @@ def test_window_holds_back_half_characters(vocabularies: Path, pattern: dict[str
         assert not any("\ufffd" in piece for piece in pieces)
         assert "".join(pieces) == tokenizer.decode(ids) == text
         assert all(pieces[i] == "" for i in range(len(ids)) if tokenizer.decode(ids[: i + 1]).endswith("\ufffd"))
+        assert "".join(stream(tokenizer, ids[:-1])) == tokenizer.decode(ids[:-1]), "and gives them up at the end"
+    if "Regex" in pattern:
+        one, answer = tokenizer.encode("_"), tokenizer.encode("_b")
+        for count in range(7):  # what is joined to the answer is the prompt's end, and not its beginning
+            prompt = [*tokenizer.encode("x" + " y" * count), *one]
+            assert "".join(stream(tokenizer, answer, prompt)) == "b"
 
 
 @cache
