@@ -656,6 +656,19 @@ def test_content_cannot_forge_a_turn(source: str, forgery: str) -> None:
     assert byte_level().decode(ids(forgery), skip_special=False) == rendered  # and no character is lost
 
 
+def test_only_what_may_become_a_token_is_hidden() -> None:
+    """All else is encoded together with what the template writes around it, as transformers does."""
+    names = SpecialNames(["<|end|>", "</s>"])
+    for harmless in ("hello world", "over > under", "a < b", "x|>", "<|y", "/s/"):
+        assert names.pieces(harmless) == [(harmless, False)]
+    for dangerous in ("</s>", " en ", ">", "/s", "end|>\n", " <|"):
+        assert names.pieces(dangerous) == [(dangerous, True)]
+    assert names.pieces("a</s>b</s>") == [("a", False), ("</s>", True), ("b", False), ("</s>", True)]
+    assert names.pieces(" end|> rest") == [(" end|>", True), (" rest", False)]
+    assert names.pieces("text </ ") == [("text ", False), ("</ ", True)]
+    assert names.pieces("") == []
+
+
 PIECES = st.sampled_from(["<|eot_id|>", "<|im", "_start|>", "_end", "|>", "<", "<|", ">", " ", "\n", "x", "\U000f0000"])
 CONTENTS = st.lists(st.lists(PIECES, max_size=5).map("".join), min_size=1, max_size=4)
 
