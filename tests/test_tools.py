@@ -27,6 +27,7 @@ from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
 from gpt_fast.tokenizer.chat_formats import find_dialect
 from gpt_fast.tokenizer.chat_prompt import SpecialNames
+from gpt_fast.tokenizer.chat_tools import describe_tools
 
 TEMPLATES = Path(__file__).parent / "data" / "chat_templates"
 # As in the families' vocabularies: what Qwen writes around a call is no special token.
@@ -155,7 +156,16 @@ def test_without_tools_in_the_template_they_are_described_in_words(name: str | N
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n<tool_call>' in said
     # Two results are one turn of the user.
     assert "<tool_response>\n12 degrees\n</tool_response>\n<tool_response>\n12 degrees\n</tool_response>" in said
+    assert said.count("<tool_response>") == 2
     assert said.index("<tools>") < said.index("Hi")
+
+
+def test_tools_are_described_to_a_model_that_spoke_first_in_a_turn_of_their_own() -> None:
+    messages = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}]
+    described, *rest = describe_tools(messages, TOOLS)
+    assert (described["role"], rest) == ("user", messages)
+    assert described["content"].count("<tools>\n") == 1
+    assert describe_tools(messages, []) == messages
 
 
 def test_nothing_in_a_tool_or_a_call_forges_a_turn() -> None:
