@@ -576,6 +576,29 @@ def test_vocabularies_that_are_not_read(data_dir: Path, tmp_path: Path) -> None:
     assert load_templates(tmp_path / "none.gguf").get(DEFAULT) is None
 
 
+@pytest.mark.parametrize(
+    ("model", "key", "value", "said"),
+    [
+        ("gpt2", "token_list", None, "tokens, the list of tokens, is missing"),
+        ("gpt2", "token_merges", None, "merges, the list of merges, is missing"),
+        ("gpt2", "token_types", [1, 1], "token_type must have a number for each of 3 tokens"),
+        ("llama", "token_scores", None, "scores must have a number for each of 3 tokens"),
+    ],
+)
+def test_what_a_vocabulary_lacks_is_told(model: str, key: str, value: Any, said: str, tmp_path: Path) -> None:
+    whole = {"token_list": ["a", "b", "ab"], "token_merges": ["a b"], "token_types": [1] * 3, "token_scores": [0.0] * 3}
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_bos_token_id(0)
+    for name, given in (whole | {key: value}).items():
+        if given is not None:
+            getattr(writer, f"add_{name}")(given)
+    close(writer)
+    with pytest.raises(TokenizerError, match=rf"m\.gguf: tokenizer\.ggml\.{said}"):
+        load_tokenizer(tmp_path / "m.gguf")
+    assert load_template(tmp_path / "m.gguf") is None
+
+
 # ---------------------------------------------------------------- wherever a checkpoint is taken
 
 

@@ -25,7 +25,7 @@ from gpt_fast.serve.protocol.request import error_body
 from gpt_fast.serve.protocol.tool_fields import tool_list
 from gpt_fast.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from gpt_fast.tokenizer.chat import ChatTemplate
-from gpt_fast.tokenizer.chat_formats import find_dialect
+from gpt_fast.tokenizer.chat_formats import find_dialect, special_in
 from gpt_fast.tokenizer.chat_prompt import SpecialNames
 from gpt_fast.tokenizer.chat_tools import describe_tools
 
@@ -158,6 +158,11 @@ def test_without_tools_in_the_template_they_are_described_in_words(name: str | N
     assert "<tool_response>\n12 degrees\n</tool_response>\n<tool_response>\n12 degrees\n</tool_response>" in said
     assert said.count("<tool_response>") == 2
     assert said.index("<tools>") < said.index("Hi")
+
+
+def test_only_special_tokens_that_a_format_needs_are_shown() -> None:
+    assert special_in(tokenizer(), ["<|start|>assistant<|channel|>", "[INST"]) == (END + 14, END + 16)
+    assert special_in(tokenizer(), []) == ()
 
 
 def test_tools_are_described_to_a_model_that_spoke_first_in_a_turn_of_their_own() -> None:
