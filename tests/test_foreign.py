@@ -320,6 +320,10 @@ def test_weights_that_are_missing_are_named_and_not_random(tmp_path: Path, saved
     shutil.copy(folder / "model.safetensors", tmp_path)
     with pytest.raises(CheckpointError, match=r"gives lm_head\.weight, model\.embed_tokens\.weight another shape"):
         ForeignCheckpoint(tmp_path).build(torch.float32)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 and nothing behind it")
+    with pytest.raises(CheckpointError, match="transformers cannot load it"):
+        ForeignCheckpoint(tmp_path).build(torch.float32)
 
 
 def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fake_model import EOS, Bytes
 from gpt_fast import LLM, RequestError, SamplingParams
 from gpt_fast.engine.grammar import GrammarCompiler
 from gpt_fast.serve.protocol import chat_grammar
-from gpt_fast.tokenizer import load_tokenizer
+from gpt_fast.tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -102,6 +102,21 @@ def test_a_token_that_ends_a_text_comes_nowhere_within_it() -> None:
     assert own is not None
     own.advance(ord("a"))
     assert own.allowed().nonzero()[:, 0].tolist() == [ord("b"), EOS]
+
+
+class _TextAlone(Bytes):
+    """A tokenizer without special tokens."""
+
+    def __init__(self) -> None:
+        Tokenizer.__init__(self, {value: bytes([value]) for value in range(256)}, {})
+
+
+@pytest.mark.parametrize(("tokenizer", "end"), [(Bytes(), 256), (_TextAlone(), 0)], ids=["special", "none"])
+def test_where_nothing_says_what_ends_a_text_the_first_special_token_does(tokenizer: Bytes, end: int) -> None:
+    own = GrammarCompiler(tokenizer, tokenizer.vocab_size, ()).compile(SamplingParams(choice=("a", "ab")))
+    assert own is not None
+    own.advance(ord("a"))
+    assert set(own.allowed().nonzero()[:, 0].tolist()) == {ord("b"), end}
 
 
 def test_constrained_and_free_requests_share_a_batch(llm: LLM) -> None:
