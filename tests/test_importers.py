@@ -250,6 +250,18 @@ def test_tokenizers_are_told_by_content(
         convert(source, tmp_path / "x", tokenizer=of_llama2c, config=TINY)
 
 
+def test_a_tokenizer_in_two_files_is_not_missed(
+    model: Transformer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(meta_state(model), tmp_path / "model.pth")
+    with caplog.at_level(logging.WARNING):
+        for name, warnings in (("vocab.json", 1), ("merges.txt", 1)):  # GPT-2's; one of them alone is none
+            (tmp_path / name).touch()
+            convert(tmp_path / "model.pth", tmp_path / f"with {name}", config=TINY)
+            assert caplog.text.count("no tokenizer") == warnings
+    assert {"vocab.json", "merges.txt"} < {path.name for path in (tmp_path / "with merges.txt").iterdir()}
+
+
 # What is refused
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.files import IN_TWO_FILES, VOCABULARIES, is_one
 from gpt_fast.checkpoint.saving import new_folder, write_checkpoint
 from gpt_fast.checkpoint.stacked import stacked
 from gpt_fast.config import ModelConfig
@@ -56,7 +57,8 @@ def convert(
         raise CheckpointError(f"{source} is quantized ({opened.format.method}); convert the unquantized checkpoint")
     if tokenizer is not None:
         opened.vocabulary = Path(tokenizer)
-    if not any(name.startswith("tokenizer.") for name in opened.companions()):
+    beside = opened.companions().keys()
+    if not any(is_one(name, VOCABULARIES) for name in beside) and not beside >= {*IN_TWO_FILES}:
         log.warning("no tokenizer beside %s and none given; %s will have none", source, out)
     # Written are torch_dtype, which transformers 5 reads too, and values.
     raw = {key: value for key, value in opened.raw.items() if key not in ("dtype", "quantization_config")}

@@ -15,8 +15,10 @@ from gpt_fast.gguf import all_parts, first_part, is_gguf
 NAME_OF_HUB = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(/(?P<file>.+\.gguf))?")
 # By name, in small letters. What goes along with weights into every copy of them: tokenizer, generation, licence.
 RIGHTS = ("license*", "licence*", "copying*", "notice*", "use_policy*")
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "*.tiktoken")  # each of them is a tokenizer
+IN_TWO_FILES = ("vocab.json", "merges.txt")  # GPT-2's is both
 COMPANIONS = (
-    *("tokenizer*.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
+    *(*VOCABULARIES, *IN_TWO_FILES, "tokenizer*.json", "vocab.txt"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.json", "*.jinja", "generation_config.json"),
     *RIGHTS,
 )
