@@ -23,6 +23,7 @@ from gpt_fast.serve import closing, last_words, only_worker
 from gpt_fast.serve.lanes import Lanes
 from gpt_fast.serve.protocol.native import NativeRequest
 from gpt_fast.serve.session import MAX_PIECE_BYTES
+from gpt_fast.tokenizer import load_tokenizer
 
 pytest.importorskip("ts", reason="torchserve is not installed")
 
@@ -30,7 +31,8 @@ from ts.context import Context, RequestProcessor
 from ts.service import Service
 from ts.utils.util import list_classes_from_module
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # handler.py is not part of the package
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # handler.py is not part of the package
 handler: Any = importlib.import_module("handler")
 handler.LAST_WORDS_S = 0.0  # there is no TorchServe here that must hear them
 handler.Metrics = type("Metrics", (handler.Metrics,), {"start": lambda self, emit: None})  # nor read its metrics
@@ -211,6 +213,16 @@ def test_pages_need_no_model(worker: Worker) -> None:
     assert content_type.startswith("text/plain")
     assert b"vllm:num_requests_running" in body
     assert json.loads(worker.one({}, headers={"url_path": "v1/models"})[2])["data"][0]["id"] == "gpt-fast"
+
+
+def test_the_routes_of_tokens(llm: FakeLLM, tmp_path: Path) -> None:
+    llm.tokenizer = load_tokenizer(ROOT / "model_store" / "demo" / "target")  # type: ignore[assignment]
+    ask = Worker(llm, tmp_path).one
+    found = json.loads(ask({"prompt": "Once"}, headers={"url_path": "tokenize"})[2])
+    assert found["tokens"] == llm.tokenizer.encode("Once")  # type: ignore[attr-defined]
+    assert found["token_strs"] is None, "nobody asked for them"
+    back = ask({"tokens": found["tokens"][1:]}, headers={"url_path": "detokenize"})[2]
+    assert json.loads(back) == {"prompt": "Once"}
 
 
 def test_predict_is_one_string(worker: Worker) -> None:

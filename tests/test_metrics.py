@@ -330,9 +330,13 @@ def test_buckets_hold_what_vllm_has_and_resolve_a_quarter_of_a_millisecond() -> 
     buckets = {f.name: f.buckets for f in FAMILIES if f.buckets}
     assert buckets["inter_token_latency_seconds"][0] == 0.00025
     # vLLM's own, of which alerts and recording rules name some.
-    assert {0.01, 0.025, 0.15, 0.75, 7.5, 80.0} < set(buckets["inter_token_latency_seconds"])
-    assert {0.001, 0.06, 0.75, 640.0, 2560.0} < set(buckets["time_to_first_token_seconds"])
-    assert {0.3, 0.8, 1.5, 480.0, 7680.0} < set(buckets["e2e_request_latency_seconds"])
+    short = {0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640}
+    gaps = {0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80}
+    long = {0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680}
+    assert gaps < set(buckets["inter_token_latency_seconds"])
+    assert short | {2560} == set(buckets["time_to_first_token_seconds"])
+    assert long < set(buckets["e2e_request_latency_seconds"])
+    assert buckets["iteration_tokens_total"] == (1, *(8 * 2**i for i in range(12)))
     assert all(list(bounds) == sorted(set(bounds)) for bounds in buckets.values())
     names = module.Histogram((0.00025, 1, 2.5)).names
     assert names == ["0.00025", "1.0", "2.5", "+Inf"], "vLLM writes 1 as 1.0, and labels are compared as text"

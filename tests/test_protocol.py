@@ -17,7 +17,7 @@ from gpt_fast.outputs import Completion, Delta, Origin, TokenLogprobs
 from gpt_fast.serve.protocol import native
 from gpt_fast.serve.protocol.body import parse_json, read_body
 from gpt_fast.serve.protocol.predict import parse_predict
-from gpt_fast.serve.protocol.request import error_body
+from gpt_fast.serve.protocol.request import as_written, error_body
 
 LIMIT = 1000
 GOOD = {"prompt": "Once upon a time", "max_new_tokens": 5}
@@ -81,6 +81,10 @@ def test_a_form_that_cannot_be_restored_is_refused_with_advice(text: str) -> Non
     error = refusal(read_body, as_form(text.encode()), LIMIT, len(text))
     assert (error.status, error.code) == (400, "form")
     assert "form" in error.message
+
+
+def test_a_lost_form_is_told_from_a_body_that_was_never_there() -> None:
+    assert [refusal(read_body, {}, LIMIT, length).code for length in (20, 0, None)] == ["form", *["empty_body"] * 2]
 
 
 def test_a_form_field_beside_the_json_is_refused_by_name() -> None:
@@ -352,6 +356,20 @@ def test_predict_refuses_by_name(body: dict[str, Any], field: str) -> None:
     error = refusal(parse_predict, body)
     assert error.param == field
     assert field in error.message
+
+
+def test_an_error_names_the_field_as_it_was_written() -> None:
+    """Its name in the message too, where that begins with it."""
+    given = {"messages": [], "max_completion_tokens": 3}
+    for message, param, wanted in (
+        ("prompt is empty", "prompt", ("messages is empty", "messages")),
+        ("the prompt has 9 tokens", "prompt", ("the prompt has 9 tokens", "messages")),
+        ("max_tokens is -1", "max_tokens", ("max_completion_tokens is -1", "max_completion_tokens")),
+        ("top_p is 2", "top_p", ("top_p is 2", "top_p")),
+    ):
+        error = as_written(RequestError(message, param, "too_bad", 503, 7), given)
+        assert (error.message, error.param) == wanted
+        assert (error.code, error.status, error.retry_after_s) == ("too_bad", 503, 7)
 
 
 def test_error_body_can_always_be_sent() -> None:

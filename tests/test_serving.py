@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from gpt_fast.errors import RequestError
 from gpt_fast.params import SamplingParams
 from gpt_fast.serve import session as serving
 from gpt_fast.serve.lanes import Lanes
+from gpt_fast.serve.protocol.native import parse_request
+from gpt_fast.serve.protocol.openai_common import OpenAIContext
+from gpt_fast.serve.protocol.openai_completions import parse_completion
 from gpt_fast.serve.session import LIGHT_BYTES
 
 HANG_S = 60.0  # a test that waits longer than this hangs; it does not depend on anything being fast
@@ -76,6 +81,7 @@ def whole(batch: Batch, body: object, route: str = "") -> Any:
 
 LARGE = {"prompt": "slow " + "x" * LIGHT_BYTES, "max_new_tokens": 1}
 GRAMMAR = {"prompt": "a", "max_new_tokens": 1, "regex": "[a-z]"}
+OPENAI = OpenAIContext(models=("m",), max_model_len=100)
 
 
 @pytest.mark.parametrize("body", [LARGE, GRAMMAR], ids=["large", "grammar"])
@@ -89,6 +95,51 @@ def test_what_takes_long_to_understand_keeps_nobody_waiting(batch: Batch, slow: 
     slow.gate.set()
     assert until_answered(batch, "a", a=body)[-1][0] == 200
     assert threading.current_thread().name not in slow.threads
+
+
+class Watched(threading.Condition):
+    """Tells when somebody waits for it."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__(lock)
+        self.waited_for = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waited_for.set()
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize("beside_a_stream", [False, True])
+def test_a_request_that_is_understood_ends_the_wait(slow: SlowLLM, beside_a_stream: bool) -> None:
+    """Beside a stream whose next piece is to wait a while, the wait is for first tokens and endings alone."""
+    lock = threading.RLock()
+    slow.engine.changed, slow.engine.begun_or_ended = awaited = Watched(lock), Watched(lock)
+    real, facts = Lanes(ThreadPoolExecutor(1), ThreadPoolExecutor(1)), {"announce": True, "one_piece_s": HANG_S}
+    prompts, sessions = {"slow": real} | ({"a": Lanes(Here(), Here())} if beside_a_stream else {}), []
+    for prompt, lanes in prompts.items():
+        read = functools.partial(parse_request, {"prompt": prompt})
+        sessions.append(serving.Session(slow, read, lanes, 10, **facts))  # type: ignore[arg-type]
+    assert sessions[-1].take() is not None or not beside_a_stream
+    work = (slow.engine, sessions, 2 * HANG_S, 2 * HANG_S, time.monotonic())
+    waiting = threading.Thread(target=serving.wait_for_news, args=work, daemon=True)
+    waiting.start()
+    assert awaited[beside_a_stream].waited_for.wait(HANG_S)
+    slow.gate.set()
+    waiting.join(HANG_S)
+    assert not waiting.is_alive()
+    assert sessions[0].has_news
+
+
+def test_one_of_several_sequences_is_enough_to_have_news() -> None:
+    llm = FakeLLM()
+    read = functools.partial(parse_completion, {"model": "m", "prompt": [[1], [2]], "stream": True}, OPENAI)
+    session = serving.Session(llm, read, Lanes(Here(), Here()), 10, announce=True, one_piece_s=HANG_S)  # type: ignore[arg-type]
+    session.take()
+    for handle in llm.handles:
+        handle.silent = True
+    assert not session.has_news
+    llm.handles[1].silent = False
+    assert session.has_news
 
 
 def test_hanging_up_while_the_request_is_understood_frees_it(batch: Batch, slow: SlowLLM) -> None:
