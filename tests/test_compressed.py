@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -323,3 +324,6 @@ def test_damage_is_refused_by_name(tmp_path: Path) -> None:
     refused(r"parts of layers\.1\.w13.* differ: int4-g32, not quantized", weight=torch.zeros(128, 64), **unquantized)
     eights = {"weight": torch.zeros(128, 64, dtype=torch.int8), "weight_scale": torch.ones(128, 1)}
     refused(f"{name}weight_zero_point: int8 with zeros", **(eights | {"weight_packed": None, "weight_shape": None}))
+    for shape in ((128, 3), (64, 4), (128, 2, 1), (128, 0)):
+        wrong = unquantized | eights | {"weight_scale": torch.ones(shape)}
+        refused(rf"{name}weight_scale is {re.escape(str(list(shape)))} for weights of 8 bits \[128, 64\]", **wrong)

@@ -187,6 +187,14 @@ def test_files_mix_encodings(folder: Path, tmp_path: Path) -> None:
     assert (logits(opened) - plain).norm() / plain.norm() < 0.04
 
 
+def test_one_matrix_of_two_encodings_is_held_in_the_wider(folder: Path, tmp_path: Path) -> None:
+    """Only queries can be held apart from the rest."""
+    path = write_model(folder, tmp_path / "m.gguf", "Q4_K", kinds={"blk.0.ffn_up": "Q8_0", "blk.1.ffn_gate": "Q6_K"})
+    form = Checkpoint.open(path).format
+    assert form.quant is not None
+    assert [form.quant.named[f"layers.{i}.w13"] for i in (0, 1)] == [Scheme("int8")] * 2
+
+
 # ---------------------------------------------------------------- architectures
 
 SHAPE: dict[str, Any] = {
