@@ -31,6 +31,8 @@ from gpt_fast.commands import options
 from gpt_fast.config import EngineConfig
 from gpt_fast.errors import CheckpointError, ConfigError
 from gpt_fast.foreign.checkpoint import open_checkpoint
+from gpt_fast.quantize.scheme import quant_config
+from gpt_fast.quantize.writer import CheckpointWriter, quantize_checkpoint
 from gpt_fast.serve.launch.choice import choose
 from gpt_fast.serve.settings import read_settings
 
@@ -322,15 +324,27 @@ def test_folders_without_an_adapter(saved: Any, tmp_path: Path) -> None:
 
 
 def test_quantized_checkpoints_are_refused(data_dir: Path, tmp_path: Path) -> None:
-    from gpt_fast.quantize.scheme import quant_config
-    from gpt_fast.quantize.writer import quantize_checkpoint
-
     quantize_checkpoint(
         Checkpoint.open(data_dir / "models" / "stories260K_hf"), tmp_path / "int8", quant_config("int8")
     )
     adapter = write(tmp_path / "adapter", GOOD)
     with pytest.raises(ConfigError, match=r"lora: .*int8 is quantized already \(gpt_fast\).*Name the unquantized"):
         LLM(tmp_path / "int8", lora=str(adapter))
+
+
+def test_a_run_is_not_gone_on_with_under_another_adapter(data_dir: Path, tmp_path: Path) -> None:
+    source, quant = Checkpoint.open(data_dir / "models" / "stories260K_hf"), quant_config("int8")
+    first, second = (with_adapter(source.path, tmp_path / f"a{i}", seed=100 * i)[0] for i in range(2))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        CheckpointWriter(source.with_adapters({str(first): 1.0}), quant, tmp_path / "out", {"method": "rtn"}, False),
+    ):
+        raise KeyboardInterrupt
+    shutil.copytree(first, tmp_path / "same")
+    shutil.copyfile(second / "adapter_model.safetensors", first / "adapter_model.safetensors")
+    for lora in (None, {str(first): 0.5}, {str(tmp_path / "same"): 1.0}, {str(first): 1.0}):
+        with pytest.raises(CheckpointError, match="was begun with other settings or another checkpoint"):
+            quantize_checkpoint(source.with_adapters(lora), tmp_path / "out", quant, resume=True)
 
 
 def test_another_adapter_has_another_digest(saved: Any, tmp_path: Path) -> None:

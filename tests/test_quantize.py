@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -535,10 +537,40 @@ def test_a_run_that_a_full_disk_stopped_at_once_begins_anew(tmp_path: Path, monk
         with pytest.raises(OSError, match="No space"):
             quantize_checkpoint(source, tmp_path / "b", quant)
     assert (tmp_path / "b.partial" / "model.safetensors").exists()
+    (tmp_path / "b.partial" / "model.safetensors").write_bytes(b"")  # or a moment earlier
     quantize_checkpoint(source, tmp_path / "b", quant, resume=True)
     quantize_checkpoint(source, tmp_path / "whole", quant)
     whole, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "b"))
     assert whole == other
+
+
+def leave(source: Checkpoint, out: Path) -> None:
+    """What a run that is interrupted at once leaves of ``out``."""
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        CheckpointWriter(source, quant_config("int8"), out, {"method": "rtn"}, resume=False),
+    ):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("change", ["time", "size", "name", "config.json"])
+def test_what_is_left_of_another_checkpoint_is_not_gone_on_with(change: str, tmp_path: Path) -> None:
+    folder, times = write(tmp_path / "a"), (1_700_000_000, 1_700_000_000)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    os.utime(weights, times)
+    leave(Checkpoint.open(folder), tmp_path / "b")
+    if change == "config.json":
+        config.write_text(json.dumps(read_json(config) | {"rms_norm_eps": 0.5}))
+    elif change == "name":
+        weights = weights.rename(folder / "weights.safetensors")
+        named = dict.fromkeys(Checkpoint.open(write(tmp_path / "c")).tensors, weights.name)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    elif change == "size":
+        tensors = safetensors.torch.load_file(weights)
+        safetensors.torch.save_file(tensors, weights, {"a": "longer header"})
+    os.utime(weights, (0, 0) if change == "time" else times)
+    with pytest.raises(CheckpointError, match="was begun with other settings or another checkpoint"):
+        quantize_checkpoint(Checkpoint.open(folder), tmp_path / "b", quant_config("int8"), resume=True)
 
 
 def test_two_runs_do_not_write_the_same_folder(tmp_path: Path) -> None:
