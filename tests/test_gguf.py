@@ -9,6 +9,7 @@ import shutil
 import struct
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -728,6 +729,15 @@ def test_a_converted_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
         plain = Checkpoint.open(tmp_path / "plain")
         assert plain.format.method is None
         assert_same_values(plain, ours)
+
+
+def test_nothing_is_left_of_a_conversion_that_failed(folder: Path, tmp_path: Path) -> None:
+    path = write_model(folder, tmp_path / "m.gguf", "Q4_K")
+    for dtype, writer in ((None, "quantize.writer"), (torch.float32, "checkpoint.weight_files")):
+        full = mock.patch(f"gpt_fast.{writer}.write_rows", side_effect=OSError(28, "No space left"))
+        with full, pytest.raises(CheckpointError, match="out cannot be written: No space left"):
+            convert(path, tmp_path / "out", dtype=dtype)
+        assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_is_quantized_anew(folder: Path, tmp_path: Path) -> None:

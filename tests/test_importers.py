@@ -202,6 +202,9 @@ def test_changing_dtype_keeps_the_rest(data_dir: Path, tmp_path: Path) -> None:
     before, after = (json.loads((d / "config.json").read_text()) for d in (source, tmp_path / "out"))
     assert after == before | {"torch_dtype": "bfloat16"}
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (source / "tokenizer.model").read_bytes()
+    (tmp_path / "out" / "config.json").write_text(json.dumps(after | {"dtype": "bfloat16"}))  # transformers 5's name
+    convert(tmp_path / "out", tmp_path / "wide", dtype=torch.float32)
+    assert json.loads((tmp_path / "wide" / "config.json").read_text()) == before | {"torch_dtype": "float32"}
     convert(tmp_path / "out", tmp_path / "again")
     for one, two in zip(
         Checkpoint.open(tmp_path / "again").build(torch.float32).parameters(),
