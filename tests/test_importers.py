@@ -22,6 +22,8 @@ from gpt_fast.config import ModelConfig
 from gpt_fast.errors import CheckpointError
 from gpt_fast.model.building import random_model
 from gpt_fast.model.transformer import Transformer
+from gpt_fast.quantize.scheme import quant_config
+from gpt_fast.quantize.writer import quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -212,6 +214,13 @@ def test_changing_dtype_keeps_the_rest(data_dir: Path, tmp_path: Path) -> None:
         strict=True,
     ):
         assert torch.equal(one, two.bfloat16().float())
+
+
+def test_quantized_weights_are_not_converted(data_dir: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(Checkpoint.open(data_dir / "models" / "stories260K_hf"), tmp_path / "q", quant_config("int8"))
+    with pytest.raises(CheckpointError, match=r"q is quantized \(gpt_fast\); convert the unquantized checkpoint"):
+        convert(tmp_path / "q", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["q"]
 
 
 def test_what_goes_along(model: Transformer, tmp_path: Path) -> None:
