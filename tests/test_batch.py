@@ -685,11 +685,13 @@ def test_the_fingerprint_sees_what_decides_answers(tmp_path: Path, monkeypatch: 
     own = Path(shutil.copytree(MODEL, tmp_path / "model"))
     first = fingerprint(Checkpoint.open(own))
     assert fingerprint(Checkpoint.open(MODEL)) == first
-    (own / "README.md").write_text("no weights")
-    (own / "LICENSE").write_text("none")
+    for name in ("README.md", "LICENSE", "params.json"):  # the last counts where there is no config.json
+        (own / name).write_text("{}")
     assert fingerprint(Checkpoint.open(own)) == first
     (own / "generation_config.json").write_text('{"temperature": 0.5}')
-    assert fingerprint(Checkpoint.open(own)) != first
+    second = fingerprint(Checkpoint.open(own))
+    (own / "generation_config.json").rename(own / "generic.jinja")
+    assert len({first, second, fingerprint(Checkpoint.open(own))}) == 3
 
 
 def test_the_fingerprint_of_files_without_a_config_json(tmp_path: Path) -> None:

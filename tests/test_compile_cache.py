@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpt_fast.model import compile_cache
+from gpt_fast.user_cache import why_untrusted
 
 _START = """
 import logging, sys, dataclasses, torch
@@ -86,6 +87,25 @@ def test_a_file_that_others_can_write_is_refused(
     with caplog.at_level(logging.WARNING), compile_cache.kept(tmp_path / "a.bin", lambda: False):
         pass
     assert "not used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("file", "folder", "wrong"),
+    [
+        (0o644, 0o755, ""), (0o664, 0o755, "file"), (0o646, 0o755, "file"), (0o644, 0o775, "folder"),
+        (0o644, 0o757, "folder"),
+        (0o644, 0o1777, ""),  # as of /tmp: there nobody can replace another one's file
+        (0o1646, 0o1777, "file"),
+    ],
+)  # fmt: skip
+def test_who_could_have_written_a_file(file: int, folder: int, wrong: str, tmp_path: Path) -> None:
+    place = tmp_path / "folder" / "file"
+    place.parent.mkdir()
+    place.touch()
+    place.chmod(file)
+    place.parent.chmod(folder)
+    named = {"file": place, "folder": place.parent}.get(wrong)
+    assert why_untrusted(place) == (named and f"others may write {named} (chmod go-w)")
 
 
 def test_a_file_in_a_folder_that_others_can_write_in_is_refused(

@@ -660,12 +660,14 @@ def test_a_model_in_several_files(folder: Path, tmp_path: Path) -> None:
 
 def test_nothing_beside_the_file_is_read(folder: Path, tmp_path: Path) -> None:
     path = write_model(folder, tmp_path / "m.gguf")
+    alone = fingerprint(Checkpoint.open(path))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7, "do_sample": true}')
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "keys.json").write_text("{}")
     opened = Checkpoint.open(path)
     assert opened.defaults.eos_token_ids == ()
     assert opened.companions() == {}
+    assert fingerprint(opened) == alone
     files, left_out = choose_files(tmp_path)
     assert ([file.name for file in files], len(left_out)) == (["m.gguf"], 3)
 
