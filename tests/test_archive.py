@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from gpt_fast.checkpoint.checkpoint import Checkpoint
-from gpt_fast.checkpoint.files import belongs
+from gpt_fast.checkpoint.files import belongs, choose_files
 from gpt_fast.errors import ConfigError
 from gpt_fast.serve.archive import build_archive
 from gpt_fast.serve.config_text import set_key
@@ -401,6 +401,17 @@ def test_links_inside_the_folder_and_those_of_the_hub_cache_are_followed(snapsho
     # A file of the cache stands for its snapshot, not for the folder of blobs that it links to.
     inside = pack(snapshot / "model.safetensors", tmp_path)
     assert (inside / "config.json").read_text() == "config.json"
+
+
+def test_links_within_a_folder_are_files_of_it(snapshot: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    (folder / "weights").mkdir(parents=True)
+    (folder / "weights" / "1").write_text("{}")
+    (folder / "model.safetensors").symlink_to(Path("weights", "1"))
+    assert choose_files(folder)[0] == (folder / "model.safetensors",)
+    other = snapshot.parent.rename(snapshot.parent.with_name("versions"))  # beside blobs, and not the Hub's cache
+    with pytest.raises(ConfigError, match="link out of its folder"):
+        choose_files(other / snapshot.name)
 
 
 def test_the_hub_caches_layout_opens_no_way_out(snapshot: Path, tmp_path: Path) -> None:

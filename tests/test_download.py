@@ -150,8 +150,9 @@ WANTED = [
 @pytest.mark.parametrize("where", ["cache", "directory"])
 def test_the_needed_files_and_no_others(where: str, hub: Hub, checkpoint: dict[str, bytes], tmp_path: Path) -> None:
     hub.repos["some/model"] = checkpoint
-    out = tmp_path / "out" if where == "directory" else None
+    out = tmp_path / "some" / "out" if where == "directory" else None
     path = download("some/model", out_dir=out, endpoint=hub.url)
+    assert {file.name for file in tmp_path.iterdir()} <= {"made", "some"}, "the cache's notes are not for a directory"
     assert sorted(hub.served) == WANTED
     for name in WANTED:
         assert (path / name).read_bytes() == checkpoint[name]
@@ -219,6 +220,36 @@ def test_the_command_prints_what_checkpoint_takes(hub: Hub, gguf_files: dict[str
     assert done.returncode == 0, done.stderr
     assert Checkpoint.open(Path(done.stdout.strip())).config.family == "llama"
     assert f"--checkpoint {done.stdout.strip()}" in done.stderr
+
+
+def test_the_cache_is_for_a_hub_that_does_not_answer(hub: Hub, checkpoint: dict[str, bytes], tmp_path: Path) -> None:
+    """Not for one that refuses, nor for who wants another directory."""
+    hub.repos["some/model"] = checkpoint
+    download("some/model", endpoint=hub.url)
+    hub.gated.add("some/model")
+    with pytest.raises(DownloadError, match="some/model is gated"):
+        download("some/model", endpoint=hub.url)
+    hub.broken.add("some/model")
+    assert (download("some/model", endpoint=hub.url) / "config.json").is_file()
+    with pytest.raises(DownloadError, match="the Hub answered 503"):
+        download("some/model", out_dir=tmp_path / "out", endpoint=hub.url)
+
+
+def test_the_cache_notes_where_a_branch_has_moved(hub: Hub, checkpoint: dict[str, bytes]) -> None:
+    hub.repos["some/model"] = checkpoint
+    note = download("some/model", endpoint=hub.url).parents[1] / "refs" / "main"
+    assert note.read_text() == COMMIT
+    note.write_text("0" * 40)  # where it was before
+    download("some/model", endpoint=hub.url)
+    assert note.read_text() == COMMIT
+
+
+def test_whole_weights_come_alone() -> None:
+    """What else is there in safetensors may be shards of the same, or another precision of it."""
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = "model.safetensors.index.json"
+    for weights, wanted in (([*shards, "model.safetensors"], ["model.safetensors"]), (shards, shards)):
+        assert choose(["config.json", index, *weights], "some/model") == sorted(["config.json", index, *wanted])
 
 
 def test_a_revision(hub: Hub, checkpoint: dict[str, bytes]) -> None:
