@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from quantized import dequantized
 
-from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.checkpoint import Checkpoint, most_common_dtype
 from gpt_fast.checkpoint.families import parse_config, to_hf_config
 from gpt_fast.checkpoint.json_values import read_json
 from gpt_fast.checkpoint.saving import save_checkpoint
@@ -520,14 +520,22 @@ def test_pickles_do_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         Checkpoint.open(tmp_path).build(torch.float32)
 
 
-EMPTY = torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.int64), torch.empty(0), (10**6, 10**6))
+def test_the_dtype_of_a_checkpoint_is_that_of_its_plain_weights() -> None:
+    sizes = {"a.weight": (torch.bfloat16, 9), "b.weight": (torch.float32, 4), "c.weight": (torch.float8_e4m3fn, 99)}
+    sizes |= {f"d.{name}": (torch.float32, 99) for name in ("scale", "scales", "row_scale")}
+    tensors = {name: StoredTensor(torch.zeros(n).to(dtype)) for name, (dtype, n) in sizes.items()}
+    assert most_common_dtype(tensors, "x") == torch.bfloat16
+    with pytest.raises(CheckpointError, match="x holds no floating-point weights"):
+        most_common_dtype({name: tensors[name] for name in ("c.weight", "d.scale")}, "x")
 
 
 def test_a_tensor_that_repeats_one_number_without_end_is_refused(tmp_path: Path) -> None:
     """Four bytes in the file would become 4 TB in memory."""
     tiny(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    for endless in (torch.zeros(1).expand(10**6, 10**6), EMPTY):
+    nothing, size = (torch.empty(2, 0, dtype=torch.int64), torch.empty(0)), (10**6, 10**6)
+    sparse = torch.sparse_coo_tensor(*nothing, size, check_invariants=True)
+    for endless in (torch.zeros(1).expand(size), sparse):
         torch.save({"lm_head.weight": endless}, tmp_path / "pytorch_model.bin")
         said = r"'lm_head.weight' of shape \[1000000, 1000000\] is not stored whole"
         with pytest.raises(CheckpointError, match=said):

@@ -232,7 +232,12 @@ def test_what_goes_along(model: Transformer, tmp_path: Path) -> None:
     for name in [*along, "notes.txt", "modeling.py", "README.md", "adapter_config.json"]:
         (folder / name).write_text("{}")
     convert(folder / "model.pth", tmp_path / "out", config=TINY)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {*along, "config.json", "model.safetensors"}
+    made = {"config.json", "model.safetensors"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {*along, *made}
+    (tmp_path / "other").write_text("{}")
+    convert(folder / "model.pth", tmp_path / "again", tokenizer=tmp_path / "other", config=TINY)
+    kept = {"LICENSE.md", "NOTICE", "generation_config.json", "tokenizer.json"}  # the others belong to the old one
+    assert {p.name for p in (tmp_path / "again").iterdir()} == kept | made
 
 
 def test_tokenizers_are_told_by_content(

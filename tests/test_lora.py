@@ -190,7 +190,10 @@ def test_scales_and_ranks_of_single_modules(saved: Any, tmp_path: Path) -> None:
     base = saved("llama")
     q, k, up = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj", "model.layers.1.mlp.up_proj"
     tensors = {**pair(q, 64, 64, 1), **pair(k, 32, 64, 3, rank=16), **pair(up, 144, 64, 5)}
-    patterns = {"rank_pattern": {"k_proj": 16}, "alpha_pattern": {r"layers\.1\..*_proj": 8, "up_proj": 1000}}
+    patterns = {
+        "rank_pattern": {"self_attn.q": 99, "k_proj": 16},
+        "alpha_pattern": {r"layers\.1\..*_proj": 8, "up_proj": 1000},
+    }
     adapter = write(tmp_path / "adapter", tensors, use_rslora=True, **patterns)
     scales = {q: 2 / 4**0.5, k: 8 / 16**0.5, up: 8 / 4**0.5}
     deltas = {m: s * tensors[f"{m}.lora_B.weight"] @ tensors[f"{m}.lora_A.weight"] for m, s in scales.items()}
@@ -293,6 +296,7 @@ GOOD = pair(Q, 64, 64, 1)
         (GOOD, {"alpha_pattern": {"(": 1}}, r"alpha_pattern '\(' is no regular expression"),
         (GOOD, {"r": 8}, rf"{Q} are \[4, 64\] and \[64, 4\], not \[8, K\] and \[N, 8\]"),
         ({f"{Q}.lora_A.weight": GOOD[f"{Q}.lora_A.weight"]}, {}, f"{Q} has lora_A alone"),
+        (GOOD | {f"{Q}.lora_A.weight": torch.ones(4, 64, dtype=torch.int64)}, {}, "is no tensor of an adapter"),
         (pair(Q, 60, 64, 1), {}, rf"B @ A of {Q} is \[60, 64\], not \[64, 64\]"),
         (pair("model.layers.9.mlp.up_proj", 144, 64, 1), {}, r"has no model.layers.9.mlp.up_proj.weight"),
         (GOOD | {f"{Q}.lora_magnitude_vector": torch.ones(64)}, {}, f"has no {Q}.lora_magnitude_vector"),
