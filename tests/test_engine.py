@@ -32,6 +32,7 @@ from gpt_fast import LLM, Completion, RequestError, SamplingParams
 from gpt_fast.engine.grammar import CompiledGrammar
 from gpt_fast.engine.handle import Handle
 from gpt_fast.errors import ConfigError, EngineError, RequestFailedError
+from gpt_fast.outputs import Delta
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -217,6 +218,31 @@ def test_cancelling_stops_within_a_step_and_frees_the_pages(llm: LLM) -> None:
 def test_leaving_a_stream_early_cancels(llm: LLM) -> None:
     for _ in llm.stream([5] * 20, SamplingParams(max_tokens=100, ignore_eos=True)):
         break
+    check_idle(llm)
+
+
+def test_leaving_generate_early_cancels_all_of_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles: list[Handle] = []
+    submit, take = llm.submit_all, Handle.wait
+    monkeypatch.setattr(llm, "submit_all", lambda parts: handles.extend(submit(parts)) or handles)
+
+    def interrupted(handle: Handle, timeout_s: float | None = None) -> Delta | None:
+        if handle is handles[1]:
+            raise KeyboardInterrupt
+        return take(handle, timeout_s)
+
+    monkeypatch.setattr(Handle, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5] * 20] * 3, SamplingParams(max_tokens=100, ignore_eos=True))
+    assert [handle.cancelled for handle in handles] == [True] * 3
+    check_idle(llm)
+
+
+def test_what_is_asked_for_together_is_one_group_of_the_queue(llm: LLM) -> None:
+    together = [handle for n in (2, 3) for handle in llm.submit_all([([5], SamplingParams(max_tokens=1))] * n)]
+    first, *_, last = groups = [handle.request.group for handle in together]
+    assert groups == [first] * 2 + [last] * 3
+    assert first != last
     check_idle(llm)
 
 
