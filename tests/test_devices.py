@@ -351,6 +351,8 @@ def test_ranks_and_models_in_memory_have_no_map(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="device_map: 2 processes share this model already"):
         LLM(DEMO / "target", device_map=["cpu"])
+    with pytest.raises(ConfigError, match="draft: int8 is the whole model, which no rank holds"):
+        LLM(DEMO / "target", draft="int8")
 
 
 def test_a_batch_on_several_devices_has_a_digest_of_its_own() -> None:

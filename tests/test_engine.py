@@ -23,15 +23,18 @@ import families_table
 import numpy as np
 import pytest
 import torch
-from fake_model import FakeModelLLM, check_idle, hit_rate
+from fake_model import EOS, VOCAB_SIZE, FakeModel, FakeModelLLM, check_idle, hit_rate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import HANG_S, eventually
 
 from gpt_fast import LLM, Completion, RequestError, SamplingParams
+from gpt_fast.checkpoint.generation import GenerationDefaults
+from gpt_fast.config import EngineConfig
 from gpt_fast.engine.grammar import CompiledGrammar
 from gpt_fast.engine.handle import Handle
 from gpt_fast.errors import ConfigError, EngineError, RequestFailedError
+from gpt_fast.loading import adopt
 from gpt_fast.outputs import Delta
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -244,6 +247,35 @@ def test_what_is_asked_for_together_is_one_group_of_the_queue(llm: LLM) -> None:
     assert groups == [first] * 2 + [last] * 3
     assert first != last
     check_idle(llm)
+
+
+def test_what_a_request_leaves_open(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len({llm.prepare([5]).seed for _ in range(3)}) == 3, "each has a seed of its own"
+    assert [llm.prepare([5], SamplingParams(seed=seed)).seed for seed in (0, 7)] == [0, 7]
+    for length, asked, room in ((100, 10, 10), (100, None, 28), (100, 29, 28), (127, 10, 1)):
+        assert llm.prepare([5] * length, SamplingParams(max_tokens=asked)).max_tokens == room
+    with pytest.raises(RequestError, match="the prompt has 128 tokens; at most 127") as caught:
+        llm.prepare([5] * 128)
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+    assert llm.prepare([5], SamplingParams(stop_token_ids=[9])).end_ids == {EOS, 9}
+    assert llm.prepare([5], SamplingParams(stop_token_ids=[9], ignore_eos=True)).end_ids == {9}
+    monkeypatch.setattr(llm, "defaults", GenerationDefaults((7, 8), None, SamplingParams()))
+    assert llm.prepare([5]).end_ids == {7, 8}, "the checkpoint's own"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stop_token_ids": [VOCAB_SIZE]}, {"logit_bias": {VOCAB_SIZE: 1.0}}, {"allowed_token_ids": [VOCAB_SIZE]}]
+)
+def test_ids_that_the_model_does_not_have_are_refused(fields: dict[str, Any], llm: LLM) -> None:
+    [name] = fields
+    with pytest.raises(RequestError, match=f"token id {VOCAB_SIZE} in {name} is not between 0") as caught:
+        llm.prepare([5], SamplingParams(**fields))
+    assert caught.value.param == name
+
+
+def test_a_model_that_is_packed_is_not_quantized_again() -> None:
+    with pytest.raises(ConfigError, match="quantize: the weights of this model are packed already"):
+        adopt(FakeModel(), EngineConfig(quantize="int8"))  # type: ignore[arg-type]
 
 
 def test_dropping_a_stream_before_its_first_piece_cancels(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -605,7 +605,7 @@ def test_what_a_vocabulary_lacks_is_told(model: str, key: str, value: Any, said:
     close(writer)
     with pytest.raises(TokenizerError, match=rf"m\.gguf: tokenizer\.ggml\.{said}"):
         load_tokenizer(tmp_path / "m.gguf")
-    assert load_template(tmp_path / "m.gguf") is None
+    assert load_templates(tmp_path / "m.gguf") == {}
 
 
 # ---------------------------------------------------------------- wherever a checkpoint is taken
