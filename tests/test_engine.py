@@ -28,13 +28,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import HANG_S, eventually
 
-from gpt_fast import LLM, Completion, RequestError, SamplingParams
+from gpt_fast import LLM, Completion, RequestError, SamplingParams, loading
 from gpt_fast.checkpoint.generation import GenerationDefaults
 from gpt_fast.config import EngineConfig
 from gpt_fast.engine.grammar import CompiledGrammar
 from gpt_fast.engine.handle import Handle
 from gpt_fast.errors import ConfigError, EngineError, RequestFailedError
-from gpt_fast.loading import adopt
 from gpt_fast.outputs import Delta
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -273,9 +272,29 @@ def test_ids_that_the_model_does_not_have_are_refused(fields: dict[str, Any], ll
     assert caught.value.param == name
 
 
+def test_options_reach_the_parts_of_the_engine(checkpoint: Path) -> None:
+    sizes = {"max_batch": 2, "page_size": 8, "prefill_chunk": 24, "num_pages": 17}
+    with load(checkpoint, **sizes, max_waiting=3, prefix_cache=False, kernels=False) as llm:
+        scheduler, pages = llm.engine.scheduler, llm.engine.scheduler.pages
+        found = {"max_batch": scheduler.max_batch, "page_size": pages.page_size, "num_pages": pages.num_pages - 1}
+        assert found | {"prefill_chunk": scheduler.prefill_chunk} == sizes
+        assert (llm.engine.max_waiting, pages.prefix_cache) == (3, False)
+
+
+def test_small_models_have_one_thread_unless_asked(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wished: list[int] = []
+    monkeypatch.setattr(loading, "usable_threads", lambda threads: wished.append(threads) or 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    for options, least in (({}, 2**25), ({"threads": 5}, 2**25), ({}, 0)):
+        monkeypatch.setattr(loading, "SMALL_MODEL_BYTES", least)
+        with load(checkpoint, kernels=False, max_batch=1, **options):
+            pass
+    assert wished == [1, 5, 7]
+
+
 def test_a_model_that_is_packed_is_not_quantized_again() -> None:
     with pytest.raises(ConfigError, match="quantize: the weights of this model are packed already"):
-        adopt(FakeModel(), EngineConfig(quantize="int8"))  # type: ignore[arg-type]
+        loading.adopt(FakeModel(), EngineConfig(quantize="int8"))  # type: ignore[arg-type]
 
 
 def test_dropping_a_stream_before_its_first_piece_cancels(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
