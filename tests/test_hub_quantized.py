@@ -183,6 +183,8 @@ def test_damage_is_refused_by_name(tmp_path: Path) -> None:
     refused(f"{name}g_idx differs")
     tensors = {**whole, name + "g_idx": (torch.arange(64) > 40).to(torch.int32)}
     refused(f"{name}g_idx has groups of other sizes")
+    tensors = {**whole, name + "scales": -whole[name + "scales"]}
+    refused(f"{name}scales has negative values")
     tensors = {n: t for n, t in whole.items() if not n.startswith(name)}
     tensors[name + "weight"] = torch.zeros(96, 64)
     refused(r"only a part of layers\.1\.w13")

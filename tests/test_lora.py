@@ -22,6 +22,7 @@ from torch import Tensor
 from gpt_fast import LLM, SamplingParams
 from gpt_fast.batch.setup import set_up
 from gpt_fast.checkpoint.checkpoint import Checkpoint
+from gpt_fast.checkpoint.convert import convert
 from gpt_fast.checkpoint.files import ADAPTER_CONFIG
 from gpt_fast.checkpoint.fingerprint import fingerprint
 from gpt_fast.checkpoint.lora import open_adapters
@@ -349,6 +350,16 @@ def test_a_run_is_not_gone_on_with_under_another_adapter(data_dir: Path, tmp_pat
     for lora in (None, {str(first): 0.5}, {str(tmp_path / "same"): 1.0}, {str(first): 1.0}):
         with pytest.raises(CheckpointError, match="was begun with other settings or another checkpoint"):
             quantize_checkpoint(source.with_adapters(lora), tmp_path / "out", quant, resume=True)
+
+
+def test_a_converted_checkpoint_has_the_adapter_in_its_own_dtype(data_dir: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    convert(data_dir / "models" / "stories260K_hf", base, dtype=torch.bfloat16)
+    lora = {str(with_adapter(base, tmp_path / "adapter")[0]): 1.0}
+    convert(base, tmp_path / "out", lora=lora)
+    merged = Checkpoint.open(tmp_path / "out")
+    assert merged.stored_dtype == torch.bfloat16
+    assert_same(merged.build(torch.bfloat16), Checkpoint.open(base).with_adapters(lora).build(torch.bfloat16))
 
 
 def test_another_adapter_has_another_digest(saved: Any, tmp_path: Path) -> None:
