@@ -247,6 +247,16 @@ def test_every_method_has_a_row_of_what_it_did(demo: bench.Bench) -> None:
     json.dumps(rows, allow_nan=False)
 
 
+def test_rates_are_the_tokens_behind_the_first_by_their_seconds(
+    demo: bench.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = bench._ask
+    monkeypatch.setattr(bench, "_ask", lambda llm, asked: ask(llm, asked)._replace(seconds=0.25))
+    for row in demo.run(2):  # three prompts, and the first again to fill the second batch, of eight new tokens each
+        assert row["tokens_per_second_rounds"] == [4 * 7 / (2 * 0.25)] * 2
+    assert not demo.llm.engine.scheduler.pages.prefix_cache, "a round would find what the one before has computed"
+
+
 def test_methods_take_turns_for_each_batch_of_prompts(demo: bench.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     ask, seen, speculation = bench._ask, [], demo.llm.engine.speculation
     assert speculation is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,16 @@ def parts(hint: object) -> set[object]:
 def test_a_batch_that_nobody_asked_for_is_told_from_one_that_was() -> None:
     assert (EngineConfig().max_batch, EngineConfig().num_slots) == (None, DEFAULT_MAX_BATCH)
     assert (EngineConfig(max_batch=8).max_batch, EngineConfig(max_batch=3).num_slots) == (8, 3)
+
+
+def test_who_guesses_tokens() -> None:
+    asked: tuple[tuple[dict[str, Any], str | None], ...] = (
+        ({}, None), ({"draft": "x"}, "x"), ({"speculate": "auto"}, "lookup"),
+        ({"draft": "x", "speculate": "auto"}, "x"),
+        ({"speculate": "never"}, None), ({"draft": "x", "speculate": "never"}, None),
+    )  # fmt: skip
+    for options, drafter in asked:
+        assert EngineConfig(**options).drafter == drafter
 
 
 def test_null_is_accepted_where_it_means_something() -> None:

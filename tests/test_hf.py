@@ -214,9 +214,11 @@ def test_what_cannot_be_is_refused(
 
 
 def test_models_and_functions_that_do_not_fit(folders: tuple[Path, Path]) -> None:
-    model = hf.gpt_fast(str(folders[0]), sample_function=lambda probabilities: probabilities)
-    with pytest.raises(ConfigError, match="sample_function must return one token id"):
-        model.generate(PROMPT, 9)
+    model = hf.gpt_fast(str(folders[0]))
+    for drawn in (None, torch.zeros(2), 5, torch.tensor(-1), torch.tensor(120)):
+        model.sample_function = lambda probabilities, drawn=drawn: drawn
+        with pytest.raises(ConfigError, match="sample_function must return one token id"):
+            model.generate(PROMPT, 9)
     with pytest.raises(ConfigError, match="no causal model of transformers"):
         hf.add_kv_cache(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="stays as it was loaded"):
