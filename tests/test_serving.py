@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import json
@@ -17,6 +18,7 @@ from test_handler import Batch, handler
 from test_openai_protocol import byte_level
 
 from gpt_fast.errors import RequestError
+from gpt_fast.outputs import Delta, TokenLogprobs
 from gpt_fast.params import SamplingParams
 from gpt_fast.serve import session as serving
 from gpt_fast.serve.lanes import Lanes
@@ -227,14 +229,15 @@ def test_answers_in_one_piece_have_a_time_limit_and_streams_have_none(tmp_path: 
     assert [params.timeout_s for _, params in llm.calls] == [20, 5, None]
 
 
+class Noted(Here):
+    count = 0
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return super().submit(fn, *args, **kwargs)
+
+
 def test_a_long_list_of_log_probabilities_is_written_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Noted(Here):
-        count = 0
-
-        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return super().submit(fn, *args, **kwargs)
-
     batch = Batch(FakeLLM(words=["a"] * 50), tmp_path)
     light, heavy = Noted(), Noted()
     batch.handler.lanes = Lanes(light, heavy)
@@ -243,6 +246,37 @@ def test_a_long_list_of_log_probabilities_is_written_elsewhere(tmp_path: Path, m
     monkeypatch.setattr(serving, "LIGHT_NUMBERS", -1)
     assert whole(batch, {"prompt": "a", "stream": False})[2] == 200
     assert (light.count, heavy.count) == (3, 1)
+
+
+class ScoringLLM(FakeLLM):
+    """Its answers have log probabilities of their prompts: of nothing, and of two tokens with one beside each."""
+
+    def submit(self, prompt: Any, params: SamplingParams, max_uncollected: int | None = None) -> FakeHandle:
+        handle = super().submit(prompt, params, max_uncollected)
+        take, entry = handle.poll, TokenLogprobs(5, -1.0, ((7, -0.5),))
+
+        def poll() -> Delta | None:
+            delta = take()
+            if delta is None or delta.completion is None:
+                return delta
+            handle.completion = dataclasses.replace(delta.completion, prompt_logprobs=(None, entry, entry))
+            return dataclasses.replace(delta, completion=handle.completion)
+
+        handle.poll = poll  # type: ignore[method-assign]
+        return handle
+
+
+@pytest.mark.parametrize(("most", "heavy"), [(4, 0), (3, 1)])
+def test_log_probabilities_of_prompts_count_too(
+    most: int, heavy: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "LIGHT_NUMBERS", most)
+    batch = Batch(ScoringLLM(), tmp_path)
+    batch.handler.lanes = lanes = Lanes(Noted(), Noted())
+    answer = whole(batch, {"prompt": "abc", "stream": False, "max_new_tokens": 1, "prompt_logprobs": 1})
+    found = {"token_id": 5, "logprob": -1.0, "top": [{"token_id": 7, "logprob": -0.5}]}
+    assert (answer[2], json.loads(answer[4])["prompt_logprobs"]) == (200, [None, found, found])
+    assert lanes.heavy.count == heavy  # type: ignore[attr-defined]
 
 
 # ---- one request and the queue ---------------------------------------------------------------------------------------
