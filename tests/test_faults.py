@@ -386,7 +386,8 @@ def test_a_model_that_computes_no_numbers_fails_its_requests_and_goes_on(data_di
     model = random_model(Checkpoint.open(data_dir / "models" / "stories260K_hf").config, torch.float32)
     model.head.norm.weight.fill_(float("nan"))
     with LLM.from_model(model, compile=False, max_seq_len=64) as llm:
-        for params in (SamplingParams(), SamplingParams(temperature=1.0, logprobs=3)):
+        ruled = SamplingParams(allowed_token_ids=(5, 6))  # which is not why no token can be drawn
+        for params in (SamplingParams(), SamplingParams(temperature=1.0, logprobs=3), ruled):
             with pytest.raises(RequestError, match="not finite") as caught:
                 llm.generate([5, 6], params)
             assert caught.value.status == 500

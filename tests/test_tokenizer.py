@@ -677,6 +677,15 @@ def train_sentencepiece(**options: object) -> bytes:
     return model.getvalue()
 
 
+def test_sentencepiece_s_special_tokens_may_be_0(tmp_path: Path) -> None:
+    for ids in ((0, 1), (1, 0)):
+        bos, eos = ids
+        (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(bos_id=bos, eos_id=eos, unk_id=2))
+        tokenizer = load_tokenizer(tmp_path)
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (bos, (eos,))
+        assert tokenizer.encode("hello")[0] == bos
+
+
 def test_sentencepiece_added_tokens_of_the_json_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(user_defined_symbols=["<turn>"]))
     bare = load_tokenizer(tmp_path)
