@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +69,15 @@ def test_a_stop_string_that_the_end_of_the_text_completes_is_why_it_ends() -> No
     request = Request("r", [0], SamplingParams().resolved(), seed=0, max_tokens=2, end_ids=frozenset(), text=text)
     assert request.append([0, 1], now=0.0) == "a"
     assert request.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("included", "wanted"), [(False, "ab"), (True, "abEND")])
+def test_a_token_that_ends_the_answer_is_text_of_it_where_that_is_asked_for(included: bool, wanted: str) -> None:
+    params = SamplingParams(include_stop_str_in_output=included).resolved()
+    text = TextStream(Pieces(["a", "b", "END", "x"]))
+    request = Request("r", [0], params, seed=0, max_tokens=9, end_ids=frozenset({2}), text=text)
+    assert request.append([0, 1, 2, 3], now=0.0) == wanted == text.text
+    assert (request.finish_reason, request.token_ids) == ("stop", [0, 0, 1, 2])
 
 
 @given(

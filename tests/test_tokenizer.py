@@ -677,6 +677,19 @@ def train_sentencepiece(**options: object) -> bytes:
     return model.getvalue()
 
 
+def test_a_piece_that_is_named_as_a_special_token_is_one() -> None:
+    """Also where tokenizer.json does not list it among the added tokens."""
+    model = {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {"[UNK]": 0, "[SEP]": 1, "hello": 2}}
+    spec = {"version": "1.0", "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None,
+            "added_tokens": [], "decoder": None, "model": model}  # fmt: skip
+    named = Settings(special_names=frozenset({"[SEP]", "[PAD]"}), eos_token="[SEP]")
+    tokenizer = HfJsonTokenizer(spec, named, source="words")
+    assert [tokenizer.is_special(id) for id in range(3)] == [False, True, False]
+    assert tokenizer.eos_token_ids == (1,)
+    assert 1 not in tokenizer.encode("hello [SEP]")
+    assert tokenizer.encode("hello [SEP]", allow_special=True) == [2, 1]
+
+
 def test_sentencepiece_s_special_tokens_may_be_0(tmp_path: Path) -> None:
     for ids in ((0, 1), (1, 0)):
         bos, eos = ids
