@@ -296,6 +296,7 @@ GOOD = pair(Q, 64, 64, 1)
         (GOOD, {"alpha_pattern": [3]}, "alpha_pattern must give a number for each pattern"),
         (GOOD, {"alpha_pattern": {"(": 1}}, r"alpha_pattern '\(' is no regular expression"),
         (GOOD, {"r": 8}, rf"{Q} are \[4, 64\] and \[64, 4\], not \[8, K\] and \[N, 8\]"),
+        (GOOD | {f"{Q}.lora_A.weight": torch.ones(4)}, {}, rf"{Q} are \[4\] and \[64, 4\], not \[4, K\]"),
         ({f"{Q}.lora_A.weight": GOOD[f"{Q}.lora_A.weight"]}, {}, f"{Q} has lora_A alone"),
         (GOOD | {f"{Q}.lora_A.weight": torch.ones(4, 64, dtype=torch.int64)}, {}, "is no tensor of an adapter"),
         (pair(Q, 60, 64, 1), {}, rf"B @ A of {Q} is \[60, 64\], not \[64, 64\]"),

@@ -353,6 +353,7 @@ def test_the_command_gives_its_counts_as_json() -> None:
     assert 0 < judged <= facts["num_drafted"] == facts["draft_calls"]
     assert facts["acceptance_rate"] == round(facts["num_accepted"] / judged, 4)
     assert facts["tokens_per_call"] == round(12 / facts["target_calls"], 4)
+    assert facts["accepted_per_call"] == round(facts["num_accepted"] / facts["target_calls"], 4)
     assert facts["target_s"] + facts["draft_s"] <= facts["total_s"] + 0.001  # they are rounded
 
 
