@@ -83,8 +83,8 @@ class LLM:
     number of threads may call its methods: all requests share one batch.
 
     Keyword arguments are the fields of :class:`gpt_fast.config.EngineConfig`; torch's dtypes and devices are taken, and
-    any path. ``progress`` shows bars on a terminal.
-    Raises ConfigError, CheckpointError or TokenizerError (all ValueError)."""
+    any path. ``progress`` shows bars on a terminal. Raises ConfigError, CheckpointError or TokenizerError (all
+    ValueError)."""
 
     def __init__(self, checkpoint: str | Path | Opened, *, progress: bool = False, **options: Any) -> None:
         wanted, begin = from_mapping(EngineConfig, in_words(options), "LLM()"), time.perf_counter()

@@ -171,7 +171,9 @@ def end_line(text: str, own_line: bool) -> None:
 
 def converse(llm: LLM, params: SamplingParams, system: str | None, origins: OriginReport | None) -> None:
     """A conversation on stdin and stdout: the checkpoint's chat template where it has one, else plain completion."""
-    chats = bool(llm.chat_templates) and llm.tokenizer is not None
+    from gpt_fast.tokenizer.chat import DEFAULT
+
+    chats = DEFAULT in llm.chat_templates and llm.tokenizer is not None
     if not chats:
         ignored = ", and --system has no effect" if system else ""
         print(f"this checkpoint has no chat template: every line is completed by itself{ignored}", file=sys.stderr)
