@@ -151,7 +151,7 @@ def serve(settings: Settings) -> int:
     shutil.rmtree(settings.run / "tmp", ignore_errors=True)  # sockets of a container that was killed
     command = prepare(settings)
     environment = environment_of(settings, os.environ)
-    # A new session: Ctrl-C reaches this process alone.
+    # In a new session, so that Ctrl-C reaches this process and not that one.
     launcher = subprocess.Popen(command, cwd=settings.run, env=environment, start_new_session=True)
 
     def end_when_asked() -> None:

@@ -249,7 +249,7 @@ def test_what_is_asked_for_together_is_one_group_of_the_queue(llm: LLM) -> None:
 
 
 def test_what_a_request_leaves_open(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len({llm.prepare([5]).seed for _ in range(3)}) == 3, "each has a seed of its own"
+    assert len({llm.prepare([5]).seed for _ in range(3)}) == 3, "no two seeds are equal"
     assert [llm.prepare([5], SamplingParams(seed=seed)).seed for seed in (0, 7)] == [0, 7]
     for length, asked, room in ((100, 10, 10), (100, None, 28), (100, 29, 28), (127, 10, 1)):
         assert llm.prepare([5] * length, SamplingParams(max_tokens=asked)).max_tokens == room
